@@ -1,0 +1,1 @@
+"""Draft heads in, slim artifacts out."""

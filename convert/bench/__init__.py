@@ -1,0 +1,1 @@
+"""Benchmarks of the converter, one script per question."""

@@ -1,0 +1,1 @@
+"""Generation with converted draft heads."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the runtime, one script per question."""

@@ -1,0 +1,1 @@
+"""One operation per file: reference, Triton kernel, host function."""

@@ -1,0 +1,1 @@
+"""Count tokens on real text and rank the vocabulary."""

@@ -1,0 +1,1 @@
+"""Benchmarks of the vocabulary tools, one script per question."""

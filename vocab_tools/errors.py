@@ -1,0 +1,32 @@
+"""Errors a user can act on. Every folder's errors derive from the base class here.
+
+EagleSlimError              exit code 1: what, where, expected, found, what to try
+├── UsageError              exit code 2: the arguments contradict each other or the input at hand
+├── CorpusError             a corpus file, line or column cannot be read
+├── TokenizerError          a tokenizer is missing, unusable, or not the one that counted
+└── VocabularyError         counts, a ranking or a token map break a rule of the format
+"""
+
+
+class EagleSlimError(Exception):
+    """Base of all errors raised on purpose; the message is complete and meant for the user."""
+
+    exit_code = 1
+
+
+class UsageError(EagleSlimError):
+    """The arguments are wrong or contradict each other; nothing was read or written."""
+
+    exit_code = 2
+
+
+class CorpusError(EagleSlimError):
+    """A corpus file, line, column or dataset cannot be read."""
+
+
+class TokenizerError(EagleSlimError):
+    """A tokenizer is missing, unusable, or differs from the one the data was made with."""
+
+
+class VocabularyError(EagleSlimError):
+    """Counts, a ranking or a token map break a rule of their format."""
