@@ -1,0 +1,60 @@
+"""Checksums: of whole files, and of every row of a matrix.
+
+A row's checksum is the first 8 bytes of the SHA-256 of its little-endian bytes. Eight bytes per row tell which of a
+hundred thousand rows changed or moved without making the manifest large; the file's own SHA-256 guards against intent.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .tensor_writer import tensor_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+ROW_CHECKSUM_BYTES = 8
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes as lower-case hex, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def row_checksums(rows: torch.Tensor) -> NDArray[np.uint8]:
+    """Checksums uint8 [rows, 8] of a matrix [rows, columns] of any dtype."""
+    count = rows.shape[0]
+    data = tensor_bytes(rows)
+    size = len(data) // count if count else 0
+    joined = b"".join(
+        hashlib.sha256(data[start : start + size]).digest()[:ROW_CHECKSUM_BYTES]
+        for start in range(0, count * size, size)
+    )
+    return np.frombuffer(joined, dtype=np.uint8).reshape(count, ROW_CHECKSUM_BYTES)
+
+
+def encode_checksums(checksums: NDArray[np.uint8]) -> str:
+    """Checksums as one base64 string, 8 bytes per row in row order."""
+    return base64.b64encode(checksums.tobytes()).decode("ascii")
+
+
+def decode_checksums(text: str, num_rows: int) -> NDArray[np.uint8]:
+    """The inverse of `encode_checksums`.
+
+    Raises:
+        ValueError: not base64, or not `num_rows` checksums.
+    """
+    data = base64.b64decode(text, validate=True)
+    if len(data) != num_rows * ROW_CHECKSUM_BYTES:
+        raise ValueError(f"expected {num_rows} row checksums of 8 bytes, found {len(data)} bytes")
+    return np.frombuffer(data, dtype=np.uint8).reshape(num_rows, ROW_CHECKSUM_BYTES)
