@@ -1,0 +1,79 @@
+"""Shape of a draft tree, and how tokens are chosen: small frozen configurations, validated when built.
+
+Glossary of dimensions used throughout: batch (sequences), slots (places for sequences), seq (positions), nodes
+(``total_tokens``, root included), depth, hidden, heads, kv_heads, head_dim, target_vocab, draft_vocab.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .errors import UsageError
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Size of the draft tree, with the meaning the three numbers have in EAGLE-2 and EAGLE-3.
+
+    ``depth``: passes after the first one; a path holds up to ``depth + 1`` drafted tokens.
+    ``top_k``: children per expanded node, and nodes expanded per level; 1 drafts a chain.
+    ``total_tokens``: nodes sent to the target, the root included.
+
+    Raises `UsageError` when a number is out of range or ``total_tokens - 1`` exceeds the number of candidates.
+    """
+
+    depth: int = 5
+    top_k: int = 10
+    total_tokens: int = 60
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("depth", 0), ("top_k", 1), ("total_tokens", 2)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise UsageError(f"{name} must be an integer of at least {smallest}, got {value!r}.")
+        if self.total_tokens - 1 > self.num_candidates:
+            raise UsageError(
+                f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
+                f"{self.depth} and top_k = {self.top_k} give only top_k + depth * top_k^2 = {self.num_candidates} "
+                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k."
+            )
+
+    @property
+    def num_candidates(self) -> int:
+        """Drafted candidates among which the tree is chosen: ``top_k + depth * top_k ** 2``."""
+        return self.top_k + self.depth * self.top_k**2
+
+    @property
+    def path_width(self) -> int:
+        """Longest path in nodes, root included: ``depth + 2``."""
+        return self.depth + 2
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the target's next token is chosen: the usual warpers, in transformers' order.
+
+    ``temperature`` 0 is greedy (``top_k`` and ``top_p`` are then without effect). ``top_k`` 0 and ``top_p`` 1.0 are
+    off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature!r}.")
+        if self.top_k < 0:
+            raise UsageError(f"top_k must be 0 (off) or positive, got {self.top_k!r}.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"top_p must be in (0, 1], got {self.top_p!r}.")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed must be in [0, 2^63), got {self.seed!r}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0

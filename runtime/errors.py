@@ -1,0 +1,46 @@
+"""Errors of the runtime, by what a user can do about them.
+
+EagleSlimError
+├── UnsupportedModelError   this model class or one of its options is outside what the runtime handles: other model
+├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
+├── PromptError             the prompt is empty or too long for the model: other prompt
+├── DrafterError            the drafter asked for cannot run here: other drafter or device
+└── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
+"""
+
+from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+
+__all__ = [
+    "AcceptanceWarning",
+    "DrafterError",
+    "EagleSlimError",
+    "PairingError",
+    "PromptError",
+    "PromptFileError",
+    "UnsupportedModelError",
+    "UsageError",
+]
+
+
+class UnsupportedModelError(EagleSlimError):
+    """The target or head is of a kind that tree drafting cannot serve."""
+
+
+class PairingError(EagleSlimError):
+    """Head, draft vocabulary, tokenizer and target do not belong together."""
+
+
+class PromptError(EagleSlimError):
+    """A prompt is empty, or leaves no room in the model's context."""
+
+
+class DrafterError(EagleSlimError):
+    """The drafter asked for cannot run with these dimensions or on this device."""
+
+
+class PromptFileError(EagleSlimError):
+    """A file of prompts cannot be read."""
+
+
+class AcceptanceWarning(UserWarning):
+    """Hardly any drafted token was accepted: output stays exact, but something about the head is probably wrong."""

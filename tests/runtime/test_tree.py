@@ -1,0 +1,201 @@
+"""Draft trees: the worked example of the module, exact selection, and the layout against a plain Python oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.tree import (
+    Candidates,
+    DraftTree,
+    build_tree,
+    join_levels,
+    layout_tree,
+    rank_children,
+    ranked_topk,
+    select_frontier,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+A, B, C, D, E, F, G, H = range(101, 109)
+I_, J = 109, 110
+ROOT = 100
+LEVEL_TOKENS = [torch.tensor([[A, B]]), torch.tensor([[C, D, E, F]]), torch.tensor([[G, H, I_, J]])]
+LEVEL_SCORES = [
+    torch.tensor([[-0.5, -1.5]]),
+    torch.tensor([[-1.5, -2.0, -1.75, -5.5]]),
+    torch.tensor([[-2.0, -4.5, -2.75, -3.75]]),
+]
+LEVEL_FRONTIERS = [torch.tensor([[0, 1]]), torch.tensor([[0, 2]])]
+EXAMPLE = TreeConfig(depth=2, top_k=2, total_tokens=7)
+
+
+def example_tree(config: TreeConfig = EXAMPLE, active: torch.Tensor | None = None) -> DraftTree:
+    candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
+    return build_tree(torch.tensor([ROOT]), candidates, config, active)
+
+
+def test_worked_example_candidates_and_frontier() -> None:
+    scores, index = select_frontier(LEVEL_SCORES[1], top_k=2)
+    assert index.tolist() == [[0, 2]]
+    assert scores.tolist() == [[-1.5, -1.75]]
+    candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
+    assert candidates.parents.tolist() == [[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]]
+
+
+def test_worked_example_tree() -> None:
+    tree = example_tree()
+    assert tree.draft_tokens.tolist() == [[ROOT, A, B, C, D, E, G]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1, 1, 2, 3]]
+    assert tree.tree_position_ids.tolist() == [[0, 1, 1, 2, 2, 2, 3]]
+    assert tree.num_leaves.tolist() == [3]
+    assert tree.retrieve_indices[0, :3].tolist() == [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
+    assert tree.retrieve_indices[0, 3:].eq(-1).all()
+    assert tree.tree_mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 0, 1, 0, 0, 0, 0],
+        [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],
+        [1, 0, 1, 0, 0, 1, 0],
+        [1, 1, 0, 1, 0, 0, 1],
+    ]
+
+
+def test_equal_scores_keep_the_lower_candidate_index() -> None:
+    tree = example_tree(TreeConfig(depth=2, top_k=2, total_tokens=6))
+    assert tree.draft_tokens.tolist() == [[ROOT, A, B, C, D, E]]
+
+
+def test_inactive_slot_is_blank() -> None:
+    tree = example_tree(active=torch.tensor([False]))
+    for indices in (tree.draft_tokens, tree.parents, tree.retrieve_indices):
+        assert indices.eq(-1).all()
+    for zeros in (tree.tree_mask, tree.tree_position_ids, tree.num_leaves):
+        assert not zeros.any()
+
+
+def test_to_upstream_has_upstream_shapes_and_orders() -> None:
+    tokens, paths, mask, positions = example_tree().to_upstream()
+    assert tokens.tolist() == [[ROOT, A, B, C, D, E, G]]
+    assert paths.tolist() == [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
+    assert mask.shape == (1, 1, 7, 7)
+    assert mask.dtype == torch.float32
+    assert positions.tolist() == [0, 1, 1, 2, 2, 2, 3]
+    assert example_tree().to_upstream(sampling=True)[1].tolist() == [[0, 1, 3, 6], [0, 1, 4, -1], [0, 2, 5, -1]]
+
+
+def upstream_tree(
+    root: int, tokens: list[int], scores: list[float], frontiers: list[list[int]], k: int, total: int
+) -> tuple[list[int], list[list[int]], list[list[int]], list[int]]:
+    """The second half of ``topK_genrate`` in plain Python, for scores without ties."""
+    parents_list = [0]
+    for level, frontier in enumerate(frontiers):
+        bias = 1 + k * k * max(0, level - 1) + (k if level > 0 else 0)
+        parents_list += [index + bias for index in frontier]
+    chosen = sorted(sorted(range(len(scores)), key=lambda c: -scores[c])[: total - 1])
+    draft_parents = [parents_list[c // k] for c in chosen]
+    mask_index = [0 if p == 0 else chosen.index(p - 1) + 1 for p in draft_parents]
+    mask = [[int(i == j or j == 0) for j in range(total)] for i in range(total)]
+    for i, parent in enumerate(mask_index):
+        mask[i + 1] = [x | y for x, y in zip(mask[i + 1], mask[parent], strict=True)]
+    positions = [sum(row) - 1 for row in mask]
+    paths = []
+    for node in range(total):
+        if node not in mask_index:
+            path, at = [node], node
+            while at:
+                at = mask_index[at - 1]
+                path.append(at)
+            paths.append(path[::-1] + [-1] * (max(positions) + 1 - len(path)))
+    return [root] + [tokens[c] for c in chosen], paths, mask, positions
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_random_trees_equal_upstream(data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, 4))
+    depth = data.draw(st.integers(0, 4))
+    total = data.draw(st.integers(2, k + depth * k * k + 1))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    log_probs = -torch.rand((depth + 1, k, k), generator=generator).sort(-1).values - 1e-3
+    scores, frontiers = [log_probs[0, :1].reshape(1, -1)], []
+    parent_scores, frontier = scores[0], torch.arange(k)[None]
+    for level in range(1, depth + 1):
+        frontiers.append(frontier)
+        level_scores = (parent_scores[:, :, None] + log_probs[level]).reshape(1, -1)
+        scores.append(level_scores)
+        parent_scores, frontier = select_frontier(level_scores, k)
+    tokens = list(torch.arange(sum(s.shape[1] for s in scores)).add(7)[None].split([s.shape[1] for s in scores], 1))
+    candidates = join_levels(tokens, scores, frontiers, k)
+    tree = build_tree(torch.tensor([3]), candidates, TreeConfig(depth, k, total))
+    ours = tree.to_upstream()
+    expected = upstream_tree(
+        3, candidates.tokens[0].tolist(), candidates.scores[0].tolist(), [f[0].tolist() for f in frontiers], k, total
+    )
+    assert ours[0][0].tolist() == expected[0]
+    assert ours[1].tolist() == expected[1]
+    assert ours[2][0, 0].int().tolist() == expected[2]
+    assert ours[3].tolist() == expected[3]
+
+
+def test_closed_under_parents_where_a_child_has_probability_one() -> None:
+    # Every score is equal, so only the index rule keeps parents before their children.
+    scores = [torch.zeros(1, 3), torch.zeros(1, 9), torch.zeros(1, 9)]
+    frontiers = [torch.arange(3)[None], select_frontier(scores[1], 3)[1]]
+    tokens = list(torch.arange(21)[None].split([3, 9, 9], 1))
+    tree = build_tree(torch.tensor([50]), join_levels(tokens, scores, frontiers, 3), TreeConfig(2, 3, 9))
+    assert tree.draft_tokens.tolist() == [[50, 0, 1, 2, 3, 4, 5, 6, 7]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 0, 1, 1, 1, 2, 2]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([-2.5, -1.0, -0.0, 0.0, 0.5, float("-inf"), 1e-40, 3e38]), min_size=1, max_size=40),
+    st.data(),
+)
+def test_ranked_topk_breaks_ties_by_index(values: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(values)))
+    top, index = ranked_topk(torch.tensor([values]), k)
+    expected = sorted(range(len(values)), key=lambda i: (-values[i], i))[:k]
+    assert index.tolist() == [expected]
+    assert top.tolist() == [[torch.tensor(values[i]).item() for i in expected]]
+
+
+@pytest.mark.parametrize("width", [10, 63, 1000, 4097])
+def test_rank_children_is_log_softmax_over_the_draft_vocabulary(width: int) -> None:
+    logits = torch.randn(3, 2, width, generator=torch.Generator().manual_seed(width)) * 4
+    log_probs, rows = rank_children(logits, 10)
+    expected = torch.log_softmax(logits.double(), -1)
+    torch.testing.assert_close(log_probs.double(), expected.gather(-1, rows), rtol=1e-6, atol=1e-6)
+    assert log_probs.diff(dim=-1).le(0).all()
+    torch.testing.assert_close(expected.gather(-1, rows), expected.topk(10).values)
+
+
+def test_layout_of_a_batch_treats_sequences_apart() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
+    parents = torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 0]])
+    tree = layout_tree(tokens, parents, path_width=4, active=torch.tensor([True, True]))
+    assert tree.retrieve_indices[0].tolist() == [[0, 1, 2, 3], [-1] * 4, [-1] * 4, [-1] * 4]
+    assert tree.retrieve_indices[1].tolist() == [[0, 1, -1, -1], [0, 2, -1, -1], [0, 3, -1, -1], [-1] * 4]
+    assert tree.num_leaves.tolist() == [1, 3]
+    assert tree.tree_position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 1, 1]]
+
+
+def test_candidates_keep_their_slot_in_a_batch() -> None:
+    scores = torch.tensor([[-1.0, -2.0], [-2.0, -1.0]])
+    tokens = torch.tensor([[11, 12], [21, 22]])
+    candidates = Candidates(tokens, scores, torch.full((2, 2), -1))
+    tree = build_tree(torch.tensor([1, 2]), candidates, TreeConfig(depth=0, top_k=2, total_tokens=2))
+    assert tree.draft_tokens.tolist() == [[1, 11], [2, 22]]
+
+
+@pytest.mark.parametrize(
+    ("depth", "top_k", "total", "message"),
+    [(2, 2, 12, "only top_k"), (-1, 2, 3, "depth"), (2, 0, 3, "top_k"), (2, 2, 1, "total_tokens")],
+)
+def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        TreeConfig(depth, top_k, total)
