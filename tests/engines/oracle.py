@@ -1,0 +1,322 @@
+"""An oracle target and EAGLE heads for it, whose drafts are all accepted exactly when an engine reads everything right.
+
+The target maps every token to a fixed next token (a permutation made of cycles of 16), so its greedy output is known
+beforehand. The heads compute the same permutation. Every token has a code of +-1 in ``[hidden]``; the successor's code
+is a fixed shuffle ``R`` of the token's own, so ``code(next(x)) = R code(x)`` and the step is linear. One draft is right
+only if all of these are:
+
+* **rows, map and order**: the LM-head row of ``y`` is the code of its predecessor, so any mix-up of rows and ids
+  proposes other tokens;
+* **taps**: every target layer adds 1 to a marker coordinate, and ``fc`` adds noise unless each tap carries exactly the
+  marker of its layer;
+* **hidden state and embedding**: the head outputs ``e + 4 (R f - e)`` with ``e`` the embedding's code (through an
+  attention that looks at its own position) and ``f`` the feature's, so a draft survives only if the two agree;
+* **attention and MLP**: the MLP doubles the output that the next step's residual takes away again.
+
+All weights are small integers or powers of two, exact in bf16 and fp16. Nothing is random beyond a fixed seed.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+
+VOCAB = 2048
+HIDDEN = 512
+HEADS = 8
+LAYERS = 8
+CYCLE = 16
+CONST, MARKER = 0, 1
+"""Coordinates that are +1 in every code; layers write the marker into the second."""
+DEFAULT_TAPS = (2, LAYERS // 2, LAYERS - 3)
+BOS, EOS = 0, 1
+DISAGREEMENT = 4.0
+
+
+def _shuffle() -> torch.Tensor:
+    """``R`` as an index [hidden]: ``code(next(x)) = code(x)[R]``; coordinate cycles of 16, the first 16 fixed."""
+    index = torch.arange(HIDDEN)
+    blocks = index[CYCLE:].view(-1, CYCLE)
+    index[CYCLE:] = blocks.roll(1, dims=1).flatten()
+    return index
+
+
+def _tokens_by_cycle() -> torch.Tensor:
+    """[cycles, 16]: the tokens of each cycle in the order they follow one another, scattered over the vocabulary."""
+    return torch.randperm(VOCAB, generator=torch.Generator().manual_seed(11)).view(-1, CYCLE)
+
+
+def next_tokens() -> torch.Tensor:
+    """int64 [vocab]: the target's greedy next token of each token."""
+    cycles = _tokens_by_cycle()
+    follow = torch.empty(VOCAB, dtype=torch.int64)
+    follow[cycles] = cycles.roll(-1, dims=1)
+    return follow
+
+
+def codes() -> torch.Tensor:
+    """float32 [vocab, hidden] of +-1, with ``codes[next(x)] == codes[x][R]``."""
+    cycles = _tokens_by_cycle()
+    generator = torch.Generator().manual_seed(12)
+    code = torch.randint(0, 2, (len(cycles), HIDDEN), generator=generator).float() * 2 - 1
+    code[:, CONST] = code[:, MARKER] = 1
+    table = torch.empty(VOCAB, HIDDEN)
+    shuffle = _shuffle()
+    for position in range(CYCLE):
+        table[cycles[:, position]] = code
+        code = code[:, shuffle]
+    return table
+
+
+def predecessor_codes() -> torch.Tensor:
+    """float32 [vocab, hidden]: row ``y`` is the code of the token before ``y``, the LM head of the oracle."""
+    rows = torch.empty(VOCAB, HIDDEN)
+    rows[next_tokens()] = codes()
+    return rows
+
+
+def ranked_ids() -> list[int]:
+    """All ids, whole cycles after one another: any prefix of 16 n ids is closed under the permutation."""
+    return _tokens_by_cycle().flatten().tolist()
+
+
+def prompt(cycle: int, start: int = 0, length: int = 6) -> list[int]:
+    """A prompt of ``length`` tokens that follows cycle number ``cycle`` (0 is the most frequent)."""
+    ids = _tokens_by_cycle()[cycle]
+    return [int(ids[(start + i) % CYCLE]) for i in range(length)]
+
+
+def continuation(prompt_ids: Sequence[int], tokens: int) -> list[int]:
+    """What the target generates greedily after ``prompt_ids``."""
+    follow, out = next_tokens(), []
+    last = prompt_ids[-1]
+    for _ in range(tokens):
+        last = int(follow[last])
+        out.append(last)
+    return out
+
+
+def _rms_after(layer: int) -> float:
+    """Root mean square of the hidden state that enters ``layer``: ones everywhere, the marker at 1 + layer."""
+    return ((HIDDEN - 1 + (1 + layer) ** 2) / HIDDEN) ** 0.5
+
+
+def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write the oracle target as a Hugging Face Llama folder with a word-level tokenizer of the same vocabulary."""
+    noise = torch.Generator().manual_seed(13)
+    tensors = {"model.embed_tokens.weight": codes(), "lm_head.weight": predecessor_codes()}
+    final_norm = torch.full((HIDDEN,), _rms_after(LAYERS))
+    final_norm[MARKER] /= 1 + LAYERS
+    tensors["model.norm.weight"] = final_norm
+    head_dim = HIDDEN // HEADS
+    for layer in range(LAYERS):
+        name = f"model.layers.{layer}."
+        for matrix in ("q_proj", "k_proj"):
+            rows = HIDDEN if matrix == "q_proj" else HIDDEN // 2
+            tensors[f"{name}self_attn.{matrix}.weight"] = 0.02 * torch.randn(rows, HIDDEN, generator=noise)
+        # Whatever attention looks at, the value is the constant coordinate: every position gains the same marker.
+        value = torch.zeros(head_dim * HEADS // 2, HIDDEN)
+        value[0, CONST] = 1
+        output = torch.zeros(HIDDEN, HIDDEN)
+        output[MARKER, 0] = 1
+        tensors[f"{name}self_attn.v_proj.weight"] = value
+        tensors[f"{name}self_attn.o_proj.weight"] = output
+        for matrix in ("gate_proj", "up_proj"):
+            tensors[f"{name}mlp.{matrix}.weight"] = 0.02 * torch.randn(HIDDEN, HIDDEN, generator=noise)
+        tensors[f"{name}mlp.down_proj.weight"] = torch.zeros(HIDDEN, HIDDEN)
+        norm = torch.ones(HIDDEN)
+        norm[CONST] = _rms_after(layer)
+        tensors[f"{name}input_layernorm.weight"] = norm
+        tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
+    folder.mkdir(parents=True)
+    save_file(
+        {k: v.to(dtype).contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+    )
+    config = _common_config(dtype) | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": HEADS // 2,
+    }
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": EOS})
+    _write_tokenizer(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How a head is written: the public ones differ in names, file type, order and dtype of the map."""
+
+    layer_prefix: Literal["midlayer.", "layers.0.", "model.layers.0.", "midlayer.0."] = "midlayer."
+    file: Literal["model.safetensors", "pytorch_model.bin"] = "model.safetensors"
+    order: Literal["ascending", "frequency"] = "ascending"
+    map_dtype: torch.dtype = torch.int64
+    with_t2d: bool = True
+    architecture: str = "LlamaForCausalLMEagle3"
+
+
+def eagle3_tensors(taps: Sequence[int] = DEFAULT_TAPS, sign: float = -1.0) -> dict[str, torch.Tensor]:
+    """The oracle EAGLE-3 head over the full vocabulary, canonical names, float32.
+
+    With ``sign`` -1 the final norm flips the output and the rows are flipped too, so that the *target's* LM-head rows
+    would always propose the wrong token: only a head with its own rows drafts right. +1 is for a head that takes the
+    target's rows.
+    """
+    shuffle = _shuffle()
+    identity = torch.eye(HIDDEN)
+    rotation = identity[shuffle]
+    generator = torch.Generator().manual_seed(14)
+    noise = torch.randint(0, 2, (HIDDEN,), generator=generator).float() * 2 - 1
+
+    feature = identity.clone()
+    feature[MARKER] = 0
+    feature[MARKER, CONST] = 1
+    fc = torch.cat([0.5 * feature, 0.5 * feature, feature], dim=1)
+    for index, layer in enumerate(taps):
+        fc[:, index * HIDDEN + MARKER] += 4 * noise
+        fc[:, index * HIDDEN + CONST] -= 4 * noise * (1 + layer)
+
+    gate = torch.zeros(HIDDEN, HIDDEN)
+    gate[:, CONST] = 8
+    embedding_part = torch.cat([4 * identity, torch.zeros(HIDDEN, HIDDEN)], dim=1)
+    return {
+        "fc.weight": fc,
+        "midlayer.self_attn.q_proj.weight": embedding_part,
+        "midlayer.self_attn.k_proj.weight": embedding_part.clone(),
+        "midlayer.self_attn.v_proj.weight": torch.cat(
+            [(1 - DISAGREEMENT) * identity, DISAGREEMENT * rotation - 2 * identity], dim=1
+        ),
+        "midlayer.self_attn.o_proj.weight": identity.clone(),
+        "midlayer.mlp.gate_proj.weight": gate,
+        "midlayer.mlp.up_proj.weight": identity / 8,
+        "midlayer.mlp.down_proj.weight": identity.clone(),
+        "midlayer.input_layernorm.weight": torch.ones(HIDDEN),
+        "midlayer.hidden_norm.weight": torch.ones(HIDDEN),
+        "midlayer.post_attention_layernorm.weight": torch.ones(HIDDEN),
+        "norm.weight": torch.full((HIDDEN,), sign),
+        "lm_head.weight": sign * predecessor_codes(),
+    }
+
+
+def build_eagle3_head(
+    folder: Path,
+    ids: Sequence[int] | None = None,
+    spelling: Spelling | None = None,
+    taps: Sequence[int] | None = None,
+    own_lm_head: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in a given spelling.
+
+    ``taps`` writes a top-level ``eagle_aux_hidden_state_layer_ids``; without it the head is made for the default taps
+    and the config is silent, as most public heads are.
+    """
+    spelling = spelling or Spelling()
+    tensors = eagle3_tensors(taps or DEFAULT_TAPS, sign=-1.0 if own_lm_head else 1.0)
+    if not own_lm_head:
+        del tensors["lm_head.weight"]
+    draft_vocab = VOCAB
+    if ids is not None:
+        target_ids = torch.tensor(sorted(ids) if spelling.order == "ascending" else list(ids))
+        draft_vocab = len(target_ids)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][target_ids]
+        tensors["d2t"] = (target_ids - torch.arange(draft_vocab)).to(spelling.map_dtype)
+        if spelling.with_t2d:
+            tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, target_ids, True)
+    named = {
+        name.replace("midlayer.", spelling.layer_prefix): tensor.to(dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+    folder.mkdir(parents=True)
+    _write_tensors(folder / spelling.file, named)
+    config = _common_config(dtype) | {
+        "architectures": [spelling.architecture],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": HEADS,
+        "draft_vocab_size": draft_vocab if own_lm_head else None,
+    }
+    if taps is not None:
+        config["eagle_aux_hidden_state_layer_ids"] = list(taps)
+    _write_json(folder / "config.json", config)
+    return folder
+
+
+def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write an EAGLE-1/2 head: its ``fc`` does the whole step, the decoder layer adds nothing; no ``fc.bias``."""
+    identity = torch.eye(HIDDEN)
+    fc = torch.cat([(1 - DISAGREEMENT) * identity, DISAGREEMENT * identity[_shuffle()]], dim=1)
+    zeros = torch.zeros(HIDDEN, HIDDEN)
+    tensors = {"fc.weight": fc, "layers.0.post_attention_layernorm.weight": torch.ones(HIDDEN)}
+    for matrix in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        tensors[f"layers.0.self_attn.{matrix}.weight"] = zeros
+    for matrix in ("gate_proj", "up_proj", "down_proj"):
+        tensors[f"layers.0.mlp.{matrix}.weight"] = zeros
+    folder.mkdir(parents=True)
+    _write_tensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in tensors.items()})
+    config = _common_config(dtype) | {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 1,
+        "num_key_value_heads": HEADS,
+        "bias": True,
+    }
+    _write_json(folder / "config.json", config)
+    return folder
+
+
+def write_token_map(path: Path, ids: Sequence[int] | None = None) -> Path:
+    """Write ``ids`` (all, by rank, if none) as FR-Spec and SGLang store them: ``torch.save`` of a list of ints."""
+    torch.save(list(ranked_ids() if ids is None else ids), path)
+    return path
+
+
+def _common_config(dtype: torch.dtype) -> dict[str, object]:
+    return {
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "head_dim": HIDDEN // HEADS,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 1024,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "pad_token_id": EOS,
+    }
+
+
+def _write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    tensors = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+    if path.suffix == ".bin":
+        torch.save(tensors, path)
+    else:
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    words = ["<s>", "</s>", *(f"w{i}" for i in range(2, VOCAB))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="</s>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(
+        folder / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
+    )
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
