@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .atomic import atomic_directory
-from .errors import SourceError
+from .errors import OutputExistsError, SourceError
 from .hashing import sha256_file
 from .tensor_writer import TensorPlan, write_safetensors
 
@@ -165,7 +165,7 @@ def embedded_target_folder() -> Path:
     if not folder.exists():
         try:
             export_embedded_target(folder)
-        except FileExistsError:
+        except OutputExistsError:
             # Another process finished the same export first; the bytes are the same.
             pass
     return folder

@@ -1,0 +1,177 @@
+"""Configuration of a draft head: every published form in, one flat Llama-style config.json out.
+
+Reads the flat form of SafeAILab, SGLang, SpecForge and ModelOpt, the nested form of speculators, and both ways in which
+transformers spells RoPE. What it changes, and which engine each change is for, stands beside the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .errors import MismatchError, UnsupportedHeadError
+
+AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
+
+# Keys that must not reach the output: paths of the machine that trained the head, code references, and the EAGLE-1/2
+# flag `bias` that makes vLLM and SGLang build attention biases which nothing fills.
+_DROPPED_KEYS = ("_name_or_path", "auto_map", "bias", "dtype", "torch_dtype", "quantization_config", "rope_parameters")
+_SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
+
+# config.json is written in this order, then the head's other keys by name.
+_KEY_ORDER = (
+    "architectures", "model_type", "vocab_size", "draft_vocab_size", "hidden_size", "target_hidden_size",
+    "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "max_position_embeddings", "rope_theta", "rope_scaling", "attention_bias", "mlp_bias",
+    "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
+
+
+def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
+
+    Sizes that only the tensors know (vocabularies, dtype) are left to `open_head`. `norm_before_residual` is written out
+    for the speculators form, whose default (true) differs from that of the flat form (false).
+
+    Raises:
+        UnsupportedHeadError: an architecture or quantisation that is not converted.
+        MismatchError: a key is missing or of a wrong type.
+    """
+    _refuse_foreign(source, where)
+    config = dict(source)
+    nested = config.get("transformer_layer_config")
+    if nested is not None:
+        if not isinstance(nested, Mapping):
+            raise MismatchError(f"{where}: transformer_layer_config: expected an object, found {type(nested).__name__}")
+        outer = {key: value for key, value in config.items() if key not in _SPECULATORS_KEYS}
+        config = {**nested, **outer}
+        config.setdefault("norm_before_residual", True)
+        config["model_type"] = "llama"
+    _flatten_rope(config)
+    for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
+        config.pop(key, None)
+
+    for key in REQUIRED_KEYS:
+        if not isinstance(config.get(key), int) or isinstance(config[key], bool) or config[key] <= 0:
+            raise MismatchError(f"{where}: {key}: expected a positive integer, found {config.get(key)!r}")
+    heads: int = config["num_attention_heads"]
+    if config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = heads
+    if config.get("head_dim") is None:
+        config["head_dim"] = config["hidden_size"] // heads
+    config.setdefault("hidden_act", "silu")
+    config.setdefault("rms_norm_eps", 1e-6)
+    config.setdefault("attention_bias", bool(config.get("qkv_bias", False)))
+    config.setdefault("mlp_bias", False)
+    return config
+
+
+def ordered_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same configuration with its keys in the order of the format."""
+    first = {key: config[key] for key in _KEY_ORDER if key in config}
+    return {**first, **{key: config[key] for key in sorted(config) if key not in first}}
+
+
+def metadata_target(source: Mapping[str, Any]) -> str | None:
+    """The target model that a head's own configuration names (the verifier of the speculators form), if any."""
+    verifier = source.get("speculators_config")
+    verifier = verifier.get("verifier") if isinstance(verifier, Mapping) else None
+    name = verifier.get("name_or_path") if isinstance(verifier, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def uses_aux_layers(config: Mapping[str, Any]) -> bool:
+    """False for the rare EAGLE-3 head that reads only the target's last hidden state (`use_aux_hidden_state` false)."""
+    nested = config.get("eagle_config")
+    return not (isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False)
+
+
+def tap_layers(
+    config: Mapping[str, Any], given: tuple[int, ...] | None, where: str
+) -> tuple[tuple[int, ...] | None, str | None]:
+    """Which layers' inputs the head reads, and a warning where engines read the configuration differently.
+
+    A top-level `eagle_aux_hidden_state_layer_ids` means "input of layer i" and is used as is. The one in `eagle_config`
+    means "output of layer i", SGLang's reading, and so the input of layer i + 1: [1, 17, 33] there is (2, 18, 34).
+    None means the default of all engines, (2, n // 2, n - 3) of a target with n layers.
+
+    Raises:
+        MismatchError: both are present and disagree, or one is not a list of layer numbers.
+    """
+    top = _layer_ids(config.get(AUX_LAYER_KEY), where, AUX_LAYER_KEY)
+    eagle_config = config.get("eagle_config")
+    raw = eagle_config.get(AUX_LAYER_KEY) if isinstance(eagle_config, Mapping) else None
+    nested = _layer_ids(raw, where, f"eagle_config.{AUX_LAYER_KEY}")
+    shifted = None if nested is None else tuple(layer + 1 for layer in nested)
+    if given is not None:
+        return given, None
+    if top is not None and shifted is not None and top != shifted:
+        raise MismatchError(
+            f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config those "
+            f"of {list(shifted)}; say which is right with --tap-layers {','.join(map(str, shifted))} (or another list)"
+        )
+    if shifted is not None and top is None:
+        flag = ",".join(map(str, shifted))
+        return shifted, (
+            f"{AUX_LAYER_KEY} stands only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM does "
+            f"not; --tap-layers {flag} writes both keys so that they agree"
+        )
+    if top is not None and shifted is None:
+        flag = ",".join(map(str, top))
+        return top, (
+            f"{AUX_LAYER_KEY} stands only at top level, where SGLang does not read it; --tap-layers {flag} writes both "
+            "keys so that engines agree"
+        )
+    return top, None
+
+
+def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[str, Any]:
+    """The configuration with both keys set so that vLLM and SGLang capture the inputs of the same `layers`."""
+    nested = dict(config.get("eagle_config") or {})
+    nested[AUX_LAYER_KEY] = [layer - 1 for layer in layers]
+    return {**config, AUX_LAYER_KEY: list(layers), "eagle_config": nested}
+
+
+def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
+    architectures = [str(name) for name in source.get("architectures") or ()]
+    for name in architectures:
+        if "deepseek" in name.lower() or "MLA" in name:
+            raise UnsupportedHeadError(
+                f"{where}: architecture {name} is an MLA head, which is not converted; expected a Llama-style EAGLE head"
+            )
+        if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
+            raise UnsupportedHeadError(f"{where}: architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head")
+    kind = source.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise UnsupportedHeadError(f"{where}: speculators_model_type {kind!r} is not converted; expected 'eagle3'")
+    quantisation = source.get("quantization_config")
+    if isinstance(quantisation, Mapping) and any(quantisation.values()):
+        method = quantisation.get("quant_method") or quantisation.get("quant_algo") or "unnamed"
+        raise UnsupportedHeadError(
+            f"{where}: the head is quantised ({method}); its rows are not defined without their scales. Convert the "
+            "unquantised head, then quantise the result"
+        )
+
+
+def _flatten_rope(config: dict[str, Any]) -> None:
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, Mapping):
+        rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
+        if "rope_theta" in parameters:
+            config.setdefault("rope_theta", parameters["rope_theta"])
+        if config.get("rope_scaling") is None:
+            config["rope_scaling"] = rest if rest.get("rope_type", "default") != "default" else None
+    config.setdefault("rope_theta", 10000.0)
+    config.setdefault("rope_scaling", None)
+
+
+def _layer_ids(value: Any, where: str, key: str) -> tuple[int, ...] | None:
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or not all(
+        isinstance(layer, int) and not isinstance(layer, bool) for layer in value
+    ):
+        raise MismatchError(f"{where}: {key}: expected a list of layer numbers, found {value!r}")
+    return tuple(value)

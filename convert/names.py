@@ -1,0 +1,167 @@
+"""Tensor names of EAGLE draft heads: every published spelling, and the one that is written.
+
+Canonical names are SafeAILab's: `midlayer.` for the one decoder layer of an EAGLE-3 head, `layers.N.` for EAGLE-1/2, no
+`model.` prefix. Nothing is guessed: a tensor that is neither renamed nor knowingly dropped makes the head unsupported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import CheckpointError, UnsupportedHeadError
+
+HeadKind = Literal["eagle3", "eagle"]
+
+LM_HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+FC = "fc.weight"
+FC_BIAS = "fc.bias"
+MAPS = ("d2t", "t2d")
+
+_ATTENTION = tuple(f"self_attn.{projection}_proj.weight" for projection in "qkvo")
+_MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
+EAGLE3_LAYER = (
+    *(f"midlayer.{name}" for name in (*_ATTENTION, *_MLP)),
+    "midlayer.input_layernorm.weight",
+    "midlayer.hidden_norm.weight",
+    "midlayer.post_attention_layernorm.weight",
+)
+EAGLE3_REQUIRED = (*EAGLE3_LAYER, "norm.weight")
+EAGLE3_ATTENTION_BIASES = tuple(f"midlayer.self_attn.{projection}_proj.bias" for projection in "qkvo")
+_EAGLE3_OPTIONAL = (FC, FC_BIAS, LM_HEAD, EMBEDDING, "input_norm.weight", *EAGLE3_ATTENTION_BIASES, *MAPS)
+_FC_NORM = re.compile(r"fc_norm\.\d+\.weight")
+_EAGLE_LAYER = re.compile(
+    r"layers\.\d+\.(self_attn\.([qkvo]_proj\.weight|[qkv]_proj\.bias)|mlp\.(gate|up|down)_proj\.weight"
+    r"|(input|post_attention)_layernorm\.weight)"
+)
+
+# SGLang's older names of the norms over the captured layers, lowest first.
+_LEGACY_FC_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+
+_DROPPED = (
+    (re.compile(r"verifier_.*"), "training-time copy of a tensor of the target"),
+    (re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"), "recomputed from the configuration"),
+)
+
+# Marks of heads that resemble EAGLE and are something else, with the name to refuse them by.
+_FOREIGN = (
+    (re.compile(r".*\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj|kv_a_layernorm)\b.*"), "an MLA attention head"),
+    (re.compile(r".*\.(q_norm|k_norm)\.weight"), "a head with query/key norms (Qwen3 attention)"),
+    (
+        re.compile(
+            r".*\.(weight_scale|weight_scale_inv|input_scale|weight_scale_2|qweight|qzeros|scales|weight_packed)"
+        ),
+        "a quantised head",
+    ),
+    (re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"), "a Medusa head"),
+    (re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"), "a multi-token-prediction (MTP) head"),
+    (re.compile(r"(.*\.)?mlp\.(experts|gate\.weight|shared_expert).*"), "a mixture-of-experts head"),
+    (re.compile(r"midlayer\.[1-9]\d*\..*|layers\.[1-9]\d*\.hidden_norm\.weight"), "an EAGLE-3 head of several layers"),
+)
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """How the tensors of one checkpoint map to canonical names.
+
+    Attributes:
+        kind: "eagle3", or "eagle" for EAGLE-1 and EAGLE-2.
+        stored: canonical name to the name in the checkpoint.
+        dropped: stored name to the reason why it is left out.
+    """
+
+    kind: HeadKind
+    stored: dict[str, str]
+    dropped: dict[str, str]
+
+
+def canonical_names(names: Iterable[str], where: str) -> NameTable:
+    """Work out the kind of a head from its tensor names and give each its canonical name.
+
+    `midlayer.`, `layers.0.`, `midlayer.0.`, `model.layers.0.` and the like become `midlayer.` for EAGLE-3.
+
+    Args:
+        names: every tensor name of the checkpoint.
+        where: the checkpoint, for messages.
+
+    Raises:
+        UnsupportedHeadError: another kind of head, or a tensor that has no place in one of these kinds.
+        CheckpointError: two stored names mean the same tensor, or a needed tensor is missing.
+    """
+    ordered = sorted(names)
+    bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
+    kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
+    for name, short in bare.items():
+        for pattern, meaning in _FOREIGN:
+            if pattern.fullmatch(short):
+                raise UnsupportedHeadError(
+                    f"{where}: tensor {name} marks {meaning}, which is not converted; expected an unquantised EAGLE-3, "
+                    "EAGLE-1 or EAGLE-2 head with a Llama decoder layer"
+                )
+    if kind == "eagle" and FC not in bare.values():
+        raise UnsupportedHeadError(
+            f"{where}: neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight); found "
+            + _some(ordered)
+        )
+
+    stored: dict[str, str] = {}
+    dropped: dict[str, str] = {}
+    for name, short in bare.items():
+        reason = next((why for pattern, why in _DROPPED if pattern.fullmatch(short)), None)
+        if reason is None and kind == "eagle" and short == LM_HEAD:
+            reason = "every engine uses the target's LM head with EAGLE-1/2, and vLLM refuses a file that has one"
+        if reason is not None:
+            dropped[name] = reason
+            continue
+        canonical = _rename(short, kind)
+        if not _known(canonical, kind):
+            raise UnsupportedHeadError(
+                f"{where}: tensor {name} has no place in an {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head; "
+                "a head of another kind is refused rather than guessed at"
+            )
+        if canonical in stored:
+            raise CheckpointError(f"{where}: tensors {stored[canonical]} and {name} both mean {canonical}; keep one")
+        stored[canonical] = name
+
+    required = EAGLE3_REQUIRED if kind == "eagle3" else (FC, *_eagle_layer("layers.0."))
+    missing = [name for name in required if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{where}: incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing; "
+            "fetch the checkpoint again"
+        )
+    return NameTable(kind, stored, dropped)
+
+
+def is_fc_norm(name: str) -> bool:
+    """Whether a canonical name is one of the norms over the captured layers, `fc_norm.N.weight`."""
+    return _FC_NORM.fullmatch(name) is not None
+
+
+def _eagle_layer(prefix: str) -> list[str]:
+    return [f"{prefix}{name}" for name in (*_ATTENTION, *_MLP, "post_attention_layernorm.weight")]
+
+
+def _rename(short: str, kind: HeadKind) -> str:
+    if kind == "eagle":
+        return short
+    for old, new in _LEGACY_FC_NORMS.items():
+        if short.startswith(f"{old}."):
+            return new + short.removeprefix(old)
+    for prefix in ("layers.0.", "midlayer.0."):
+        if short.startswith(prefix):
+            return "midlayer." + short.removeprefix(prefix)
+    return short
+
+
+def _known(canonical: str, kind: HeadKind) -> bool:
+    if kind == "eagle3":
+        return canonical in EAGLE3_REQUIRED or canonical in _EAGLE3_OPTIONAL or is_fc_norm(canonical)
+    return canonical in (FC, FC_BIAS, EMBEDDING) or _EAGLE_LAYER.fullmatch(canonical) is not None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
