@@ -1,0 +1,183 @@
+"""A checkpoint on disk, of one file or many, in safetensors or torch's own format, read lazily and checked throughout.
+
+Opening reads headers and indexes only. `tensor` and `rows` read just what they return, and keep a record of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .checkpoint_paths import (
+    TORCH_SUFFIXES,
+    WeightsIndex,
+    choose_weights,
+    list_names,
+    path_inside,
+    read_index,
+)
+from .checkpoint_torch import TorchFile
+from .checkpoint_types import FETCH_AGAIN, FileRecord, ReadRecord, TensorInfo, WeightsFile, shorten
+from .errors import CheckpointError
+from .safetensors_file import SafetensorsFile, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+__all__ = ["Checkpoint", "FileRecord", "ReadRecord", "TensorInfo", "open_checkpoint", "open_weights_file"]
+
+
+class Checkpoint:
+    """Named tensors of one or several weights files, with a record of what was read.
+
+    Made by `open_checkpoint`; `where` names it in messages.
+    """
+
+    def __init__(self, where: str, file_of: Mapping[str, WeightsFile]) -> None:
+        self.where = where
+        self._file_of = dict(file_of)
+        self._reads: dict[Path, list[ReadRecord]] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all tensors."""
+        return tuple(self._file_of)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def info(self, name: str) -> TensorInfo:
+        """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
+        return self._file(name).tensors[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor; nothing of its data is read."""
+        return self.info(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor; CheckpointError for the packed 4 and 6-bit types."""
+        return torch_dtype(self.info(name).dtype, f"{self.where}: tensor {shorten(name)}")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Read a whole tensor into newly allocated memory, bit for bit, in its own dtype.
+
+        Raises:
+            CheckpointError: no such tensor, or the file cannot be read as it was when it was opened.
+        """
+        file = self._file(name)
+        value, sha256 = file.read(name)
+        self._record(file, ReadRecord(name, None, value.numel() * value.element_size(), sha256))
+        return value
+
+    def rows(self, name: str, ids: ArrayLike) -> torch.Tensor:
+        """Read rows `ids` [rows] of a tensor [all_rows, ...] into newly allocated memory [rows, ...], bit for bit.
+
+        The rows come in the order of `ids`, which may repeat. From safetensors exactly these rows are read.
+
+        Raises:
+            CheckpointError: as `tensor`; or an id is outside the tensor, or `ids` is not a list of integers.
+        """
+        wanted = np.asarray(ids)
+        if wanted.size == 0:
+            wanted = wanted.astype(np.int64)
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{self.where}: rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape "
+                f"{wanted.shape}."
+            )
+        file = self._file(name)
+        value, sha256 = file.read_rows(name, np.ascontiguousarray(wanted, dtype=np.int64))
+        self._record(file, ReadRecord(name, len(wanted), value.numel() * value.element_size(), sha256))
+        return value
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """Every file of the checkpoint, with what was read of it so far."""
+        files = {file.path: file for file in self._file_of.values()}
+        return tuple(
+            FileRecord(path, file.size_bytes, tuple(self._reads.get(path, ()))) for path, file in files.items()
+        )
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The `__metadata__` strings of the first safetensors file; empty for other formats."""
+        for file in self._file_of.values():
+            if isinstance(file, SafetensorsFile):
+                return MappingProxyType(dict(file.header.metadata))
+        return MappingProxyType({})
+
+    def _file(self, name: str) -> WeightsFile:
+        try:
+            return self._file_of[name]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.where}: no tensor {shorten(name)}; it holds {len(self._file_of)}: "
+                f"{shorten(sorted(self._file_of)[:12], 400)}."
+            ) from None
+
+    def _record(self, file: WeightsFile, read: ReadRecord) -> None:
+        self._reads.setdefault(file.path, []).append(read)
+
+
+def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Checkpoint:
+    """Open the weights in a folder, or one file of weights.
+
+    Which files of a folder count is said in `checkpoint_paths`. Everything is checked before it is trusted: headers
+    against file sizes, the index against the shards, shard names and links against the folder.
+
+    Args:
+        path: a folder as `save_pretrained` writes it, a snapshot of the Hugging Face cache, or a file.
+        only: names of the tensors that will be wanted; shards that hold none of them need not be there. All, if None.
+
+    Raises:
+        CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _single(path, open_weights_file(path))
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder or file. Expected a checkpoint.")
+    chosen = choose_weights(list_names(path), str(path))
+    if not chosen.endswith(".index.json"):
+        return _single(path, open_weights_file(path_inside(path, chosen)))
+    index = read_index(path_inside(path, chosen))
+    return Checkpoint(str(path), _sharded(path, index, only))
+
+
+def open_weights_file(path: Path) -> WeightsFile:
+    """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors.
+
+    Raises:
+        CheckpointError: `SafetensorsFile` or `TorchFile` refuses it.
+    """
+    return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)
+
+
+def _single(path: Path, file: WeightsFile) -> Checkpoint:
+    return Checkpoint(str(path), dict.fromkeys(file.tensors, file))
+
+
+def _sharded(folder: Path, index: WeightsIndex, only: Collection[str] | None) -> dict[str, WeightsFile]:
+    wanted = {name: shard for name, shard in index.shard_of.items() if only is None or name in only}
+    needed = tuple(dict.fromkeys(wanted.values()))
+    shards = {shard: open_weights_file(path_inside(folder, shard)) for shard in needed}
+    for name, shard in wanted.items():
+        if name not in shards[shard].tensors:
+            raise CheckpointError(
+                f"{index.where}: says that {shard} holds {shorten(name)}, but it does not.\n"
+                f"Index and shards come from different versions. {FETCH_AGAIN}"
+            )
+    for shard, file in shards.items():
+        for name in file.tensors:
+            if (claimed := index.shard_of.get(name)) != shard:
+                says = f"says {claimed}" if claimed else "does not name it"
+                raise CheckpointError(
+                    f"{folder / shard}: holds tensor {shorten(name)}, but the index {says}.\n"
+                    f"Index and shards come from different versions. {FETCH_AGAIN}"
+                )
+    return {name: shards[shard] for name, shard in wanted.items()}

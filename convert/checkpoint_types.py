@@ -1,0 +1,84 @@
+"""What every reader of weights files shares: the description of a tensor, the record of a read, the reader protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+FETCH_AGAIN = "The download may have been cut short or the file damaged: delete it and fetch it again."
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as its file describes it; nothing of its data has been read.
+
+    Attributes:
+        name: the key in the file.
+        dtype: safetensors spelling, such as "BF16" or "I64", for every file type.
+        shape: one integer per dimension; () for a scalar.
+        size_bytes: the bytes of the dense tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ReadRecord:
+    """One read, for the manifest of what an artifact was made from.
+
+    Attributes:
+        tensor: name of the tensor.
+        rows: number of rows gathered, or None where the whole tensor was read.
+        size_bytes: bytes read, which are exactly the bytes hashed.
+        sha256: hash of those bytes, in the order in which they were returned.
+    """
+
+    tensor: str
+    rows: int | None
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One weights file: its size on disk, and every read of it in the order in which they happened."""
+
+    path: Path
+    size_bytes: int
+    reads: tuple[ReadRecord, ...]
+
+
+class WeightsFile(Protocol):
+    """One file of weights, opened lazily: its tensors are known, their data is read on demand."""
+
+    path: Path
+    size_bytes: int
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of the file by name."""
+        ...
+
+    def read(self, name: str) -> tuple[torch.Tensor, str]:
+        """Return the whole tensor, freshly allocated, and the sha256 of its bytes."""
+        ...
+
+    def read_rows(self, name: str, ids: NDArray[np.int64]) -> tuple[torch.Tensor, str]:
+        """Return rows `ids` [rows] as [rows, ...] in that order, freshly allocated, and the sha256 of their bytes."""
+        ...
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """Return `repr(value)`, cut to `limit` characters, for messages that quote what a file claims."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
