@@ -1,0 +1,154 @@
+"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug, existing output refused.
+
+Exit codes: 0 done, 1 failure (interruption included), 2 usage. Results go to stdout, progress and warnings to stderr.
+A traceback is shown only with --debug.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import version
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from .errors import EagleSlimError
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+_OS_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space, or write elsewhere",
+    errno.EDQUOT: "the disk quota is used up: free some space, or write elsewhere",
+    errno.EROFS: "the file system is read-only: write elsewhere",
+    errno.EACCES: "no permission: check the owner and mode, or write elsewhere",
+    errno.EPERM: "no permission: check the owner and mode, or write elsewhere",
+}
+
+
+def _debug_option() -> click.Option:
+    return click.Option(["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
+
+
+class EagleCommand(click.Command):
+    """A command that keeps the line breaks of its help's examples and knows --debug."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
+        super().__init__(*args, **kwargs)
+        self.params.append(_debug_option())
+
+
+class EagleGroup(click.Group):
+    """A group of commands in the order they were added, which is the order of work."""
+
+    command_class = EagleCommand
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
+        super().__init__(*args, **kwargs)
+        self.params.append(_debug_option())
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in order of addition."""
+        return list(self.commands)
+
+
+def version_option() -> Callable[[_Decorated], _Decorated]:
+    """Return the decorator that adds --version."""
+    return click.version_option(version("eagle-slim"), prog_name="eagle-slim")
+
+
+def json_option(function: _Decorated) -> _Decorated:
+    """Add --json: the result as one JSON document on stdout."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(function)
+
+
+def force_option(function: _Decorated) -> _Decorated:
+    """Add --force: overwrite existing output."""
+    return click.option("--force", is_flag=True, help="Overwrite existing output.")(function)
+
+
+def emit_json(value: Any) -> None:
+    """Print one JSON document to stdout."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def note(message: str) -> None:
+    """Tell the user something on stderr."""
+    click.echo(message, err=True)
+
+
+def warn(messages: Iterable[str]) -> None:
+    """Print warnings to stderr, one line each."""
+    for message in messages:
+        click.echo(f"warning: {message}", err=True)
+
+
+def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
+    """Run a command and leave the process with its exit code; the body of every console script.
+
+    Raises:
+        SystemExit: always.
+    """
+    arguments = list(sys.argv[1:] if args is None else args)
+    sys.exit(_run(command, arguments, prog_name))
+
+
+def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in options
+    try:
+        result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except BrokenPipeError:
+        return _close_pipe()
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted; nothing half-written is left behind", 1, debug)
+    except click.ClickException as error:
+        context = getattr(error, "ctx", None)
+        hint = f" Try `{context.command_path} --help`." if context is not None else ""
+        return _fail(error.format_message() + hint, error.exit_code, debug)
+    except EagleSlimError as error:
+        return _fail(str(error), error.exit_code, debug)
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            return _close_pipe()
+        return _fail(_describe_os_error(error), 1, debug)
+    except MemoryError:
+        return _fail("out of memory", 1, debug)
+    except Exception as error:
+        if debug:
+            raise
+        message = f"unexpected {type(error).__name__}: {error}. This is a defect; --debug shows where it happened."
+        return _fail(message, 1, debug)
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exc()
+    # The reader of stderr may be gone as well; the exit code still tells.
+    with contextlib.suppress(OSError):
+        click.echo(f"error: {message}", err=True)
+    return code
+
+
+def _close_pipe() -> int:
+    """Leave quietly after the reader of stdout went away (`| head`), without Python's complaint at shutdown."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
+
+
+def _describe_os_error(error: OSError) -> str:
+    place = f"{error.filename}: " if error.filename else ""
+    advice = _OS_ADVICE.get(error.errno or 0)
+    return f"{place}{error.strerror or error}" + (f"; {advice}" if advice else "")

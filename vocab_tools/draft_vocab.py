@@ -1,0 +1,187 @@
+"""A draft vocabulary: target ids in rank order, and where they came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import UsageError, VocabularyError
+from .files import read_json, write_file
+
+_FORMAT = "eagle-slim draft vocabulary"
+_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class DraftVocab:
+    """Target ids in rank order. Forced ids come first, so any prefix that holds them is a valid vocabulary.
+
+    For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows lie ascending,
+    (0, 2, 7, 9), and `rank_of_row` says (2, 0, 3, 1).
+
+    Attributes:
+        target_ids: rank order, unique, int64 [draft_vocab].
+        num_forced: how many of the first ids no prefix may leave out.
+        target_vocab: size of the target's vocabulary, padding included.
+        provenance: JSON-ready account of how the ids were chosen; "warnings" lists what the user should know.
+        ranked: False when the order carries no rank (read from an ascending map): then no smaller prefix exists.
+
+    Raises:
+        VocabularyError: empty, duplicate or out-of-range ids.
+    """
+
+    target_ids: NDArray[np.int64]
+    num_forced: int
+    target_vocab: int
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    ranked: bool = True
+
+    def __post_init__(self) -> None:
+        ids = np.asarray(self.target_ids)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise VocabularyError(
+                f"draft vocabulary: expected integer ids [draft_vocab], found {ids.dtype} {ids.shape}"
+            )
+        check_ids(ids, self.target_vocab, "draft vocabulary")
+        if not 0 <= self.num_forced <= len(ids):
+            raise VocabularyError(f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}")
+        ids = ids.astype(np.int64)
+        ids.setflags(write=False)
+        object.__setattr__(self, "target_ids", ids)
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+    @property
+    def size(self) -> int:
+        """Number of ids, N."""
+        return len(self.target_ids)
+
+    @property
+    def ascending_ids(self) -> NDArray[np.int64]:
+        """The ids ascending, as the rows of a head lie, int64 [draft_vocab]."""
+        return np.sort(self.target_ids)
+
+    @property
+    def rank_of_row(self) -> NDArray[np.int64]:
+        """Rank of every ascending row, int64 [draft_vocab]: `target_ids[rank_of_row] == ascending_ids`."""
+        return np.argsort(self.target_ids, kind="stable").astype(np.int64)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the user should know about this vocabulary."""
+        return tuple(self.provenance.get("warnings", ()))
+
+    def prefix(self, size: int) -> DraftVocab:
+        """Return the first `size` ids as a vocabulary.
+
+        Raises:
+            UsageError: fewer than the forced ids, more than there are, or the order carries no rank.
+        """
+        if size == self.size:
+            return self
+        if size > self.size:
+            raise UsageError(f"draft vocabulary of {size} asked for, but only {self.size} ids are ranked")
+        if not self.ranked:
+            raise UsageError(
+                f"draft vocabulary of {size} asked for, but these {self.size} ids come from a map in ascending order, "
+                "which does not say which matter most. Rank them with counts (`eagle-vocab rank --candidates`)."
+            )
+        if size < max(self.num_forced, 1):
+            raise UsageError(f"draft vocabulary of {size} asked for, but {self.num_forced} ids are forced")
+        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+
+    def save(self, path: str | Path) -> None:
+        """Write the vocabulary as JSON, whole or not at all."""
+        write_file(path, (json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form that `load` reads."""
+        return {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "target_vocab": self.target_vocab,
+            "num_forced": self.num_forced,
+            "ranked": self.ranked,
+            "provenance": dict(self.provenance),
+            "target_ids": self.target_ids.tolist(),
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> DraftVocab:
+        """Read what `save` wrote.
+
+        Raises:
+            VocabularyError: not such a file, of a later version, or its ids break a rule.
+        """
+        return cls.from_json(read_json(path, VocabularyError), str(path))
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> DraftVocab:
+        """Build from the JSON form; `where` names the file in messages."""
+        if not is_native(value):
+            raise VocabularyError(f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r})")
+        if value.get("version") != _VERSION:
+            raise VocabularyError(
+                f"{where}: version {value.get('version')!r} of the format, this eagle-slim reads {_VERSION}; "
+                "a newer eagle-slim wrote it"
+            )
+        expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
+        for key, kind in expected.items():
+            if type(value.get(key)) is not kind:
+                raise VocabularyError(
+                    f"{where}: {key}: expected {kind.__name__}, found {type(value.get(key)).__name__}"
+                )
+        try:
+            ids = int_array(value["target_ids"], "target_ids")
+            return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
+        except VocabularyError as error:
+            raise VocabularyError(f"{where}: {error}") from error
+
+
+def is_native(value: Any) -> bool:
+    """Whether a JSON value claims to be a draft vocabulary of ours."""
+    return isinstance(value, dict) and value.get("format") == _FORMAT
+
+
+def int_array(values: Any, where: str) -> NDArray[np.int64]:
+    """Turn a list of Python ints into int64 [n]; floats, booleans and nested lists are refused.
+
+    Raises:
+        VocabularyError: not a flat list of integers that fit 64 bits.
+    """
+    if not isinstance(values, (list, tuple)) or any(type(value) is not int for value in values):
+        raise VocabularyError(f"{where}: expected a flat list of integers")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError as error:
+        raise VocabularyError(f"{where}: an integer does not fit 64 bits") from error
+
+
+def check_ids(ids: NDArray[Any], target_vocab: int, where: str) -> None:
+    """Refuse an empty list of ids, duplicates, and ids outside [0, target_vocab).
+
+    Raises:
+        VocabularyError: naming the first offender.
+    """
+    if len(ids) == 0:
+        raise VocabularyError(f"{where}: holds no ids")
+    outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
+    if len(outside):
+        raise VocabularyError(
+            f"{where}: id {int(ids[outside[0]])} at position {int(outside[0])} is outside the target's vocabulary of "
+            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?"
+        )
+    order = np.argsort(ids, kind="stable")
+    repeated = order[1:][ids[order][1:] == ids[order][:-1]]
+    if len(repeated):
+        position = int(repeated.min())
+        raise VocabularyError(
+            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates)"
+        )

@@ -1,0 +1,64 @@
+"""Small files, whole or not at all: written beside their place, synced, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .errors import EagleSlimError, UsageError
+
+
+def refuse_existing(path: str | Path, force: bool = False) -> Path:
+    """Return the output path, or refuse it before any work is done.
+
+    Raises:
+        UsageError: it exists and `force` is off, it is a folder, or its parent is not a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise UsageError(f"{path}: is a folder; name a file to write")
+    if path.exists() and not force:
+        raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist")
+    return path
+
+
+def write_file(path: str | Path, data: bytes) -> None:
+    """Write bytes so that a reader, or a killed writer, sees the old file or the new one.
+
+    Raises:
+        OSError: the folder is missing or read-only, the disk is full.
+    """
+    path = Path(path).absolute()
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
+    """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise error_type(f"{path}: no such file") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise error_type(f"{path}: not readable as JSON: {error}") from error

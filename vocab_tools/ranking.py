@@ -1,0 +1,336 @@
+"""Counts → DraftVocab.
+
+Forced ids come first, by count descending and then by id; after them all other ids by weighted count descending, ties
+by id. One order serves every size, so vocabularies are nested. Counts (id: count) 0: 5, 1: 9, 2: 9, 3: 0, 4: 7 with
+forced id 3 rank as 3, 1, 2, 4, 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from .draft_vocab import DraftVocab, check_ids
+from .errors import UsageError, VocabularyError
+from .loaded_tokenizer import LoadedTokenizer
+from .tokenizer import ForcedIds, check_tokenizer, forced_ids
+
+if TYPE_CHECKING:
+    from .counts import TokenCounts
+
+ROUND_TO = 64
+"""Engines pad or shard draft rows by 64: SGLang and vLLM, `DEFAULT_VOCAB_PADDING_SIZE`."""
+
+
+def rank_vocabulary(
+    counts: TokenCounts,
+    size: int | None = None,
+    coverage: float | None = None,
+    tokenizer: LoadedTokenizer | None = None,
+    forced: ForcedIds | Sequence[int] | None = None,
+    target_vocab: int | None = None,
+    candidates: ArrayLike | None = None,
+    smooth: Literal["auto"] | float | None = None,
+    round_to: int = ROUND_TO,
+    weights: Mapping[str, float] | None = None,
+    force_added: Literal["chat", "all"] = "chat",
+) -> DraftVocab:
+    """Rank the vocabulary by counted text and cut it to a size.
+
+    Args:
+        counts: counts by target id, with or without a held-out part.
+        size: number of ids N, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
+        coverage: find the size instead: the smallest one that covers this share of the held-out tokens (of the
+            counted ones where nothing was held out; the provenance says which), sources weighted as in the ranking,
+            rounded up to `round_to` and capped at what can be chosen.
+        tokenizer: the target's tokenizer; gives the real ids and, unless `forced` is given, the forced ones.
+        forced: ids that must be in, overriding the tokenizer's; a plain sequence of ids has no reasons.
+        target_vocab: rows of the target's LM head; ids from there on are never chosen. Default: `counts.vocab_size`.
+        candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
+            and never added; N may equal their number.
+        smooth: None counts only; "auto" or a strength mixes in the id-order prior (see smoothing.py).
+        round_to: multiple that a found size is rounded up to, and that an explicit one is warned about.
+        weights: share of each source by name, overriding the counts' own weights.
+        force_added: "all" forces every added token of the tokenizer.
+
+    Raises:
+        UsageError: size and coverage together, N below the forced ids or not below the real tokens, a coverage that
+            no allowed size reaches.
+        TokenizerError: the counts were made with another tokenizer.
+        VocabularyError: candidate ids break a rule.
+    """
+    if size is not None and coverage is not None:
+        raise UsageError("a size and a coverage exclude each other: give one of them")
+    target_vocab = counts.vocab_size if target_vocab is None else target_vocab
+    warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
+    score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
+    pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
+    order = pool.order_by_score(score)
+    provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
+    if counts.tokenizer_hash is not None:
+        provenance["tokenizer_hash"] = counts.tokenizer_hash
+    if smoothing is not None:
+        provenance["smoothing"] = smoothing
+    if coverage is not None:
+        size, provenance["size_from_coverage"] = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
+    return pool.cut(order, size, round_to if coverage is None else None, provenance)
+
+
+def rank_by_order(
+    order: ArrayLike | None = None,
+    size: int | None = None,
+    tokenizer: LoadedTokenizer | None = None,
+    forced: ForcedIds | Sequence[int] | None = None,
+    target_vocab: int | None = None,
+    candidates: ArrayLike | None = None,
+    round_to: int = ROUND_TO,
+    force_added: Literal["chat", "all"] = "chat",
+    provenance: Mapping[str, Any] | None = None,
+) -> DraftVocab:
+    """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
+
+    Forced ids come first, in that order. Those that the order lacks are added, displacing its last ids, with a
+    warning. `order=None` is `--order ids`: id order, which for BPE is merge order and needs no corpus.
+
+    Args:
+        order: target ids, most important first; None is all real ids ascending.
+        size: number of ids N, kept exactly; default all of the order (all rankable ids for None).
+        tokenizer: as in `rank_vocabulary`.
+        forced: as in `rank_vocabulary`.
+        target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
+        candidates: as in `rank_vocabulary`.
+        round_to: an explicit size that is no multiple of it is warned about.
+        force_added: as in `rank_vocabulary`.
+        provenance: where the order came from.
+
+    Raises:
+        UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
+        VocabularyError: ids of the order break a rule.
+    """
+    if target_vocab is None:
+        if tokenizer is None:
+            raise UsageError("ranking by order needs the tokenizer or the size of the target's vocabulary")
+        target_vocab = tokenizer.vocab_size
+    warnings: list[str] = []
+    pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
+    if order is None:
+        ranked = pool.order_by_score(np.zeros(target_vocab))
+        found: dict[str, Any] = {"method": "ids"}
+    else:
+        ranked, size = _follow(np.asarray(order), size, pool, warnings)
+        found = {"method": "token map"}
+    return pool.cut(ranked, size, round_to, {**found, **(provenance or {})})
+
+
+class _Pool:
+    """The ids that may be chosen, and those that must be."""
+
+    def __init__(
+        self,
+        ids: NDArray[np.int64],
+        forced: NDArray[np.int64],
+        reasons: Mapping[int, str],
+        target_vocab: int,
+        trained: int | None,
+        untrained: list[int],
+        warnings: list[str],
+    ) -> None:
+        self.ids, self.forced, self.reasons = ids, forced, reasons
+        self.target_vocab, self.trained, self.untrained, self.warnings = target_vocab, trained, untrained, warnings
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: LoadedTokenizer | None,
+        num_counts: int,
+        target_vocab: int,
+        candidates: ArrayLike | None,
+        forced: ForcedIds | Sequence[int] | None,
+        force_added: Literal["chat", "all"],
+        warnings: list[str],
+    ) -> _Pool:
+        """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
+        real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
+        real = real[real < target_vocab]
+        if forced is None:
+            forced = () if tokenizer is None else forced_ids(tokenizer, force_added)
+        reasons: Mapping[int, str] = forced.reasons if isinstance(forced, ForcedIds) else {}
+        wanted = np.unique(np.asarray(forced.ids if isinstance(forced, ForcedIds) else list(forced), np.int64))
+        if isinstance(forced, ForcedIds):
+            warnings.extend(forced.warnings)
+        outside = wanted[~np.isin(wanted, real)]
+        if len(outside):
+            if not isinstance(forced, ForcedIds):
+                raise UsageError(f"forced id {outside[0]} is no token of the target's vocabulary of {target_vocab}")
+            warnings.append(
+                f"{len(outside)} forced ids lie outside the target's vocabulary of {target_vocab} and are left out: "
+                f"{_some(outside.tolist())}"
+            )
+            wanted = wanted[np.isin(wanted, real)]
+        if candidates is None:
+            return cls(real, wanted, reasons, target_vocab, None, [], warnings)
+        trained = np.asarray(candidates)
+        check_ids(trained, target_vocab, "ids the head was trained on")
+        pool = real[np.isin(real, trained)]
+        if len(pool) < len(trained):
+            warnings.append(
+                f"{len(trained) - len(pool)} of the {len(trained)} ids that the head was trained on belong to no token"
+            )
+        untrained = wanted[~np.isin(wanted, pool)].tolist()
+        if untrained:
+            warnings.append(
+                f"{len(untrained)} forced ids were never trained in this head and are not added: {_some(untrained)}"
+            )
+        kept = wanted[np.isin(wanted, pool)]
+        return cls(pool, kept, reasons, target_vocab, len(trained), untrained, warnings)
+
+    def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
+        """Return all ids of the pool: forced first, then by score descending, ties by id."""
+        held = np.zeros(self.target_vocab, np.float64)
+        held[: len(score)] = score[: self.target_vocab]
+        is_other = ~np.isin(self.ids, self.forced)
+        # lexsort's last key is the first in importance.
+        return self.ids[np.lexsort((self.ids, -held[self.ids], is_other))]
+
+    @property
+    def largest_size(self) -> int:
+        """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
+        return len(self.ids) if self.trained is not None else len(self.ids) - 1
+
+    def cut(
+        self, order: NDArray[np.int64], size: int | None, warn_unless: int | None, provenance: dict[str, Any]
+    ) -> DraftVocab:
+        """Take the first N of an order and write down how it came about."""
+        if size is None:
+            size = len(order)
+        else:
+            self._check_size(size)
+        if warn_unless and size % warn_unless and size < len(self.ids):
+            self.warnings.append(
+                f"draft vocabulary of {size} is not a multiple of {warn_unless}; kept exactly, but engines pad it, and "
+                f"tensor parallelism wants a multiple (next: {_round_up(size, warn_unless)})"
+            )
+        provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
+        if self.trained is not None:
+            provenance["trained_ids"] = self.trained
+            provenance["forced_but_untrained"] = self.untrained
+        provenance["warnings"] = self.warnings
+        return DraftVocab(order[:size], len(self.forced), self.target_vocab, provenance)
+
+    def _check_size(self, size: int) -> None:
+        if size < 1:
+            raise UsageError(f"draft vocabulary of {size}: at least one id is needed")
+        if size < len(self.forced):
+            raise UsageError(
+                f"draft vocabulary of {size} is smaller than the {len(self.forced)} forced ids (end of turn, chat "
+                f"markers, single bytes). Ask for at least {_round_up(len(self.forced), ROUND_TO)}."
+            )
+        if self.trained is not None and size > len(self.ids):
+            raise UsageError(
+                f"draft vocabulary of {size} asked for, but the head was trained on {self.trained} ids "
+                f"({len(self.ids)} of them usable); a row that was never trained cannot be made"
+            )
+        if self.trained is None and size >= len(self.ids):
+            raise UsageError(
+                f"draft vocabulary of {size} is not smaller than the {len(self.ids)} real tokens of the target. "
+                "Ask for fewer, or for `--draft-vocab full`, which writes the whole head without a map."
+            )
+
+
+def _scores(
+    counts: TokenCounts,
+    weights: Mapping[str, float] | None,
+    tokenizer: LoadedTokenizer | None,
+    smooth: Literal["auto"] | float | None,
+    target_vocab: int,
+) -> tuple[NDArray[np.float64], dict[str, Any] | None]:
+    if smooth is None:
+        return counts.weighted(weights), None
+    from .smoothing import smooth_counts
+
+    if tokenizer is None:
+        raise UsageError("smoothing needs the tokenizer: its prior is the merge order of the ids")
+    smoothed = smooth_counts(counts, tokenizer, smooth, weights=weights, target_vocab=target_vocab)
+    return smoothed.score, smoothed.to_json()
+
+
+def _size_for_coverage(
+    counts: TokenCounts,
+    weights: Mapping[str, float] | None,
+    order: NDArray[np.int64],
+    coverage: float,
+    pool: _Pool,
+    round_to: int,
+) -> tuple[int, dict[str, Any]]:
+    """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
+    from .coverage import tokens_for_sizing
+
+    if not 0 < coverage <= 1:
+        raise UsageError(f"coverage {coverage} is not a share of tokens: give a number above 0 and at most 1")
+    tokens, part = tokens_for_sizing(counts, weights)
+    reached = np.cumsum(tokens[order])
+    best = float(reached[-1])
+    # Sums of float64 shares end a few ulps beside the exact figure.
+    enough = np.flatnonzero(reached >= coverage - 1e-12)
+    if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
+        limit = float(reached[pool.largest_size - 1])
+        raise UsageError(
+            f"coverage {coverage} of the {part} tokens is out of reach: the largest draft vocabulary, "
+            f"{pool.largest_size} ids, covers {min(limit, best):.6f}"
+        )
+    smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
+    size = min(_round_up(smallest, round_to), pool.largest_size)
+    account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
+    return size, account
+
+
+def _follow(
+    order: NDArray[Any], size: int | None, pool: _Pool, warnings: list[str]
+) -> tuple[NDArray[np.int64], int | None]:
+    """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
+    if order.ndim != 1 or order.dtype.kind not in "iu":
+        raise VocabularyError(f"token map: expected a list of integer ids, found {order.dtype} {list(order.shape)}")
+    check_ids(order, pool.target_vocab, "token map")
+    order = order.astype(np.int64)
+    usable = order[np.isin(order, pool.ids)]
+    if len(usable) < len(order):
+        gone = order[~np.isin(order, pool.ids)].tolist()
+        why = "belong to no token" if pool.trained is None else "were never trained in this head or belong to no token"
+        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {_some(gone)}")
+    missing = pool.forced[~np.isin(pool.forced, usable)]
+    if len(missing):
+        warnings.append(
+            f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: "
+            f"{_some(missing.tolist())}"
+        )
+    is_forced = np.isin(usable, pool.forced)
+    ranked = np.concatenate([usable[is_forced], missing, usable[~is_forced]])
+    if size is None:
+        size = min(max(len(usable), len(pool.forced)), pool.largest_size)
+    elif size > len(ranked):
+        raise UsageError(f"draft vocabulary of {size} asked for, but the token map has {len(ranked)} usable ids")
+    return ranked, size
+
+
+def _describe(counts: TokenCounts, weights: Mapping[str, float] | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": source.name,
+            "weight": float((weights or {}).get(source.name, source.weight)),
+            "tokens": int(source.counts.sum()),
+            "provenance": dict(source.provenance),
+        }
+        for source in counts.sources
+    ]
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _some(ids: list[int], limit: int = 8) -> str:
+    shown = ", ".join(str(token_id) for token_id in ids[:limit])
+    return shown + (", ..." if len(ids) > limit else "")

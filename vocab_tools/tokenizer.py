@@ -1,0 +1,274 @@
+"""Hub id, folder or tokenizer.json → LoadedTokenizer.
+
+Files come through transformers, so that HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, revisions and the cache work as
+everywhere. Only the small text files are fetched, never a weight.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import TokenizerError
+from .forced import ForcedIds, forced_ids
+from .loaded_tokenizer import LoadedTokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["ForcedIds", "LoadedTokenizer", "check_tokenizer", "forced_ids", "load_tokenizer"]
+
+_TOKENIZER = "tokenizer.json"
+_SIDE_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TEMPLATE_FOLDER = "additional_chat_templates"
+
+# What to do, by the class name of the Hub's error: huggingface_hub itself is not imported here.
+_HUB_ADVICE = {
+    "GatedRepoError": "the repository is gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`",
+    "RepositoryNotFoundError": "no such repository, or it is private: check the spelling, or set HF_TOKEN",
+    "RevisionNotFoundError": "the repository has no such revision: check --revision",
+    "HFValidationError": "neither an existing path nor a valid Hub id (`owner/name`)",
+    "OfflineModeIsEnabled": "not in the cache, and offline mode is on: run once online, or give a local folder",
+    "LocalEntryNotFoundError": "not in the cache, and the Hub was not asked or cannot be reached: check the network "
+    "and HF_ENDPOINT, unset HF_HUB_OFFLINE, or give a local folder",
+}
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
+    """Load a fast tokenizer with its chat template and generation settings.
+
+    Args:
+        source: a Hub id, a folder that holds a tokenizer, or a tokenizer.json file.
+        revision: branch, tag or commit on the Hub.
+        offline: use the local cache only.
+
+    Raises:
+        TokenizerError: missing, gated, unreadable, or a tokenizer without a fast (`tokenizers`) form.
+    """
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
+    if path.is_dir():
+        file = path / _TOKENIZER
+        return _load(str(source), file if file.is_file() else None, _side_files_of(path), None, folder=path)
+    if path.suffix or path.is_absolute() or str(source).startswith((".", "~")):
+        raise TokenizerError(f"{source}: no such file or folder. Give a tokenizer.json, its folder, or a Hub id.")
+    return _load_from_hub(str(source), revision, offline)
+
+
+def check_tokenizer(
+    tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str, chat_template_hash: str | None = None
+) -> list[str]:
+    """Check that a tokenizer is the one some data was made with.
+
+    Args:
+        tokenizer: the tokenizer at hand.
+        tokenizer_hash: hash recorded in the data; None (not recorded) passes with a warning.
+        where: the data, for the message.
+        chat_template_hash: hash of the templates recorded in the data; a difference is only warned about.
+
+    Returns:
+        Warnings to show.
+
+    Raises:
+        TokenizerError: the hashes differ.
+    """
+    if tokenizer_hash is None:
+        return [f"{where} does not say which tokenizer made it; ids are taken to be those of {tokenizer.source}"]
+    if tokenizer_hash != tokenizer.tokenizer_hash:
+        raise TokenizerError(
+            f"{where} was made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
+            f"{tokenizer.tokenizer_hash}. Name the tokenizer that was used then, or count again with this one."
+        )
+    if chat_template_hash is not None and chat_template_hash != tokenizer.chat_template_hash:
+        return [f"{where} was made with another chat template than that of {tokenizer.source}; the ids agree"]
+    return []
+
+
+def _side_files_of(folder: Path) -> dict[str, Path]:
+    found = {name: folder / name for name in _SIDE_FILES if (folder / name).is_file()}
+    for template in sorted((folder / _TEMPLATE_FOLDER).glob("*.jinja")):
+        found[f"{_TEMPLATE_FOLDER}/{template.stem}"] = template
+    return found
+
+
+def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
+    from transformers.utils import cached_file
+    from transformers.utils.hub import extract_commit_hash, list_repo_templates
+
+    def fetch(name: str) -> Path | None:
+        found = cached_file(
+            source,
+            name,
+            revision=revision,
+            local_files_only=offline,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        return None if found is None else Path(found)
+
+    try:
+        tokenizer_file = fetch(_TOKENIZER)
+        side = {name: file for name in _SIDE_FILES if (file := fetch(name)) is not None}
+        for name in list_repo_templates(source, local_files_only=offline, revision=revision):
+            if (file := fetch(f"{_TEMPLATE_FOLDER}/{name}.jinja")) is not None:
+                side[f"{_TEMPLATE_FOLDER}/{name}"] = file
+    except (OSError, ValueError) as error:
+        raise _hub_error(source, revision, error) from error
+    if tokenizer_file is None and not side:
+        raise TokenizerError(f"{source}: no tokenizer there: {_HUB_ADVICE['LocalEntryNotFoundError']}.")
+    any_file = tokenizer_file or next(iter(side.values()))
+    commit = extract_commit_hash(str(any_file), None)
+    return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
+
+
+def _hub_error(source: str, revision: str | None, error: BaseException) -> TokenizerError:
+    at = f"{source} (revision {revision})" if revision else source
+    cause: BaseException | None = error
+    while cause is not None:
+        advice = _HUB_ADVICE.get(type(cause).__name__)
+        if advice:
+            return TokenizerError(f"{at}: cannot load the tokenizer: {advice}.")
+        cause = cause.__cause__ or cause.__context__
+    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return TokenizerError(f"{at}: cannot load the tokenizer: {first_line}")
+
+
+def _load(
+    source: str,
+    tokenizer_file: Path | None,
+    side: Mapping[str, Path],
+    commit: str | None,
+    *,
+    folder: Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+) -> LoadedTokenizer:
+    config = _read_json(side.get("tokenizer_config.json"))
+    if tokenizer_file is not None:
+        backend = _read_backend(tokenizer_file)
+        _add_missing_tokens(backend, config, side.get("tokenizer_config.json"))
+    else:
+        backend = _build_backend(str(folder) if folder else source, revision, offline)
+    backend.no_truncation()
+    backend.no_padding()
+    return LoadedTokenizer(
+        backend=backend,
+        source=source,
+        revision=commit,
+        chat_templates=_chat_templates(config, side),
+        special_tokens=_special_tokens(config, _read_json(side.get("special_tokens_map.json"))),
+        generation_config=_generation_config(side),
+        tokenizer_file=tokenizer_file,
+    )
+
+
+def _read_json(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TokenizerError(f"{file}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _read_backend(file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        backend = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises bare Exception from Rust
+        raise TokenizerError(f"{file}: not a tokenizer.json that `tokenizers` can read: {error}") from error
+    if backend.get_vocab_size(with_added_tokens=True) == 0:
+        raise TokenizerError(f"{file}: the tokenizer has no tokens")
+    return backend
+
+
+def _build_backend(source: str, revision: str | None, offline: bool) -> Tokenizer:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    try:
+        built = AutoTokenizer.from_pretrained(source, revision=revision, local_files_only=offline)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise TokenizerError(
+            f"{source}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: {error}"
+        ) from error
+    backend = getattr(built, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise TokenizerError(
+            f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a tokenizer.json is needed. "
+            "Convert it with transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)."
+        )
+    return backend
+
+
+def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Path | None) -> None:
+    """Add the tokens that only tokenizer_config.json knows, as transformers does on loading."""
+    from tokenizers import AddedToken
+
+    known = set(backend.get_vocab(with_added_tokens=True).values())
+    missing = {
+        int(key): value for key, value in config.get("added_tokens_decoder", {}).items() if int(key) not in known
+    }
+    for token_id, entry in sorted(missing.items()):
+        options = {key: bool(entry.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "special")}
+        token = AddedToken(
+            entry["content"], normalized=bool(entry.get("normalized", not options["special"])), **options
+        )
+        (backend.add_special_tokens if options["special"] else backend.add_tokens)([token])
+        found = backend.token_to_id(entry["content"])
+        if found != token_id:
+            raise TokenizerError(
+                f"{file}: added token {entry['content']!r} should have id {token_id}, but tokenizer.json makes it "
+                f"{found}. The two files belong to different tokenizers; fetch both from one revision."
+            )
+
+
+def _chat_templates(config: Mapping[str, Any], side: Mapping[str, Path]) -> dict[str, str]:
+    templates: dict[str, str] = {}
+    for value in (config.get("chat_template"), _read_json(side.get("chat_template.json")).get("chat_template")):
+        if isinstance(value, str):
+            templates["default"] = value
+        elif isinstance(value, dict):
+            templates.update({str(name): str(text) for name, text in value.items()})
+        elif isinstance(value, list):
+            templates.update({str(entry["name"]): str(entry["template"]) for entry in value})
+    for name, file in side.items():
+        if file.suffix == ".jinja":
+            templates["default" if name == "chat_template.jinja" else file.stem] = file.read_text(encoding="utf-8")
+    return templates
+
+
+def _special_tokens(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> dict[str, str]:
+    extra = config.get("extra_special_tokens")
+    named = {**special_map, **config, **(extra if isinstance(extra, dict) else {})}
+    tokens: dict[str, str] = {}
+    for key, value in named.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            tokens[key] = content
+    return tokens
+
+
+def _generation_config(side: Mapping[str, Path]) -> dict[str, Any]:
+    generation = _read_json(side.get("generation_config.json"))
+    config = _read_json(side.get("config.json"))
+    text_config = config.get("text_config")
+    for source in (config, text_config if isinstance(text_config, dict) else {}):
+        for key in _TOKEN_ID_KEYS:
+            if generation.get(key) is None and source.get(key) is not None:
+                generation[key] = source[key]
+    return generation
