@@ -95,6 +95,10 @@ class Checkpoint:
         self._record(file, ReadRecord(name, len(wanted), value.numel() * value.element_size(), sha256))
         return value
 
+    def path_of(self, name: str) -> Path:
+        """Return the file that holds a tensor; CheckpointError where there is none of that name."""
+        return self._file(name).path
+
     @property
     def files(self) -> tuple[FileRecord, ...]:
         """Every file of the checkpoint, with what was read of it so far."""

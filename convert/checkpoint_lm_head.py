@@ -1,0 +1,135 @@
+"""Which tensor of a target is its LM head, by the names under which published checkpoints store it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .checkpoint import Checkpoint, FileRecord, open_checkpoint
+from .checkpoint_types import shorten
+from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import ArrayLike
+
+LM_HEAD_NAMES = (
+    "lm_head.weight",
+    "language_model.lm_head.weight",
+    "model.lm_head.weight",
+    "model.language_model.lm_head.weight",
+    "language_model.model.lm_head.weight",
+    "text_model.lm_head.weight",
+    "transformer.lm_head.weight",
+    "embed_out.weight",
+    "output.weight",
+)
+"""Spellings of an LM head of its own: plain, inside multimodal models, GPT-NeoX, original Llama and Mistral."""
+
+EMBEDDING_NAMES = (
+    "model.embed_tokens.weight",
+    "language_model.model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "model.language_model.model.embed_tokens.weight",
+    "language_model.embed_tokens.weight",
+    "text_model.embed_tokens.weight",
+    "model.text_model.embed_tokens.weight",
+    "embed_tokens.weight",
+    "transformer.wte.weight",
+    "wte.weight",
+    "tok_embeddings.weight",
+)
+"""Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
+
+
+def find_lm_head(names: Collection[str], where: str) -> tuple[str, bool]:
+    """Return the name of the LM-head tensor among `names`, and whether it is the (tied) input embedding.
+
+    Raises:
+        CheckpointError: there is neither under any known name.
+    """
+    for name in LM_HEAD_NAMES:
+        if name in names:
+            return name, False
+    for name in EMBEDDING_NAMES:
+        if name in names:
+            return name, True
+    near = sorted(name for name in names if "head" in name or "embed" in name)[:8]
+    raise CheckpointError(
+        f"{where}: no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
+        f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
+        "Give the target with --target as a causal language model in the Hugging Face layout."
+    )
+
+
+@dataclass(frozen=True)
+class TargetLMHead:
+    """The LM head of a target, opened without the rest of the target.
+
+    Attributes:
+        checkpoint: holds at least this tensor; records what was read.
+        name: of the tensor, as the target spells it.
+        tied: whether it is the input embedding, because the target has no LM head of its own.
+        file: name of the weights file of the target that holds it.
+        etag: identifies the content of that file on the Hub (its sha256 for large files); None for a folder.
+        label: names the target in messages.
+    """
+
+    checkpoint: Checkpoint
+    name: str
+    tied: bool
+    file: str
+    etag: str | None
+    label: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(target_vocab, hidden)`; the vocabulary may be padded beyond the tokenizer's."""
+        rows, hidden = self.checkpoint.shape(self.name)
+        return rows, hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the target stores the tensor."""
+        return self.checkpoint.dtype(self.name)
+
+    def rows(self, ids: ArrayLike) -> torch.Tensor:
+        """Read rows `ids` [rows] as [rows, hidden], bit for bit, in that order (`Checkpoint.rows`)."""
+        return self.checkpoint.rows(self.name, ids)
+
+    def tensor(self) -> torch.Tensor:
+        """Read the whole tensor [target_vocab, hidden] (`Checkpoint.tensor`)."""
+        return self.checkpoint.tensor(self.name)
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """What was read so far (`Checkpoint.files`)."""
+        return self.checkpoint.files
+
+
+def open_local_lm_head(folder: Path, label: str) -> TargetLMHead:
+    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
+
+    Raises:
+        CheckpointError: the weights are damaged, or no tensor is an LM head.
+    """
+    checkpoint = open_checkpoint(folder, only={*LM_HEAD_NAMES, *EMBEDDING_NAMES})
+    name, tied = find_lm_head(checkpoint.names, label)
+    return lm_head_of(checkpoint, name, tied, None, label)
+
+
+def lm_head_of(checkpoint: Checkpoint, name: str, tied: bool, etag: str | None, label: str) -> TargetLMHead:
+    """Check the form of the tensor and return it as an LM head.
+
+    Raises:
+        CheckpointError: the tensor is not a matrix of floating-point numbers (an LM head quantised to integers, say).
+    """
+    info = checkpoint.info(name)
+    if len(info.shape) != 2 or info.dtype not in ("BF16", "F16", "F32", "F64"):
+        raise CheckpointError(
+            f"{label}: {name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}.\n"
+            "Give the unquantised target with --target."
+        )
+    return TargetLMHead(checkpoint, name, tied, checkpoint.path_of(name).name, etag, label)

@@ -1,0 +1,303 @@
+"""One tensor of a safetensors file that lies on a server, fetched by byte ranges and kept in a cache.
+
+Only the header of the file and the bytes of the tensor travel. A broken connection is taken up where it broke, in this
+process or, after a kill, in the next one. The result is itself a small safetensors file. No library of the Hub is used
+here: `source.py` supplies the transport.
+
+The cache folder of one remote file (one content, named by its etag) holds for each tensor:
+
+    NAME.partial        what has come so far: the header of the small file, then the tensor's first bytes
+    NAME.safetensors    the whole
+    NAME.json           its size and sha256, written before the whole appears; both are checked on every use
+    NAME.lock           held with flock(2) while a process fetches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+from urllib.parse import quote
+
+from .atomic import atomic_file, require_space
+from .checkpoint_types import shorten
+from .errors import OutputError, SourceError
+from .safetensors_file import (
+    LENGTH_BYTES,
+    SafetensorsFile,
+    SafetensorsHeader,
+    TensorSpan,
+    header_length,
+    parse_header,
+)
+
+# Most headers fit, so that one request does; a Llama shard has 10 to 30 kB.
+_FIRST_BYTES = 64 << 10
+_MAX_ATTEMPTS = 6
+# Less than this between two breaks is no progress, so that a server which drips bytes cannot hold us for ever.
+_PROGRESS_BYTES = 1 << 20
+_MAX_WAIT_S = 16.0
+_MAX_FILE_NAME = 200
+
+
+class ConnectionBrokenError(Exception):
+    """A transfer ended early, or the server is busy: worth another attempt.
+
+    Attributes:
+        retry_after_s: how long the server asks to wait, in seconds, where it says so.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
+
+
+class RemoteFile(Protocol):
+    """A file on a server whose content cannot change under its etag."""
+
+    @property
+    def label(self) -> str:
+        """How messages call it."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the whole file."""
+        ...
+
+    @property
+    def etag(self) -> str:
+        """Identifies this content."""
+        ...
+
+    def stream(self, start: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
+        """Open bytes [start, end) of the file.
+
+        Raises:
+            ConnectionBrokenError: on opening or while iterating, where another attempt may help.
+            SourceError: the server refuses, or ignores ranges.
+        """
+        ...
+
+
+Progress = Callable[[str, int, int], AbstractContextManager[Callable[[int], object]]]
+"""`progress(label, done_bytes, total_bytes)` gives a function to call with the number of bytes of each piece."""
+
+
+@contextlib.contextmanager
+def no_progress(label: str, done_bytes: int, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Show nothing; the `Progress` of library calls that did not ask for one."""
+    yield lambda count: None
+
+
+def read_remote_header(file: RemoteFile, wait_s: float = 1.0) -> SafetensorsHeader:
+    """Fetch and check the header of a remote safetensors file.
+
+    Args:
+        file: the file.
+        wait_s: the first pause, in seconds, after a broken connection; it doubles with each.
+
+    Raises:
+        SourceError: the server cannot be reached, refuses, or ignores ranges.
+        CheckpointError: the header is false (`safetensors_file.parse_header`).
+    """
+    first = _fetch_bytes(file, 0, min(_FIRST_BYTES, file.size_bytes), wait_s)
+    end = LENGTH_BYTES + header_length(first, file.size_bytes, file.label)
+    raw = first if end <= len(first) else first + _fetch_bytes(file, len(first), end, wait_s)
+    return parse_header(raw[LENGTH_BYTES:end], file.size_bytes, file.label)
+
+
+def fetch_tensor(
+    file: RemoteFile,
+    span: TensorSpan,
+    folder: Path,
+    progress: Progress = no_progress,
+    wait_s: float = 1.0,
+) -> Path:
+    """Return a safetensors file that holds one tensor of a remote file, from the cache or fetched into it.
+
+    Args:
+        file: the remote file.
+        span: the tensor, from its header.
+        folder: cache folder of this content of this file.
+        progress: shows how far the transfer is.
+        wait_s: the first pause, in seconds, after a broken connection; it doubles with each.
+
+    Raises:
+        SourceError: the transfer failed for good; what has come so far is kept for the next call. Or the disk is full.
+    """
+    entry = CacheEntry(folder, span.name)
+    if entry.checked():
+        return entry.whole
+    with _explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(entry.lock, "ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # Another process may have fetched it while this one waited.
+            if not entry.checked():
+                _complete(file, span, entry, progress, wait_s)
+    return entry.whole
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """The files of one tensor in the cache folder of one remote file."""
+
+    folder: Path
+    tensor: str
+
+    @property
+    def whole(self) -> Path:
+        """The finished file."""
+        return self._path(".safetensors")
+
+    @property
+    def partial(self) -> Path:
+        """What has come so far."""
+        return self._path(".partial")
+
+    @property
+    def lock(self) -> Path:
+        """Locked while a process fetches."""
+        return self._path(".lock")
+
+    @property
+    def checksum(self) -> Path:
+        """Size and sha256 of the finished file."""
+        return self._path(".json")
+
+    def checked(self) -> bool:
+        """Whether the finished file is there with the size and hash noted for it."""
+        try:
+            noted = json.loads(self.checksum.read_bytes())
+            with open(self.whole, "rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                return bool(size == noted["size_bytes"] and _sha256(file) == noted["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    def _path(self, suffix: str) -> Path:
+        name = quote(self.tensor, safe="")
+        if len(name) > _MAX_FILE_NAME:
+            name = hashlib.sha256(self.tensor.encode()).hexdigest()
+        return self.folder / (name + suffix)
+
+
+def _complete(file: RemoteFile, span: TensorSpan, entry: CacheEntry, progress: Progress, wait_s: float) -> None:
+    prefix = _one_tensor_header(span, {"etag": file.etag})
+    total = len(prefix) + span.size_bytes
+    with open(entry.partial, "a+b") as partial:
+        done = _resume(partial, prefix, total)
+        require_space(entry.folder, total - done)
+        partial.seek(0)
+        digest = hashlib.sha256()
+        while chunk := partial.read(1 << 20):
+            digest.update(chunk)
+
+        def keep(chunk: bytes) -> None:
+            partial.write(chunk)
+            digest.update(chunk)
+
+        begin = span.offset - len(prefix)
+        with progress(f"{file.label}: {span.name}", done - len(prefix), span.size_bytes) as advance:
+            try:
+                _transfer(file, begin + done, begin + total, keep, advance, wait_s)
+            finally:
+                partial.flush()
+        os.fsync(partial.fileno())
+    with atomic_file(entry.checksum) as out:
+        out.write(json.dumps({"sha256": digest.hexdigest(), "size_bytes": total}).encode())
+    os.replace(entry.partial, entry.whole)
+    SafetensorsFile(entry.whole)
+
+
+def _resume(partial: BinaryIO, prefix: bytes, total: int) -> int:
+    """Return how many bytes of the small file are there already, after making sure that it is this one."""
+    done = partial.seek(0, os.SEEK_END)
+    partial.seek(0)
+    if len(prefix) <= done <= total and partial.read(len(prefix)) == prefix:
+        return done
+    partial.truncate(0)
+    partial.write(prefix)
+    partial.flush()
+    return len(prefix)
+
+
+def _transfer(
+    file: RemoteFile,
+    start: int,
+    end: int,
+    keep: Callable[[bytes], None],
+    advance: Callable[[int], object],
+    wait_s: float,
+) -> None:
+    """Bring bytes [start, end) to `keep`, in order, over as many connections as it takes within reason."""
+    at, attempts, mark = start, 0, start
+    while at < end:
+        try:
+            with file.stream(at, end) as chunks:
+                for chunk in chunks:
+                    if at + len(chunk) > end:
+                        raise SourceError(
+                            f"{file.label}: the server sent more than bytes {at:,} to {end:,} that were asked for.\n"
+                            "It does not serve ranges correctly: fetch the whole repository with `hf download` "
+                            "and give its folder."
+                        )
+                    keep(chunk)
+                    advance(len(chunk))
+                    at += len(chunk)
+            if at < end:
+                raise ConnectionBrokenError(f"the connection closed {end - at:,} bytes early")
+        except ConnectionBrokenError as error:
+            attempts = 1 if at - mark >= _PROGRESS_BYTES else attempts + 1
+            mark = at
+            if attempts >= _MAX_ATTEMPTS:
+                raise SourceError(
+                    f"{file.label}: the connection keeps breaking ({error}); {at - start:,} of {end - start:,} bytes "
+                    "came.\nWhat has come is kept: the same command goes on from there. Check the connection."
+                ) from error
+            pause = min(_MAX_WAIT_S, wait_s * 2 ** (attempts - 1))
+            time.sleep(pause if error.retry_after_s is None else min(60.0, max(pause, error.retry_after_s)))
+
+
+def _fetch_bytes(file: RemoteFile, start: int, end: int, wait_s: float) -> bytes:
+    raw = bytearray()
+    _transfer(file, start, end, raw.extend, lambda count: None, wait_s)
+    return bytes(raw)
+
+
+def _one_tensor_header(span: TensorSpan, metadata: Mapping[str, str]) -> bytes:
+    entry = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": [0, span.size_bytes]}
+    text = json.dumps({"__metadata__": dict(metadata), span.name: entry}, separators=(",", ":")).encode()
+    # Padded as the library pads it, so that the data is aligned for whoever maps the file.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(4 << 20):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Say about errors of the cache's disk what to do about them."""
+    advice = "Free some space, or set HF_HOME to a folder on another disk; what has come so far is kept."
+    try:
+        yield
+    except OutputError as error:
+        raise SourceError(f"{error}\n{advice}") from error
+    except OSError as error:
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else shorten(error.strerror)
+        raise SourceError(f"{folder}: the cache cannot be written: {reason}.\n{advice}") from error
