@@ -271,7 +271,9 @@ def _size_for_coverage(
     if not 0 < coverage <= 1:
         raise UsageError(f"coverage {coverage} is not a share of tokens: give a number above 0 and at most 1")
     tokens, part = tokens_for_sizing(counts, weights)
-    reached = np.cumsum(tokens[order])
+    held = np.zeros(max(pool.target_vocab, len(tokens)), np.float64)
+    held[: len(tokens)] = tokens
+    reached = np.cumsum(held[order])
     best = float(reached[-1])
     # Sums of float64 shares end a few ulps beside the exact figure.
     enough = np.flatnonzero(reached >= coverage - 1e-12)

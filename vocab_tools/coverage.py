@@ -1,0 +1,431 @@
+"""Share of text that a draft vocabulary covers, per source, measured on documents that were never counted.
+
+A token is covered at size N when its id is among the first N ranked ones. The interval is a percentile bootstrap over
+documents (Efron 1979): tokens of one document resemble each other, so documents are drawn, not tokens. Beside every
+figure stands the baseline that needs no corpus: the same forced ids, then the first ids in id order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .draft_vocab import DraftVocab
+from .errors import TokenizerError, UsageError, VocabularyError
+
+if TYPE_CHECKING:
+    from .counts import SourceCounts, TokenCounts
+
+Part = Literal["held-out", "counted"]
+
+MEAN = "all sources"
+"""Name of the weighted mean beside the sources."""
+
+_CURVE_POINTS = 40
+_CONFIDENCE = 0.95
+# Bootstrap weights are drawn for this many documents × resamples at a time: 64 MB of float64.
+_WEIGHTS_AT_ONCE = 8_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class SourceCoverage:
+    """Coverage of one source, by size.
+
+    Attributes:
+        name: of the source; "all sources" is their weighted mean.
+        weight: share of the source in the mean, 1 in sum.
+        part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking).
+        documents: measured; 0 where documents were not kept apart.
+        tokens: measured.
+        coverage: share of the tokens covered, float64 [sizes].
+        low, high: bounds of the 95% interval, float64 [sizes]; None with fewer than two documents.
+        baseline: coverage of the first ids, float64 [sizes].
+    """
+
+    name: str
+    weight: float
+    part: Part
+    documents: int
+    tokens: int
+    coverage: NDArray[np.float64]
+    low: NDArray[np.float64] | None
+    high: NDArray[np.float64] | None
+    baseline: NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class CoverageReport:
+    """Coverage of a draft vocabulary over sizes and sources.
+
+    Attributes:
+        draft_vocab: size of the vocabulary measured, the last of `sizes` at most.
+        sizes: ascending; every one at least the number of forced ids.
+        shown: the sizes that a table shows; the others make the curve smooth.
+        sources: one entry per source, then "all sources" when there are several.
+        bootstrap, seed: resamples and their seed.
+        warnings: sources on which the ranking loses to the baseline, and counted text used for want of held-out text.
+    """
+
+    draft_vocab: int
+    target_vocab: int
+    sizes: tuple[int, ...]
+    shown: tuple[int, ...]
+    sources: tuple[SourceCoverage, ...]
+    bootstrap: int
+    seed: int
+    warnings: tuple[str, ...]
+
+    def at(self, source: str, size: int | None = None) -> float:
+        """Return the coverage of a source at a size, the vocabulary's own by default."""
+        position = self.sizes.index(self.draft_vocab if size is None else size)
+        return float(next(entry for entry in self.sources if entry.name == source).coverage[position])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report JSON-ready; shares are rounded to six digits."""
+        return {
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.target_vocab,
+            "confidence": _CONFIDENCE,
+            "bootstrap": self.bootstrap,
+            "seed": self.seed,
+            "sizes": list(self.sizes),
+            "sources": [
+                {
+                    "name": source.name,
+                    "weight": round(source.weight, 6),
+                    "part": source.part,
+                    "documents": source.documents,
+                    "tokens": source.tokens,
+                    "coverage": _rounded(source.coverage),
+                    "low": _rounded(source.low),
+                    "high": _rounded(source.high),
+                    "baseline_first_ids": _rounded(source.baseline),
+                }
+                for source in self.sources
+            ],
+            "warnings": list(self.warnings),
+        }
+
+    def table(self) -> str:
+        """Return a plain text table: one row per source and size, in percent."""
+        header = ("source", "text", "size", "covered", "95% interval", "first ids", "difference")
+        rows = [header]
+        for source in self.sources:
+            for size in self.shown:
+                position = self.sizes.index(size)
+                covered, first = source.coverage[position], source.baseline[position]
+                interval = "-"
+                if source.low is not None and source.high is not None:
+                    interval = f"{100 * source.low[position]:.2f} – {100 * source.high[position]:.2f}"
+                rows.append(
+                    (
+                        source.name if size == self.shown[0] else "",
+                        f"{source.part}, {_thousands(source.tokens)} tokens" if size == self.shown[0] else "",
+                        f"{size}",
+                        f"{100 * covered:.2f}%",
+                        interval,
+                        f"{100 * first:.2f}%",
+                        f"{100 * (covered - first):+.2f}",
+                    )
+                )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = []
+        for row in rows:
+            cells = [
+                cell.ljust(width) if column < 2 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+
+def measure_coverage(
+    vocab: DraftVocab,
+    counts: TokenCounts,
+    sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    bootstrap: int = 1000,
+    weights: Mapping[str, float] | None = None,
+) -> CoverageReport:
+    """Measure what share of each source a vocabulary covers.
+
+    Args:
+        vocab: ranked ids.
+        counts: text with a held-out part; sources without one are measured on the counted text, with a warning.
+        sizes: draft-vocabulary sizes to measure; default a grid up to the vocabulary's own size.
+        seed: of the bootstrap.
+        bootstrap: resamples of the documents; 0 for no interval.
+        weights: share of each source in the mean, by name.
+
+    Raises:
+        TokenizerError: vocabulary and counts belong to different tokenizers.
+        UsageError: a size outside what the vocabulary ranks.
+        VocabularyError: a source without tokens.
+    """
+    _check_same_tokenizer(vocab, counts)
+    shown, grid = _sizes(vocab, sizes)
+    length = max(vocab.target_vocab, counts.vocab_size)
+    buckets = _buckets(vocab.target_ids, grid, length)
+    baseline = _buckets(_first_ids(vocab), grid, length)
+    shares = source_shares(counts, weights)
+    measured: list[SourceCoverage] = []
+    resampled: list[NDArray[np.float64] | None] = []
+    for index, source in enumerate(counts.sources):
+        rng = np.random.default_rng([seed, index])
+        entry, samples = _measure_source(source, shares[index], buckets, baseline, len(grid), bootstrap, rng)
+        measured.append(entry)
+        resampled.append(samples)
+    if len(measured) > 1:
+        measured.append(_weighted_mean(measured, resampled, shares))
+    return CoverageReport(
+        draft_vocab=vocab.size,
+        target_vocab=vocab.target_vocab,
+        sizes=grid,
+        shown=shown,
+        sources=tuple(measured),
+        bootstrap=bootstrap,
+        seed=seed,
+        warnings=tuple(_warnings(measured, grid, vocab.size)),
+    )
+
+
+def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+    """Return the share of each source in a weighted mean, float64 [sources], 1 in sum.
+
+    Raises:
+        UsageError: a weight names no source, is negative, or all are zero.
+    """
+    names = [source.name for source in counts.sources]
+    unknown = sorted(set(weights or {}) - set(names))
+    if unknown:
+        raise UsageError(f"no source is named {unknown[0]!r}; there are {', '.join(names)}")
+    given = np.array([(weights or {}).get(source.name, source.weight) for source in counts.sources], np.float64)
+    if not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
+        raise UsageError(f"weights must be numbers of 0 or more, not all 0; found {given.tolist()}")
+    shares: NDArray[np.float64] = given / given.sum()
+    return shares
+
+
+def training_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+    """Return the weighted share of every id among the counted tokens, float64 [vocab], 1 in sum.
+
+    Sources without a token are passed over, as in `TokenCounts.weighted`.
+    """
+    return _mixture([source.counts for source in counts.sources], counts, weights)
+
+
+def held_out_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64] | None:
+    """Return the weighted share of every id among the held-out tokens, float64 [vocab].
+
+    None unless every source that weighs anything has held-out tokens.
+    """
+    parts = []
+    for share, source in zip(source_shares(counts, weights), counts.sources, strict=True):
+        tokens = np.empty(0, np.int32) if source.held_out is None else source.held_out.token_ids
+        if share > 0 and len(tokens) == 0:
+            return None
+        parts.append(np.bincount(tokens, minlength=counts.vocab_size)[: counts.vocab_size])
+    return _mixture(parts, counts, weights)
+
+
+def tokens_for_sizing(
+    counts: TokenCounts, weights: Mapping[str, float] | None = None
+) -> tuple[NDArray[np.float64], Part]:
+    """Return the share of every id in the text that a coverage is asked of, float64 [vocab], and which text it is."""
+    held_out = held_out_shares(counts, weights)
+    if held_out is not None:
+        return held_out, "held-out"
+    return training_shares(counts, weights), "counted"
+
+
+def _mixture(
+    parts: Sequence[NDArray[Any]], counts: TokenCounts, weights: Mapping[str, float] | None
+) -> NDArray[np.float64]:
+    shares = source_shares(counts, weights) * [bool(part.any()) for part in parts]
+    if not shares.any():
+        raise VocabularyError("no source that weighs anything holds a token; count some text first")
+    mixed = np.zeros(counts.vocab_size, np.float64)
+    for share, part in zip(shares / shares.sum(), parts, strict=True):
+        if share > 0:
+            mixed += share * (part / part.sum())
+    return mixed
+
+
+def _check_same_tokenizer(vocab: DraftVocab, counts: TokenCounts) -> None:
+    known = vocab.provenance.get("tokenizer_hash")
+    if known is not None and counts.tokenizer_hash is not None and known != counts.tokenizer_hash:
+        raise TokenizerError(
+            f"the vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
+            "Count with the vocabulary's tokenizer."
+        )
+
+
+def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sizes to show and all sizes to measure, both ascending, the vocabulary's own among them."""
+    smallest = max(vocab.num_forced, 1) if vocab.ranked else vocab.size
+    if sizes is not None:
+        wrong = [size for size in sizes if not smallest <= size <= vocab.size]
+        if wrong:
+            raise UsageError(f"size {wrong[0]}: this vocabulary has sizes from {smallest} to {vocab.size}")
+        shown = tuple(sorted({*sizes}))
+    else:
+        powers = {1 << exponent for exponent in range(10, 21) if smallest <= 1 << exponent < vocab.size}
+        shown = tuple(sorted({*powers, vocab.size}))
+    start = min(max(smallest, 256), vocab.size)
+    curve = np.unique(np.geomspace(start, vocab.size, _CURVE_POINTS).round().astype(int)).tolist()
+    # geomspace may round its last point below the size it was given.
+    inside = {size for size in curve if smallest <= size <= vocab.size}
+    return shown, tuple(sorted({*inside, *shown, vocab.size}))
+
+
+def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDArray[np.int64]:
+    """Return for every id the position of the first size that covers it, int64 [length]; len(sizes) for none."""
+    rank = np.full(length, len(order) + max(sizes), np.int64)
+    rank[order] = np.arange(len(order))
+    return np.searchsorted(np.asarray(sizes), rank, side="right").astype(np.int64)
+
+
+def _first_ids(vocab: DraftVocab) -> NDArray[np.int64]:
+    """Return the order of the baseline: the vocabulary's forced ids, then all other ids ascending."""
+    forced = vocab.target_ids[: vocab.num_forced] if vocab.ranked else vocab.target_ids[:0]
+    rest = np.ones(vocab.target_vocab, np.bool_)
+    rest[forced] = False
+    return np.concatenate([forced, np.flatnonzero(rest)])
+
+
+def _measure_source(
+    source: SourceCounts,
+    share: float,
+    buckets: NDArray[np.int64],
+    baseline: NDArray[np.int64],
+    num_sizes: int,
+    bootstrap: int,
+    rng: np.random.Generator,
+) -> tuple[SourceCoverage, NDArray[np.float64] | None]:
+    """Return the coverage of one source and its resamples [bootstrap, sizes]."""
+    part: Part = "held-out"
+    if source.held_out is not None and len(source.held_out.token_ids):
+        offsets = source.held_out.doc_offsets
+        covered = _covered_by_document(source.held_out.token_ids, offsets, buckets, num_sizes)
+        by_baseline = _covered_by_document(source.held_out.token_ids, offsets, baseline, num_sizes).sum(axis=0)
+        lengths = np.diff(offsets).astype(np.float64)
+    else:
+        part = "counted"
+        covered = _covered_by_count(source.counts, buckets, num_sizes)[None]
+        by_baseline = _covered_by_count(source.counts, baseline, num_sizes)
+        lengths = np.array([source.counts.sum()], np.float64)
+    tokens = float(lengths.sum())
+    if tokens == 0:
+        raise VocabularyError(f"source {source.name!r} holds no tokens to measure coverage on")
+    samples = _resample(covered, lengths, bootstrap, rng) if len(lengths) > 1 and bootstrap > 0 else None
+    low, high = _interval(samples)
+    entry = SourceCoverage(
+        name=source.name,
+        weight=float(share),
+        part=part,
+        documents=len(lengths) if part == "held-out" else 0,
+        tokens=int(tokens),
+        coverage=covered.sum(axis=0) / tokens,
+        low=low,
+        high=high,
+        baseline=by_baseline / tokens,
+    )
+    return entry, samples
+
+
+def _covered_by_document(
+    token_ids: NDArray[np.int32], offsets: NDArray[np.int64], buckets: NDArray[np.int64], num_sizes: int
+) -> NDArray[np.float64]:
+    """Return how many tokens of each document each size covers, float64 [documents, sizes]."""
+    documents = len(offsets) - 1
+    owner = np.repeat(np.arange(documents), np.diff(offsets))
+    cells = owner * (num_sizes + 1) + buckets[token_ids]
+    hits = np.bincount(cells, minlength=documents * (num_sizes + 1)).reshape(documents, num_sizes + 1)
+    return np.cumsum(hits, axis=1)[:, :num_sizes].astype(np.float64)
+
+
+def _covered_by_count(counts: NDArray[np.int64], buckets: NDArray[np.int64], num_sizes: int) -> NDArray[np.float64]:
+    """Return how many counted tokens each size covers, float64 [sizes]."""
+    hits = np.bincount(buckets[: len(counts)], weights=counts, minlength=num_sizes + 1)
+    return np.cumsum(hits)[:num_sizes].astype(np.float64)
+
+
+def _resample(
+    covered: NDArray[np.float64], lengths: NDArray[np.float64], bootstrap: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return coverage under documents drawn with replacement, float64 [bootstrap, sizes]."""
+    documents = len(lengths)
+    at_once = max(1, _WEIGHTS_AT_ONCE // documents)
+    rows = []
+    for start in range(0, bootstrap, at_once):
+        draws = min(at_once, bootstrap - start)
+        picks = rng.integers(0, documents, (draws, documents)) + documents * np.arange(draws)[:, None]
+        times = np.bincount(picks.ravel(), minlength=draws * documents).reshape(draws, documents).astype(np.float64)
+        # A resample of empty documents only has no coverage to speak of.
+        rows.append((times @ covered) / np.maximum(times @ lengths, 1.0)[:, None])
+    return np.concatenate(rows)
+
+
+def _interval(
+    samples: NDArray[np.float64] | None,
+) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
+    if samples is None:
+        return None, None
+    tail = 100 * (1 - _CONFIDENCE) / 2
+    low, high = np.percentile(samples, [tail, 100 - tail], axis=0)
+    return low, high
+
+
+def _weighted_mean(
+    measured: Sequence[SourceCoverage], resampled: Sequence[NDArray[np.float64] | None], shares: NDArray[np.float64]
+) -> SourceCoverage:
+    samples = None
+    if all(sample is not None for sample in resampled):
+        samples = np.sum([share * sample for share, sample in zip(shares, resampled, strict=True)], axis=0)
+    low, high = _interval(samples)
+    return SourceCoverage(
+        name=MEAN,
+        weight=1.0,
+        part="held-out" if all(entry.part == "held-out" for entry in measured) else "counted",
+        documents=sum(entry.documents for entry in measured),
+        tokens=sum(entry.tokens for entry in measured),
+        coverage=np.sum([entry.weight * entry.coverage for entry in measured], axis=0),
+        low=low,
+        high=high,
+        baseline=np.sum([entry.weight * entry.baseline for entry in measured], axis=0),
+    )
+
+
+def _warnings(measured: Sequence[SourceCoverage], sizes: Sequence[int], size: int) -> list[str]:
+    found = []
+    position = list(sizes).index(size)
+    for entry in measured:
+        covered, first = entry.coverage[position], entry.baseline[position]
+        if covered < first:
+            subject = entry.name if entry.name == MEAN else f"source {entry.name!r}"
+            found.append(
+                f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of "
+                f"the first {size} ids, which need no corpus at all. Count text of this kind, weigh it more, or smooth."
+            )
+    counted = [entry.name for entry in measured if entry.part == "counted" and entry.name != MEAN]
+    if counted:
+        found.append(
+            f"coverage of {', '.join(repr(name) for name in counted)} is measured on the counted text itself, for want "
+            "of a held-out part: it is optimistic"
+        )
+    return found
+
+
+def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:
+    return None if values is None else [round(float(value), 6) for value in values]
+
+
+def _thousands(value: int) -> str:
+    for limit, unit in ((1_000_000, "M"), (1_000, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{unit}"
+    return str(value)

@@ -1,0 +1,325 @@
+"""Token maps of other tools ↔ DraftVocab.
+
+    format       file                     content                                            read and written by
+    freq         freq_N.pt                list[int] or int64 tensor, ids in rank order       FR-Spec, SGLang, vLLM
+    vllm         NAME.json or NAME.pt     flat list of ids in rank order                     vLLM `draft_token_map`
+    d2t-pt       NAME.pt                  {"d2t": offsets [N], "t2d": mask [V]}              SpecForge
+    modelopt     d2t.pt                   offsets [N]                                        NVIDIA ModelOpt
+    safetensors  NAME.safetensors         tensors d2t and, mostly, t2d; others are ignored   heads, SafeAILab's form
+    npy          folder                   d2t.npy and t2d.npy                                speculators
+    json         NAME.json                our own form, with provenance                      eagle-slim
+
+Maps are written in ascending ids, as every trainer expects. Such a file does not say which ids matter most, so what is
+read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`, numpy files without pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .draft_vocab import DraftVocab, int_array, is_native
+from .errors import UsageError, VocabularyError
+from .files import read_json, write_file
+from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
+
+if TYPE_CHECKING:
+    import torch
+
+MapFormat = Literal["freq", "vllm", "d2t-pt", "modelopt", "safetensors", "npy", "json"]
+FORMATS: tuple[MapFormat, ...] = get_args(MapFormat)
+
+_PICKLES = (".pt", ".pth", ".bin")
+_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "freq": _PICKLES,
+    "vllm": (".json", *_PICKLES),
+    "d2t-pt": _PICKLES,
+    "modelopt": _PICKLES,
+    "safetensors": (".safetensors",),
+    "npy": ("",),
+    "json": (".json",),
+}
+_NPY_NAMES = ("d2t.npy", "t2d.npy")
+
+
+def import_token_map(
+    path: str | Path,
+    target_vocab: int | None = None,
+    d2t_form: D2TForm | None = None,
+    kind: Literal["ids", "d2t"] | None = None,
+) -> DraftVocab:
+    """Read a token map of any of the formats above, told apart by content.
+
+    A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...`; `kind` says otherwise.
+
+    Args:
+        path: file, or a folder with d2t.npy, or one with a model.safetensors that holds d2t.
+        target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
+        d2t_form: how d2t is to be read when the file does not show it (see `token_map.ids_from_d2t`).
+        kind: "ids" or "d2t" for a bare list or tensor.
+
+    Returns:
+        The vocabulary, in the file's order for a list of ids and for rows that do not ascend.
+
+    Raises:
+        VocabularyError: missing, unreadable, a pickle that would run code, duplicates, ids out of range, a d2t in
+            absolute or undecidable form.
+    """
+    path = Path(path)
+    source = _read(path, kind)
+    where = str(path)
+    provenance: dict[str, Any] = {"method": "token map", "file": path.name}
+    if isinstance(source, DraftVocab):
+        if target_vocab is not None and target_vocab != source.target_vocab:
+            raise VocabularyError(
+                f"{where}: made for a target vocabulary of {source.target_vocab}, but the target has {target_vocab}"
+            )
+        return source
+    if source.d2t is None:
+        ids = _whole_numbers(source.ids, where)
+        if target_vocab is None:
+            target_vocab = int(ids.max(initial=0)) + 1
+            provenance["target_vocab_from"] = "largest id"
+        provenance["form"] = "ids in rank order"
+        return _vocab(ids, target_vocab, provenance, True, where)
+    t2d = source.t2d
+    if target_vocab is None and t2d is not None:
+        target_vocab = len(t2d)
+    rows = _whole_numbers(source.d2t, where)
+    if target_vocab is None:
+        # Enough for either reading; the range is not known, so only duplicates can be found.
+        target_vocab = int(rows.max(initial=0)) + len(rows) + 1
+        ids = ids_from_d2t(rows, None, d2t_form, target_vocab=target_vocab, where=where)
+        target_vocab = int(ids.max()) + 1
+        provenance["target_vocab_from"] = "largest id"
+    else:
+        ids = ids_from_d2t(rows, t2d, d2t_form, target_vocab=target_vocab, where=where)
+    ascending = bool(np.all(np.diff(ids) > 0))
+    provenance["form"] = "d2t, rows ascending" if ascending else "d2t, rows in rank order"
+    return _vocab(ids, target_vocab, provenance, not ascending, where)
+
+
+def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
+    """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
+
+    Args:
+        vocab: the vocabulary.
+        path: file to write; for "npy" a folder that exists.
+        format: one of `FORMATS`; by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
+
+    Raises:
+        UsageError: the format does not go with the file's ending, or the list formats are asked of ids without rank.
+        OSError: the file cannot be written.
+    """
+    path = Path(path)
+    format = format or _format_of(path)
+    if format not in FORMATS:
+        raise UsageError(f"token map format {format!r}: choose one of {', '.join(FORMATS)}")
+    if path.suffix not in _SUFFIXES[format]:
+        endings = " or ".join(_SUFFIXES[format])
+        found = f"{path.suffix!r}" if path.suffix else "a name without ending"
+        expected = f"a file ending in {endings}" if endings.strip() else "a folder"
+        raise UsageError(f"{path}: format {format!r} is written to {expected}, not {found}")
+    if format in ("freq", "vllm") and not vocab.ranked:
+        raise UsageError(
+            f"format {format!r} lists ids by rank, but these come from a map in ascending order, which has none. "
+            "Rank them with counts first (`eagle-vocab rank --candidates`)."
+        )
+    for name, data in _encode(vocab, format, path.suffix).items():
+        write_file(path / name if name else path, data)
+
+
+def _format_of(path: Path) -> MapFormat:
+    if path.suffix == ".json":
+        return "json"
+    if path.suffix == ".safetensors":
+        return "safetensors"
+    if path.suffix in _PICKLES:
+        return "freq"
+    if path.is_dir():
+        return "npy"
+    raise UsageError(f"{path}: no token map format goes with this name; say which with --format")
+
+
+def freq_bytes(vocab: DraftVocab) -> bytes:
+    """Return the bytes of freq_N.pt: a python list[int] in rank order, through `torch.save`."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(vocab.target_ids.tolist(), buffer)
+    return buffer.getvalue()
+
+
+def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> dict[str, bytes]:
+    """Return the bytes by file name inside the output folder, "" for the output itself."""
+    import json
+
+    ids = vocab.ascending_ids
+    d2t, t2d = d2t_from_ids(ids), t2d_from_ids(ids, vocab.target_vocab)
+    if format == "json":
+        return {"": (json.dumps(vocab.to_json(), indent=1, ensure_ascii=False) + "\n").encode()}
+    if format == "vllm" and suffix == ".json":
+        return {"": (json.dumps(vocab.target_ids.tolist()) + "\n").encode()}
+    if format in ("freq", "vllm"):
+        return {"": freq_bytes(vocab)}
+    if format == "safetensors":
+        from safetensors.numpy import save
+
+        return {"": bytes(save({"d2t": d2t, "t2d": t2d}, metadata={"format": "pt"}))}
+    if format == "npy":
+        return {name: _npy_bytes(array) for name, array in zip(_NPY_NAMES, (d2t, t2d), strict=True)}
+    import torch
+
+    value: Any = torch.from_numpy(d2t)
+    if format == "d2t-pt":
+        value = {"d2t": value, "t2d": torch.from_numpy(t2d)}
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return {"": buffer.getvalue()}
+
+
+def _npy_bytes(array: NDArray[Any]) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    return buffer.getvalue()
+
+
+class _Map:
+    """What a file holds: ids in rank order, or d2t with or without t2d."""
+
+    def __init__(self, ids: Any = None, d2t: Any = None, t2d: NDArray[Any] | None = None) -> None:
+        self.ids, self.d2t, self.t2d = ids, d2t, t2d
+
+
+def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.is_file():
+        raise VocabularyError(f"{path}: no such token map")
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    if path.suffix == ".npy":
+        return _read_npy(path)
+    if path.suffix == ".json":
+        value = read_json(path, VocabularyError)
+    elif path.suffix in _PICKLES:
+        value = _read_pickle(path)
+    else:
+        endings = ".pt, .pth, .bin, .safetensors, .npy or .json"
+        raise VocabularyError(f"{path}: a token map ends in {endings}, not {path.suffix or 'nothing'!r}")
+    if is_native(value):
+        return DraftVocab.from_json(value, str(path))
+    if isinstance(value, dict):
+        return _from_mapping(value, path)
+    is_tensor = not isinstance(value, (list, tuple))
+    if kind == "d2t" or (kind is None and is_tensor and path.name.startswith("d2t")):
+        return _Map(d2t=value)
+    return _Map(ids=value)
+
+
+def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
+    if "d2t" in value:
+        t2d = value.get("t2d")
+        return _Map(d2t=value["d2t"], t2d=None if t2d is None else np.asarray(t2d))
+    keys = ", ".join(repr(key) for key in list(value)[:5])
+    raise VocabularyError(f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}")
+
+
+def _read_folder(path: Path) -> _Map:
+    for name, read in (("d2t.npy", _read_npy), ("model.safetensors", _read_safetensors)):
+        if (path / name).is_file():
+            return read(path / name)
+    raise VocabularyError(f"{path}: a folder without d2t.npy and without model.safetensors; name the token map's file")
+
+
+def _read_safetensors(path: Path) -> _Map:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            names = list(file.keys())
+            found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
+            if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:
+                what = ", ".join(found["d2t"] + found["t2d"]) or "neither d2t nor t2d"
+                raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}")
+            d2t = file.get_tensor(found["d2t"][0])
+            t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
+    except (SafetensorError, OSError) as error:
+        raise VocabularyError(f"{path}: not a readable safetensors file: {error}") from error
+    return _Map(d2t=d2t, t2d=t2d)
+
+
+def _read_npy(path: Path) -> _Map:
+    if path.name != "d2t.npy":
+        raise VocabularyError(f"{path}: numpy maps are read from d2t.npy, with t2d.npy beside it")
+    arrays = []
+    for file in (path, path.with_name("t2d.npy")):
+        if not file.is_file():
+            continue
+        try:
+            arrays.append(np.load(file, allow_pickle=False))
+        except (OSError, ValueError, EOFError) as error:
+            raise VocabularyError(f"{file}: not a readable numpy file: {error}") from error
+    return _Map(d2t=arrays[0], t2d=arrays[1] if len(arrays) > 1 else None)
+
+
+def _read_pickle(path: Path) -> Any:
+    """Read a `.pt` file without running anything in it; tensors become numpy arrays."""
+    import torch
+
+    try:
+        value = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise VocabularyError(
+            f"{path}: refused: the pickle holds more than lists and tensors, which could run code when loaded "
+            f"({_first_line(error)}). Ask its author for a plain list of ids."
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}") from error
+    if isinstance(value, dict):
+        return {key: _numpy(part) for key, part in value.items()}
+    return _numpy(value)
+
+
+def _numpy(value: Any) -> Any:
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _tensor_to_numpy(value)
+
+
+def _tensor_to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    import torch
+
+    # numpy knows no bfloat16; a float map is refused later, by its dtype.
+    plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    return np.asarray(plain.detach().numpy())
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+
+
+def _whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
+    if isinstance(values, (list, tuple)):
+        return int_array(values, where)
+    if not isinstance(values, np.ndarray):
+        raise VocabularyError(f"{where}: expected a list or tensor of integers, found {type(values).__name__}")
+    if values.ndim != 1 or values.dtype.kind not in "iu":
+        raise VocabularyError(f"{where}: expected integers [draft_vocab], found {values.dtype} {list(values.shape)}")
+    return values.astype(np.int64)
+
+
+def _vocab(
+    ids: NDArray[np.int64], target_vocab: int, provenance: dict[str, Any], ranked: bool, where: str
+) -> DraftVocab:
+    try:
+        return DraftVocab(ids, 0, target_vocab, provenance, ranked)
+    except VocabularyError as error:
+        raise VocabularyError(f"{where}: {error}") from error

@@ -1,0 +1,239 @@
+"""What a draft vocabulary holds and what it leaves out, readable."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .draft_vocab import DraftVocab
+from .errors import TokenizerError
+from .loaded_tokenizer import LoadedTokenizer
+from .tokenizer import check_tokenizer
+
+if TYPE_CHECKING:
+    from .counts import TokenCounts
+
+_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
+# Unicode has no script property in the standard library; the first word of a letter's name is its script.
+_SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Kana", "KATAKANA": "Kana", "HANGUL": "Hangul", "IDEOGRAPHIC": "Han"}
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One token in a listing.
+
+    Attributes:
+        token_id: target id.
+        rank: place in the vocabulary from 0, None for a token left out.
+        text: decoded and escaped, see `readable_token`.
+        count: weighted count, None without counts.
+        reason: why it is forced, None for others.
+    """
+
+    token_id: int
+    rank: int | None
+    text: str
+    count: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Composition:
+    """How many tokens of a kind the vocabulary holds, of how many there are."""
+
+    kind: str
+    held: int
+    existing: int
+
+
+@dataclass(frozen=True)
+class VocabularyListing:
+    """What a vocabulary holds and leaves out.
+
+    Attributes:
+        size, num_forced, target_vocab: of the vocabulary.
+        real_tokens: ids of the target that some token has.
+        forced: all forced tokens with their reasons, in rank order.
+        held: the first of the other tokens, in rank order.
+        last: the last tokens that still got in, in rank order.
+        left_out: the most frequent tokens left out (the lowest ids, without counts).
+        composition: tokens by kind or script, most frequent kinds first.
+    """
+
+    size: int
+    num_forced: int
+    target_vocab: int
+    real_tokens: int
+    forced: tuple[TokenRow, ...]
+    held: tuple[TokenRow, ...]
+    last: tuple[TokenRow, ...]
+    left_out: tuple[TokenRow, ...]
+    composition: tuple[Composition, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the listing JSON-ready."""
+        return {
+            "size": self.size,
+            "num_forced": self.num_forced,
+            "target_vocab": self.target_vocab,
+            "real_tokens": self.real_tokens,
+            **{
+                name: [dict(vars(row)) for row in getattr(self, name)]
+                for name in ("forced", "held", "last", "left_out", "composition")
+            },
+        }
+
+    def text(self) -> str:
+        """Return the listing as plain text."""
+        lines = [
+            f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced); "
+            f"the target's vocabulary has {self.target_vocab} rows"
+        ]
+        for title, rows in (
+            ("forced", self.forced),
+            ("most frequent", self.held),
+            ("last ones in", self.last),
+            ("most frequent left out", self.left_out),
+        ):
+            if rows:
+                lines += ["", f"{title}:", *_table(rows)]
+        lines += ["", "composition (held of existing):"]
+        for entry in self.composition:
+            share = 100 * entry.held / entry.existing
+            lines.append(f"  {entry.kind:<24} {entry.held:>8} of {entry.existing:>8}  {share:5.1f}%")
+        return "\n".join(lines)
+
+
+def show_vocabulary(
+    vocab: DraftVocab, tokenizer: LoadedTokenizer, counts: TokenCounts | None = None, limit: int = 20
+) -> VocabularyListing:
+    """List what a vocabulary holds and what it leaves out.
+
+    Args:
+        vocab: the vocabulary.
+        tokenizer: the target's tokenizer.
+        counts: shows counts, and orders the tokens left out by them.
+        limit: rows per list; forced tokens are all listed.
+
+    Raises:
+        TokenizerError: vocabulary or counts were made with another tokenizer, or ids belong to no token.
+    """
+    check_tokenizer(tokenizer, vocab.provenance.get("tokenizer_hash"), "the vocabulary")
+    if counts is not None:
+        check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
+    real = tokenizer.real_ids[tokenizer.real_ids < vocab.target_vocab]
+    strange = np.setdiff1d(vocab.target_ids, real)
+    if len(strange):
+        raise TokenizerError(
+            f"id {strange[0]} of the vocabulary belongs to no token of {tokenizer.source} ({len(strange)} such ids); "
+            "name the target's tokenizer"
+        )
+    weighted = None if counts is None else counts.weighted()
+    reasons: Mapping[str, str] = vocab.provenance.get("forced", {})
+
+    def row(token_id: int, rank: int | None) -> TokenRow:
+        count = None
+        if weighted is not None:
+            count = float(weighted[token_id]) if token_id < len(weighted) else 0.0
+        return TokenRow(token_id, rank, readable_token(tokenizer, token_id), count, reasons.get(str(token_id)))
+
+    def rows(ids: Iterable[int], first_rank: int | None) -> tuple[TokenRow, ...]:
+        return tuple(
+            row(token_id, None if first_rank is None else first_rank + place) for place, token_id in enumerate(ids)
+        )
+
+    ids = vocab.target_ids
+    forced = vocab.num_forced if vocab.ranked else 0
+    last_start = max(forced + limit, vocab.size - limit)
+    left_out = np.setdiff1d(real, ids)
+    if weighted is not None:
+        score = np.zeros(vocab.target_vocab)
+        score[: len(weighted)] = weighted[: vocab.target_vocab]
+        left_out = left_out[np.lexsort((left_out, -score[left_out]))]
+    return VocabularyListing(
+        size=vocab.size,
+        num_forced=forced,
+        target_vocab=vocab.target_vocab,
+        real_tokens=len(real),
+        forced=rows(ids[:forced].tolist(), 0),
+        held=rows(ids[forced : forced + limit].tolist(), forced),
+        last=rows(ids[last_start:].tolist(), last_start),
+        left_out=rows(left_out[:limit].tolist(), None),
+        composition=_composition(tokenizer, real.tolist(), set(ids.tolist())),
+    )
+
+
+def readable_token(tokenizer: LoadedTokenizer, token_id: int) -> str:
+    """Return a token's text fit for a terminal: spaces kept, control characters and lone bytes escaped.
+
+    A token that is part of a character shows its bytes, as in `\\xe4\\xbd`; a newline is `\\n`, an unprintable
+    character `\\u200b`. For example "Ġhello" of a byte-level vocabulary is " hello".
+    """
+    shown = []
+    # surrogateescape keeps every byte that is not UTF-8 as one code point of U+DC80 to U+DCFF.
+    for character in tokenizer.token_bytes(token_id).decode("utf-8", "surrogateescape"):
+        if character in _ESCAPES:
+            shown.append(_ESCAPES[character])
+        elif 0xDC80 <= ord(character) <= 0xDCFF:
+            shown.append(f"\\x{ord(character) - 0xDC00:02x}")
+        elif character == " " or character.isprintable():
+            shown.append(character)
+        else:
+            code = ord(character)
+            shown.append(f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
+    return "".join(shown)
+
+
+def token_kind(tokenizer: LoadedTokenizer, token_id: int) -> str:
+    """Return what a token is: "special or added", "part of a character", a script such as "Latin", or a category."""
+    if token_id in tokenizer.added_tokens:
+        return "special or added"
+    try:
+        text = tokenizer.token_bytes(token_id).decode("utf-8")
+    except UnicodeDecodeError:
+        return "part of a character"
+    letters = Counter(_script(character) for character in text if unicodedata.category(character)[0] == "L")
+    if letters:
+        return max(letters, key=lambda script: (letters[script], script))
+    stripped = text.strip()
+    if not stripped:
+        return "white space"
+    categories = {unicodedata.category(character)[0] for character in stripped}
+    if "N" in categories:
+        return "digits"
+    if "M" in categories:
+        return "marks"
+    if categories & {"P", "S"}:
+        return "punctuation and symbols"
+    return "control characters"
+
+
+def _script(letter: str) -> str:
+    word = unicodedata.name(letter, "UNNAMED").split()[0].split("-")[0]
+    return _SCRIPT_NAMES.get(word, word.capitalize())
+
+
+def _composition(tokenizer: LoadedTokenizer, real: list[int], held: set[int]) -> tuple[Composition, ...]:
+    existing: Counter[str] = Counter()
+    inside: Counter[str] = Counter()
+    for token_id in real:
+        kind = token_kind(tokenizer, token_id)
+        existing[kind] += 1
+        inside[kind] += token_id in held
+    ordered = sorted(existing, key=lambda kind: (-inside[kind], -existing[kind], kind))
+    return tuple(Composition(kind, inside[kind], existing[kind]) for kind in ordered)
+
+
+def _table(rows: Iterable[TokenRow]) -> list[str]:
+    lines = []
+    for row in rows:
+        rank = "-" if row.rank is None else str(row.rank)
+        count = "" if row.count is None else f"{row.count:>14,.0f}"
+        reason = "" if row.reason is None else f"  ({row.reason})"
+        lines.append(f"  {rank:>7}  id {row.token_id:>7}{count}  '{row.text}'{reason}")
+    return lines
