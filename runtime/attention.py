@@ -1,0 +1,154 @@
+"""Attention over a committed prefix and a tree, as an attention function that transformers' layers call.
+
+Every sequence b holds ``lengths[b]`` committed rows; the new positions of this forward are nodes of a tree (a prompt is
+a tree without branches). Node n attends to the whole prefix and to its own ancestors, where a sliding window ``w``
+allows a key only if ``query position - key position < w``; positions count from the root along the path, so two nodes
+of one depth share a position. The mask is built once per forward and window, from positions, never from row numbers.
+
+transformers passes keyword arguments of ``forward`` down to the attention function: that is how `TreeContext` gets here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .errors import UnsupportedModelError
+
+ATTENTION_NAME = "eagle_slim_tree"
+CONTEXT_ARGUMENT = "tree_context"
+
+
+@dataclass
+class TreeContext:
+    """What one forward of the target attends to.
+
+    ``lengths``: int64 [batch], committed rows. ``tree_mask``: bool [batch, nodes, nodes], row attends to column.
+    ``positions``: int64 [batch, nodes], distance from the root. ``kv_length``: columns of the keys returned by the
+    cache, at least ``lengths + nodes`` of every sequence.
+    """
+
+    lengths: Tensor
+    tree_mask: Tensor
+    positions: Tensor
+    kv_length: int
+    calls: int = 0
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def mask(self, sliding_window: int | None) -> Tensor:
+        """Return bool [batch, 1, nodes, kv_length]: which key each node may see."""
+        if sliding_window not in self._masks:
+            self._masks[sliding_window] = tree_attention_mask(
+                self.lengths, self.tree_mask, self.positions, self.kv_length, sliding_window
+            )
+        return self._masks[sliding_window]
+
+
+def tree_attention_mask(
+    lengths: Tensor, tree_mask: Tensor, positions: Tensor, kv_length: int, sliding_window: int | None
+) -> Tensor:
+    """Build the mask of prefix, ancestors and window (module docstring): bool [batch, 1, nodes, kv_length].
+
+    Shapes as in `TreeContext`; without a window ``tree_mask`` may have more columns than ``nodes``, when rows of earlier
+    nodes lie between the prefix and these. Example: prefix of 2, root with two children, ``kv_length`` 6, no window::
+
+        column   0 1   2    3       4       5
+                 prefix root child 1 child 2 (row of a longer sequence)
+        root     1 1   1    0       0       0
+        child 1  1 1   1    1       0       0
+        child 2  1 1   1    0       1       0
+    """
+    batch, nodes = positions.shape
+    column = torch.arange(kv_length, device=positions.device).expand(batch, kv_length)
+    tree_rows = tree_mask.shape[2]
+    node = column - lengths[:, None]  # [batch, kv_length]: which node a column holds, < 0 in the prefix
+    in_tree = (node >= 0) & (node < tree_rows)
+    node = node.clamp(0, tree_rows - 1)
+    seen = tree_mask.gather(2, node[:, None].expand(batch, nodes, kv_length)) & in_tree[:, None]
+    seen = seen | (column < lengths[:, None])[:, None]
+    if sliding_window is not None:
+        key_position = torch.where(in_tree, lengths[:, None] + positions.gather(1, node), column)
+        query_position = lengths[:, None] + positions
+        seen = seen & (query_position[:, :, None] - key_position[:, None] < sliding_window)
+    return seen[:, None]
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Compute softmax attention under a boolean mask, keys shared by groups of query heads.
+
+    ``query`` [batch, heads, nodes, head_dim]; ``key``, ``value`` [batch, kv_heads, kv_length, head_dim]; ``mask`` bool
+    [batch, 1, nodes, kv_length], every row allows at least one key. ``softcap`` c replaces a score s by c·tanh(s / c)
+    (Gemma 2); ``sinks`` [heads] adds one key per head that takes weight and gives nothing (gpt-oss). Returns
+    [batch, heads, nodes, head_dim].
+    """
+    batch, heads, nodes, _ = query.shape
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    # Query heads of one key head are laid side by side as more queries, so that keys need no copies.
+    query = query.reshape(batch, kv_heads, group * nodes, query.shape[-1])
+    mask = mask.expand(batch, group, nodes, mask.shape[-1]).reshape(batch, 1, group * nodes, mask.shape[-1])
+    if softcap is None and sinks is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    else:
+        scores = (query @ key.transpose(-1, -2)).float() * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            sink = sinks.float().view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, nodes, 1)
+            scores = torch.cat([scores, sink.reshape(batch, kv_heads, group * nodes, 1)], -1)
+        weights = scores.softmax(-1)[..., : key.shape[2]]
+        out = weights.to(value.dtype) @ value
+    return out.reshape(batch, heads, nodes, value.shape[-1])
+
+
+def tree_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Serve one attention layer of the target; transformers' attention-function signature.
+
+    Raises `UnsupportedModelError` if the model does not hand keyword arguments down, or adds a position bias.
+    """
+    context = kwargs.get(CONTEXT_ARGUMENT)
+    if not isinstance(context, TreeContext):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not receive the keyword arguments of forward, so the tree mask cannot reach "
+            "it. Use a model whose attention takes **kwargs (Llama, Qwen2, Qwen3, Mistral and most others do)."
+        )
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a position bias to its scores, which counts rows, not positions on a path; "
+            "tree verification needs rotary positions."
+        )
+    context.calls += 1
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = masked_attention(query, key, value, context.mask(sliding_window), scale, softcap, s_aux)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def register() -> None:
+    """Make the function known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)

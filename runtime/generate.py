@@ -1,0 +1,190 @@
+"""The generation loop: prefill, then draft → verify → commit, for any number of prompts over a fixed number of slots.
+
+Without a drafter the same loop decodes plainly, one token per pass: the truth that speculative output is held against.
+A finished sequence leaves its slot at once; a waiting prompt takes it. The host waits for the device in one place per
+step, where it reads the accepted tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .cache import SlotCache
+from .config import SamplingConfig
+from .drafter import Drafter, NewPairs
+from .requests import Request, RequestOutput, RunningRequest
+from .sampling import choose_tokens, stream_window, uniform_stream
+from .slots import ActiveSlots
+from .stats import GenerationStats, PhaseTimer
+from .target import TargetModel
+from .tree import DraftTree, layout_tree
+from .verify import AcceptedPath, accept_path
+
+OnTokens = Callable[[int, Sequence[int]], None]
+
+
+class GenerationLoop:
+    """One call's state. ``drafter`` None decodes plainly. ``on_tokens(i, ids)`` hears every new token of request i."""
+
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter | None,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        max_slots: int | None = None,
+        on_tokens: OnTokens | None = None,
+    ) -> None:
+        self.target, self.drafter, self.sampling = target, drafter, sampling
+        self.timer = PhaseTimer(target.device)
+        self.states = [self._start(request, place, on_tokens) for place, request in enumerate(requests)]
+        self.waiting = deque(state for state in self.states if state.finish_reason is None)
+        self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
+        self.running: dict[int, RunningRequest] = {}
+        self.width = 1 if drafter is None else drafter.tree.path_width
+
+    @torch.inference_mode()
+    def run(self) -> tuple[list[RequestOutput], GenerationStats]:
+        """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
+        if self.waiting:
+            capacity = max(state.request.max_tokens for state in self.waiting)
+            nodes = 1 if self.drafter is None else self.drafter.tree.total_tokens
+            self._allocate(self.target.new_cache(self.num_slots, capacity + nodes), capacity)
+        while self.waiting or self.running:
+            self._fill_slots()
+            if self.running:
+                self._step()
+        timings = self.timer.stop_and_wait()
+        alone = timings if len(self.states) == 1 else {}
+        outputs = [state.output(alone) for state in self.states]
+        lengths: Counter[int] = Counter()
+        for state in self.states:
+            lengths.update(state.accepted_lengths)
+        total = GenerationStats(
+            accepted_lengths=dict(sorted(lengths.items())),
+            num_new_tokens=sum(len(state.token_ids) for state in self.states),
+            num_prompt_tokens=sum(len(state.request.prompt_ids) for state in self.states),
+            **timings,
+        )
+        return outputs, total
+
+    def _start(self, request: Request, place: int, on_tokens: OnTokens | None) -> RunningRequest:
+        stream = None
+        if not self.sampling.is_greedy:
+            stream = uniform_stream(self.sampling.seed, request.index, request.max_new_tokens)
+        listener = None if on_tokens is None else lambda ids: on_tokens(place, ids)
+        return RunningRequest(request, stream, listener)
+
+    def _allocate(self, cache: SlotCache, capacity: int) -> None:
+        self.cache = cache
+        device, dtype = self.target.device, self.target.dtype
+        # What the last step added, by slot: the drafter's next input.
+        self.features = torch.zeros((self.num_slots, self.width, self.target.feature_width), device=device, dtype=dtype)
+        self.next_tokens = torch.full((self.num_slots, self.width), -1, dtype=torch.int64, device=device)
+        self.num_new = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
+        self.num_new_host = [0] * self.num_slots
+        if self.drafter is not None:
+            self.drafter.allocate(self.num_slots, capacity)
+
+    def _fill_slots(self) -> None:
+        """Give free slots to waiting prompts; a prompt that ends with its first token frees the slot again."""
+        for slot in range(self.num_slots):
+            while slot not in self.running and self.waiting:
+                state = self.waiting.popleft()
+                with self.timer.phase("prefill"):
+                    token = self._prefill(slot, state)
+                state.emit([token])
+                if state.finish_reason is None:
+                    self.running[slot] = state
+
+    def _prefill(self, slot: int, state: RunningRequest) -> int:
+        prompt = torch.tensor(state.request.prompt_ids, dtype=torch.int64, device=self.target.device)
+        self.cache.reset_slot(slot)
+        output = self.target.prefill(self.cache, slot, prompt)
+        token = self._choose(output.logits[:, -1], [state], step=0)  # [1]
+        if self.drafter is not None:
+            self.drafter.reset_slot(slot)
+            self.drafter.prefill(slot, output.features[0, :-1], prompt[1:])
+        self.features[slot, 0] = output.features[0, -1]
+        self.next_tokens[slot] = -1
+        self.next_tokens[slot, :1] = token
+        self.num_new[slot] = 1
+        self.num_new_host[slot] = 1
+        return int(token)
+
+    def _step(self) -> None:
+        active = ActiveSlots.of(self.running, self.num_slots, self.target.device)
+        states = [self.running[slot] for slot in active.indices]
+        with self.timer.phase("draft"):
+            tree = self._draft(active)
+        with self.timer.phase("verify"):
+            output = self.target.verify(self.cache, active, tree)
+            path = accept_path(
+                _active_tree(tree, active), output.logits, lambda rows, step: self._choose(rows, states, step)
+            )
+            self._keep_pairs(active, output.features, path)
+        tokens, lengths = wait_for_tokens(path)
+        with self.timer.phase("verify"):
+            self.cache.commit_path(active, path.nodes, lengths)
+        for slot, state, new, length in zip(active.indices, states, tokens, lengths, strict=True):
+            self.num_new_host[slot] = length
+            state.accepted_lengths[length] += 1
+            state.emit(new[:length])
+            if state.finish_reason is not None:
+                del self.running[slot]
+
+    def _draft(self, active: ActiveSlots) -> DraftTree:
+        if self.drafter is None:
+            root = self.next_tokens[:, :1]
+            return layout_tree(root, torch.full_like(root, -1), path_width=1, active=active.active_inverse >= 0)
+        host = tuple(self.num_new_host[slot] for slot in active.indices)
+        return self.drafter.draft(active, NewPairs(self.features, self.next_tokens, self.num_new, host))
+
+    def _keep_pairs(self, active: ActiveSlots, features: Tensor, path: AcceptedPath) -> None:
+        """Keep the features of the accepted nodes and the token after each, by slot, for the next draft."""
+        slots = active.active_slots[: active.num_active]
+        nodes = path.nodes.clamp(min=0)[..., None].expand(-1, -1, features.shape[-1])
+        self.features.index_copy_(0, slots, features.gather(1, nodes))
+        self.next_tokens.index_copy_(0, slots, path.tokens)
+        self.num_new.index_copy_(0, slots, path.lengths)
+
+    def _choose(self, logits: Tensor, states: Sequence[RunningRequest], step: int) -> Tensor:
+        """Choose the token ``step`` places behind what each request has: float [requests, vocab] to int64 [requests]."""
+        if self.sampling.is_greedy:
+            return choose_tokens(logits, logits.new_empty(0), self.sampling)
+        streams = [state.stream for state in states if state.stream is not None]
+        starts = [len(state.token_ids) + step for state in states]
+        return choose_tokens(logits, stream_window(streams, starts, 1, logits.device)[:, 0], self.sampling)
+
+
+def generate(
+    target: TargetModel,
+    drafter: Drafter | None,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    max_slots: int | None = None,
+    on_tokens: OnTokens | None = None,
+) -> tuple[list[RequestOutput], GenerationStats]:
+    """Run `GenerationLoop` once."""
+    return GenerationLoop(target, drafter, requests, sampling, max_slots, on_tokens).run()
+
+
+def wait_for_tokens(path: AcceptedPath) -> tuple[list[list[int]], list[int]]:
+    """Read the emitted tokens and their number for each sequence: the one place where a step waits for the device."""
+    packed = torch.cat((path.tokens, path.lengths[:, None]), 1).tolist()
+    return [row[:-1] for row in packed], [row[-1] for row in packed]
+
+
+def _active_tree(tree: DraftTree, active: ActiveSlots) -> DraftTree:
+    return DraftTree(
+        active.gather(tree.draft_tokens),
+        active.gather(tree.parents),
+        active.gather(tree.tree_mask),
+        active.gather(tree.tree_position_ids),
+        active.gather(tree.retrieve_indices),
+        active.gather(tree.num_leaves),
+    )

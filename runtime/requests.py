@@ -1,0 +1,122 @@
+"""One prompt's way through generation: what was asked, what came out, and when it is finished."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+from .stats import GenerationStats
+
+FinishReason = Literal["eos", "stop", "length", "context"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and its limits.
+
+    ``index`` fixes the stream of random numbers together with the seed. ``context_limit``: tokens of prompt and answer
+    together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text, needed for them.
+    """
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    context_limit: int | None = None
+    stop: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest the sequence can become, prompt included."""
+        longest = len(self.prompt_ids) + self.max_new_tokens
+        return longest if self.context_limit is None else min(longest, self.context_limit)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What one prompt gave.
+
+    ``finish_reason``: "eos" an end-of-sequence token, "stop" a stop string, "length" ``max_new_tokens``, "context" the
+    model's context is full. The token that ended it (EOS, or the one completing a stop string) is part of
+    ``token_ids``, as in transformers; ``text`` ends before a stop string.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: FinishReason
+    stats: GenerationStats
+
+
+@dataclass
+class RunningRequest:
+    """A request in progress."""
+
+    request: Request
+    stream: Tensor | None
+    """float64 [max_new_tokens]: this request's random numbers; None when greedy."""
+    on_tokens: Callable[[Sequence[int]], None] | None = None
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    accepted_lengths: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        if self.request.max_new_tokens == 0:
+            self.finish_reason = "length"
+
+    def emit(self, tokens: Sequence[int]) -> None:
+        """Take tokens one by one until something finishes the request; the rest is dropped."""
+        before = len(self.token_ids)
+        for token in tokens:
+            self.token_ids.append(token)
+            self.finish_reason = self._reason_to_finish(token)
+            if self.finish_reason is not None:
+                break
+        if self.on_tokens is not None:
+            self.on_tokens(self.token_ids[before:])
+
+    def output(self, timings: dict[str, Any]) -> RequestOutput:
+        """Return the finished result; ``timings`` are `GenerationStats` fields, {} where the time is shared."""
+        assert self.finish_reason is not None
+        stats = GenerationStats(
+            accepted_lengths=dict(sorted(self.accepted_lengths.items())),
+            num_new_tokens=len(self.token_ids),
+            num_prompt_tokens=len(self.request.prompt_ids),
+            **timings,
+        )
+        return RequestOutput(
+            list(self.request.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats
+        )
+
+    def _reason_to_finish(self, token: int) -> FinishReason | None:
+        if token in self.request.eos_ids:
+            return "eos"
+        if self.request.stop and self._stop_in_tail():
+            return "stop"
+        if len(self.token_ids) == self.request.max_new_tokens:
+            return "length"
+        if len(self.request.prompt_ids) + len(self.token_ids) == self.request.context_limit:
+            return "context"
+        return None
+
+    def _stop_in_tail(self) -> bool:
+        assert self.request.decode is not None
+        # A token stands for at least one byte, so a stop string lies within as many tokens as it has bytes; a few more
+        # keep clear of tokenizers that drop a space at the beginning of what they decode.
+        reach = max(len(text.encode()) for text in self.request.stop) + 4
+        tail = self.request.decode(self.token_ids[-reach:])
+        return any(text in tail for text in self.request.stop)
+
+    def _text(self) -> str | None:
+        if self.request.decode is None:
+            return None
+        text = self.request.decode([t for t in self.token_ids if t not in self.request.eos_ids])
+        if self.finish_reason == "stop":
+            cuts = [text.find(stop) for stop in self.request.stop]
+            text = text[: min((cut for cut in cuts if cut >= 0), default=len(text))]
+        return text

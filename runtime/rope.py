@@ -1,0 +1,80 @@
+"""Rotary positions of a draft head, from transformers' own initialisation of every static scaling.
+
+Su et al., arXiv:2104.09864, in the half-split layout that Llama uses: ``x * cos + rotate_half(x) * sin``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import UnsupportedModelError
+
+_CHANGING = {
+    "dynamic": "it recomputes frequencies as the text grows",
+    "longrope": "it switches frequencies at a length",
+}
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """``inverse_frequencies`` float32 [head_dim / 2], and the factor that some scalings put on cos and sin."""
+
+    inverse_frequencies: Tensor
+    scaling: float
+
+    def tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of positions 0 .. ``num_positions`` - 1: float32 [num_positions, head_dim]."""
+        return self.at(torch.arange(num_positions, device=self.inverse_frequencies.device))
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin at ``positions`` int64 [...]: float32 [..., head_dim]."""
+        angles = positions[..., None].float() * self.inverse_frequencies
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos() * self.scaling, angles.sin() * self.scaling
+
+
+def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cpu") -> RotaryEmbedding:
+    """Initialise from a head's ``config.json`` (``rope_theta``, ``rope_scaling``, ``head_dim``).
+
+    Raises `UnsupportedModelError` for a scaling whose frequencies change while text grows, which a KV cache cannot
+    follow, for one unknown to transformers, and for partial rotation.
+    """
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = dict(config.get("rope_scaling") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind in _CHANGING:
+        raise UnsupportedModelError(
+            f"The head uses {kind} RoPE scaling: {_CHANGING[kind]}, so keys already cached would be wrong. Use a head "
+            "with a static scaling (none, linear, yarn, llama3)."
+        )
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModelError(
+            f"The head rotates a part of each attention head (partial_rotary_factor = {config['partial_rotary_factor']}); "
+            "draft heads of the Llama kind rotate all of it."
+        )
+    fields = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    llama = LlamaConfig(
+        **{key: config[key] for key in fields},
+        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        rope_theta=config["rope_theta"],
+        rope_scaling={**scaling, "rope_type": kind} if scaling else None,
+    )
+    try:
+        rotary = LlamaRotaryEmbedding(llama)
+    except KeyError as error:
+        raise UnsupportedModelError(f"The head's RoPE scaling {kind!r} lacks or is unknown by {error}.") from error
+    return RotaryEmbedding(rotary.inv_freq.float().to(device), float(rotary.attention_scaling))
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x`` [batch, heads, nodes, head_dim] by fp32 ``cos``/``sin`` [batch, nodes, head_dim]; keeps the dtype."""
+    first, second = x.float().chunk(2, -1)
+    rotated = x.float() * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    return rotated.to(x.dtype)

@@ -1,0 +1,284 @@
+"""The target model: transformers' own weights, norms and rotary embedding, verifying trees with our mask and cache.
+
+`TargetModel` wraps a loaded causal LM. It accepts decoder-only models with softmax attention and rotary positions, and
+refuses everything else by class before any forward. Features for the drafter are read by hooks: the hidden states
+entering the tap layers (EAGLE-3), or the last hidden state after the final norm (EAGLE-1/2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import attention
+from .attention import TreeContext
+from .cache import SlotCache
+from .errors import PairingError, UnsupportedModelError
+from .slots import ActiveSlots
+from .tree import DraftTree
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT_MARKS = (
+    "ssm_cfg",
+    "state_size",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "conv_L_cache",
+    "rescale_every",
+    "lru_width",
+)
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward gives: ``logits`` float [batch, kept, target_vocab], ``features`` [batch, nodes, width]."""
+
+    logits: Tensor
+    features: Tensor
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return EAGLE-3's taps, the inputs of these decoder layers: 2, n // 2, n - 3."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class TargetModel:
+    """A transformers causal LM that verifies draft trees.
+
+    ``tap_layers``: the features are the hidden states entering these decoder layers (``num_layers`` itself means
+    leaving the last one), concatenated; None: the last hidden state after the final norm.
+
+    Raises `UnsupportedModelError` for a model that cannot verify trees, `PairingError` for tap layers out of range.
+    """
+
+    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None) -> None:
+        check_supported(model)
+        attention.register()
+        self.model = model.eval()
+        self.config: Any = model.config
+        self.text_config: Any = model.config.get_text_config()  # type: ignore[operator]
+        self.layers = find_decoder_layers(model)
+        self.tap_layers = None if tap_layers is None else tuple(tap_layers)
+        for layer in self.tap_layers or ():
+            if not 0 <= layer <= len(self.layers):
+                raise PairingError(
+                    f"The head taps the input of decoder layer {layer}, but {type(model).__name__} has layers 0 to "
+                    f"{len(self.layers) - 1}. The head was trained for another target; tap layers: {self.tap_layers}."
+                )
+        self._attention_configs = _distinct_attention_configs(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input embedding lies."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.embedding.dtype
+
+    @property
+    def embedding(self) -> Tensor:
+        """Input embedding [target_vocab, hidden]."""
+        weight = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def lm_head(self) -> Tensor:
+        """LM-head rows [target_vocab, hidden] (the embedding itself when tied)."""
+        weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of one hidden state."""
+        return int(self.text_config.hidden_size)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the features handed to the drafter."""
+        return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
+
+    @property
+    def max_positions(self) -> int | None:
+        """Context the model was made for, in tokens; None if its configuration does not say."""
+        limit = getattr(self.text_config, "max_position_embeddings", None)
+        rope = getattr(self.text_config, "rope_parameters", None) or {}
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            # Beyond this length longrope changes the frequencies of keys that are already cached.
+            limit = rope.get("original_max_position_embeddings", limit)
+        return None if limit is None else int(limit)
+
+    def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
+        """Allocate a KV cache of ``capacity`` rows per slot."""
+        return SlotCache(num_slots, capacity, self.device)
+
+    def prefill(self, cache: SlotCache, slot: int, token_ids: Tensor, chunk: int = 1024) -> TargetOutput:
+        """Run a prompt, int64 [seq], into an empty slot.
+
+        Returns the last position's logits [1, 1, target_vocab] and the features of all positions [1, seq, width].
+        """
+        active = ActiveSlots.of([slot], cache.num_slots, self.device)
+        features = []
+        for piece in token_ids.split(chunk):
+            nodes = piece.shape[0]
+            causal = torch.ones((1, nodes, nodes), dtype=torch.bool, device=self.device).tril()
+            positions = torch.arange(nodes, device=self.device)[None]
+            output = self._forward(cache, active, piece[None], causal, positions, logits_to_keep=1)
+            cache.commit(slot, nodes)
+            features.append(output.features)
+        return TargetOutput(output.logits, torch.cat(features, 1))
+
+    def verify(self, cache: SlotCache, active: ActiveSlots, tree: DraftTree) -> TargetOutput:
+        """Run every node of the active slots' trees, uncommitted.
+
+        ``tree`` is indexed by slot. Returns logits [active, nodes, target_vocab] and features [active, nodes, width].
+        """
+        return self._forward(
+            cache,
+            active,
+            active.gather(tree.draft_tokens),
+            active.gather(tree.tree_mask)[:, 0],
+            active.gather(tree.tree_position_ids),
+            logits_to_keep=0,
+        )
+
+    def _forward(
+        self,
+        cache: SlotCache,
+        active: ActiveSlots,
+        token_ids: Tensor,
+        tree_mask: Tensor,
+        positions: Tensor,
+        logits_to_keep: int,
+    ) -> TargetOutput:
+        nodes = token_ids.shape[1]
+        cache.begin(active, nodes)
+        lengths = cache.length_tensor(active)
+        kv_length = max(cache.lengths[slot] for slot in active.indices) + nodes
+        context = TreeContext(lengths, tree_mask, positions, kv_length)
+        with self._tree_attention(), self._record_features() as taps, torch.inference_mode():
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=lengths[:, None] + positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{attention.CONTEXT_ARGUMENT: context},
+            )
+        if context.calls == 0:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} did not call the registered attention function "
+                f"{attention.ATTENTION_NAME!r}: its layers ignore the attention implementation of the configuration."
+            )
+        return TargetOutput(output.logits, torch.cat([taps[name] for name in sorted(taps)], -1))
+
+    @contextmanager
+    def _tree_attention(self) -> Iterator[None]:
+        """Switch the model to tree attention for one forward, so that its own ``generate`` stays as it was."""
+        before = [config._attn_implementation for config in self._attention_configs]
+        try:
+            for config in self._attention_configs:
+                config._attn_implementation = attention.ATTENTION_NAME
+            yield
+        finally:
+            for config, name in zip(self._attention_configs, before, strict=True):
+                config._attn_implementation = name
+
+    @contextmanager
+    def _record_features(self) -> Iterator[dict[int, Tensor]]:
+        """Collect the features of one forward, by their place among the taps."""
+        taps: dict[int, Tensor] = {}
+
+        def keep_input(place: int) -> Any:
+            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                taps[place] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def keep_output(place: int) -> Any:
+            def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+                taps[place] = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+
+            return hook
+
+        handles = []
+        if self.tap_layers is None:
+            handles.append(self.model.base_model.register_forward_hook(keep_output(0)))  # type: ignore[union-attr]
+        for place, layer in enumerate(self.tap_layers or ()):
+            if layer == len(self.layers):
+                handles.append(self.layers[-1].register_forward_hook(keep_output(place)))
+            else:
+                handles.append(self.layers[layer].register_forward_pre_hook(keep_input(place), with_kwargs=True))
+        try:
+            yield taps
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError`, naming the class and the reason, unless the model can verify trees."""
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise UnsupportedModelError(f"{name} is not a transformers model; load the target with AutoModelForCausalLM.")
+    text = config.get_text_config()
+    can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model. {can}")
+    if model.get_output_embeddings() is None:  # type: ignore[operator]
+        raise UnsupportedModelError(f"{name} has no LM head (an encoder, or a bare decoder). {can}")
+    marks = [mark for mark in _RECURRENT_MARKS if getattr(text, mark, None) is not None]
+    if marks or getattr(model, "_is_stateful", False):
+        detail = f" (its configuration has {', '.join(marks)})" if marks else ""
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state{detail}, which cannot be rolled back to an accepted path. {can}"
+        )
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if layer_types - _KNOWN_LAYER_TYPES:
+        found = ", ".join(sorted(layer_types - _KNOWN_LAYER_TYPES))
+        raise UnsupportedModelError(f"{name} has layers of type {found}; only full and sliding attention work. {can}")
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+        raise UnsupportedModelError(f"{name} uses ALiBi, a bias over row distances. {can}")
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
+    if not rope:
+        raise UnsupportedModelError(f"{name} has no rotary positions (its configuration has no rope parameters). {can}")
+    kinds = [rope] if not isinstance(rope, dict) or "rope_type" in rope else list(rope.values())
+    if any(isinstance(kind, dict) and "dynamic" in str(kind.get("rope_type")) for kind in kinds):
+        raise UnsupportedModelError(
+            f"{name} uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static "
+            "scaling (linear, yarn, llama3)."
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not take a registered attention function in this version of transformers. {can}"
+        )
+
+
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of decoder layers: the one ModuleList whose length is the configuration's number of layers."""
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    base = model.base_model
+    found = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count]  # type: ignore[union-attr]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no list of {count} decoder layers was found to read features from."
+        )
+    return found[0]
+
+
+def _distinct_attention_configs(model: nn.Module) -> list[Any]:
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            configs.setdefault(id(config), config)
+    return list(configs.values())

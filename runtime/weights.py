@@ -1,0 +1,179 @@
+"""A draft head ready to run: its tensors on a device, the LM-head rows of the chosen draft vocabulary, and their ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle_slim.convert.head import DraftHead
+
+from .errors import PairingError, UnsupportedModelError, UsageError
+from .rope import RotaryEmbedding, rotary_embedding
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+
+    from .target import TargetModel
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Everything a drafter computes with; matrices are [out, in] in one dtype on one device.
+
+    ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
+    ``.bias``, ``mlp.{gate,up,down}_proj.weight``, ``input_layernorm.weight``, ``hidden_norm.weight``,
+    ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: those the kind has.
+    """
+
+    kind: str
+    """"eagle3", or "eagle" for EAGLE-1 and EAGLE-2."""
+    tensors: Mapping[str, Tensor]
+    embedding: Tensor
+    """[target_vocab, hidden]."""
+    lm_head: Tensor
+    """[draft_vocab, hidden]."""
+    draft_to_target: Tensor
+    """int64 [draft_vocab]: target id of each LM-head row, ascending."""
+    rotary: RotaryEmbedding
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    activation: str
+    feature_width: int
+    """Width of the target's features: taps * target hidden for EAGLE-3, hidden for EAGLE-1/2."""
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the LM head."""
+        return self.lm_head.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.lm_head.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the matrices."""
+        return self.lm_head.dtype
+
+
+def choose_draft_ids(
+    head: DraftHead, draft_vocab: int | DraftVocab | None, rank_order: NDArray[np.int64] | None
+) -> NDArray[np.int64]:
+    """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
+
+    ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
+    first, from the manifest); a `DraftVocab` names them itself. Raises `UsageError` when that cannot be had.
+    """
+    available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
+    if draft_vocab is None:
+        return available if rank_order is None else np.sort(rank_order)
+    if not isinstance(draft_vocab, int):
+        ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
+        missing = np.setdiff1d(ids, available)
+        if missing.size:
+            raise UsageError(
+                f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
+                f"(first: {missing[0]}); rank among the head's own ids."
+            )
+        return ids
+    count = len(available if rank_order is None else rank_order)
+    if draft_vocab == count:
+        return available if rank_order is None else np.sort(rank_order)
+    if rank_order is None:
+        raise UsageError(
+            f"draft_vocab = {draft_vocab} needs a ranking, and this head has no manifest that holds one (its own "
+            f"vocabulary is {count}). Convert it first with eagle-convert, or pass a DraftVocab."
+        )
+    if not 0 < draft_vocab < count:
+        raise UsageError(
+            f"draft_vocab = {draft_vocab} is outside 1 .. {count}, the vocabulary of the converted head. Convert again "
+            "with a larger --draft-vocab to have more."
+        )
+    return np.sort(rank_order[:draft_vocab])
+
+
+def load_head_weights(
+    head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> HeadWeights:
+    """Read a head's tensors for a target; `check_pairing` has passed before.
+
+    ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
+    """
+    config = head.config
+    prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
+    own = {"embed_tokens.weight", "lm_head.weight"}
+    second_layer = [name for name in head.tensors.names if name.startswith("layers.1.")]
+    if second_layer:
+        raise UnsupportedModelError(
+            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run."
+        )
+    tensors = {
+        name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
+        for name in head.tensors.names
+        if name not in own
+    }
+    if "input_norm.weight" in tensors and "fc_norm.0.weight" in tensors:
+        raise UnsupportedModelError(
+            f"{head.location}: input_norm and fc_norm together; engines differ in which they apply first."
+        )
+    if head.kind == "eagle":
+        # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
+        tensors.pop("input_layernorm.weight", None)
+    ids = torch.from_numpy(draft_ids).to(device)
+    if head.has_lm_head:
+        rows = positions_of(head, draft_ids)
+        lm_head = head.tensors.rows("lm_head.weight", rows).to(device, dtype)
+    else:
+        lm_head = target.lm_head.detach()[torch.from_numpy(draft_ids).to(target.lm_head.device)].to(device, dtype)
+    if "embed_tokens.weight" in head.tensors and head.target_hidden_size != head.hidden_size:
+        embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
+    else:
+        embedding = target.embedding.detach().to(device, dtype)
+    eagle_config = config.get("eagle_config") or {}
+    return HeadWeights(
+        kind=head.kind,
+        tensors=tensors,
+        embedding=embedding,
+        lm_head=lm_head,
+        draft_to_target=ids,
+        rotary=rotary_embedding(config, device),
+        hidden=head.hidden_size,
+        num_heads=int(config["num_attention_heads"]),
+        num_kv_heads=int(config["num_key_value_heads"]),
+        head_dim=int(config["head_dim"]),
+        norm_eps=float(config["rms_norm_eps"]),
+        activation=str(config["hidden_act"]),
+        feature_width=target.feature_width,
+        norm_before_residual=_flag(config, eagle_config, "norm_before_residual"),
+        norm_output=_flag(config, eagle_config, "norm_output", "return_hidden_post_norm"),
+    )
+
+
+def positions_of(head: DraftHead, draft_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return which LM-head row of the head belongs to each id. Raises `PairingError` for an id without a row."""
+    if head.draft_ids_to_target is None:
+        return draft_ids
+    order = np.argsort(head.draft_ids_to_target)
+    place = np.searchsorted(head.draft_ids_to_target, draft_ids, sorter=order).clip(max=len(order) - 1)
+    rows: NDArray[np.int64] = order[place]
+    wrong = head.draft_ids_to_target[rows] != draft_ids
+    if wrong.any():
+        raise PairingError(f"{head.location}: no LM-head row for target id {draft_ids[wrong][0]}.")
+    return rows
+
+
+def _flag(config: Mapping[str, Any], nested: Mapping[str, Any], *names: str) -> bool:
+    return any(bool(config.get(name) or nested.get(name)) for name in names)
