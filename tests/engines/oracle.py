@@ -134,7 +134,9 @@ def build_target(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
         tensors[f"{name}post_attention_layernorm.weight"] = torch.ones(HIDDEN)
     folder.mkdir(parents=True)
     save_file(
-        {k: v.to(dtype).contiguous() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"}
+        {k: v.to(dtype).contiguous() for k, v in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
     )
     config = _common_config(dtype) | {
         "architectures": ["LlamaForCausalLM"],

@@ -1,21 +1,21 @@
-"""Load draft heads with SGLang's own code: JSON jobs on stdin, one ``RESULT `` line of JSON each on stdout.
+"""Load draft heads with SGLang's own code.
 
 Executed for real: the model registry, the model class, its ``load_weights`` fed by SGLang's safetensors iterator,
 ``EagleDraftWorker.init_token_map`` and ``init_lm_head``, ``load_token_map``. Not executed: any GPU kernel.
 
 A job: ``{"head": folder, "algorithm": "EAGLE3" or "EAGLE", "token_map": path or null, "target": folder}`` or
 ``{"token_map": path}``. Arguments: rank, number of ranks and a free port; with two ranks the tensor-parallel groups are
-real (gloo) and every rank loads its own shard. Result: ``unloaded`` (parameters that kept any NaN they were filled with before loading),
-``class``, ``hot_token_ids``, ``lm_head_rows`` and whether ``lm_head`` and ``fc`` equal what the files hold.
+real (gloo) and every rank loads its own shard. Result: ``class``, ``unloaded`` (parameters that kept any NaN they were
+filled with before loading), ``hot_token_ids``, ``lm_head_rows``, and whether ``lm_head`` and ``fc`` equal the files.
 """
 
-import json
 import sys
 import types
 from pathlib import Path
 
 import stubs
 import torch
+from protocol import Json, serve
 
 # Imported before the stubs, so that transformers sees which optional packages are really there.
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer  # noqa: F401
@@ -31,7 +31,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm  # noqa: E402
 from sglang.srt.speculative.spec_utils import load_token_map  # noqa: E402
 
 
-def load(job: dict) -> dict:
+def load(job: Json) -> Json:
     config = AutoConfig.from_pretrained(job["head"])
     model_class, _ = ModelRegistry.resolve_model_cls(config.architectures)
     model = model_class(config)
@@ -75,16 +75,11 @@ def load(job: dict) -> dict:
     return result
 
 
-def run(job: dict, ranks: int) -> dict:
-    try:
-        if "head" not in job:
-            return {"token_map": load_token_map(job["token_map"]).tolist()}
-        with get_context().override_server_args(
-            device="cpu", tp_size=ranks, speculative_token_map=job.get("token_map")
-        ):
-            return load(job)
-    except Exception as error:  # the engine's own refusal is the result under test
-        return {"error": f"{type(error).__name__}: {error}"}
+def run(job: Json, ranks: int) -> Json:
+    if "head" not in job:
+        return {"token_map": load_token_map(job["token_map"]).tolist()}
+    with get_context().override_server_args(device="cpu", tp_size=ranks, speculative_token_map=job.get("token_map")):
+        return load(job)
 
 
 def main() -> None:
@@ -100,8 +95,7 @@ def main() -> None:
         get_parallel().override_permanently(tp_rank=rank, pp_rank=0, attn_tp_rank=rank, attn_dp_rank=0, attn_cp_rank=0)
         parallel_state.initialize_model_parallel(backend="gloo")
     torch.set_default_dtype(torch.bfloat16)
-    for line in sys.stdin:
-        print("RESULT " + json.dumps(run(json.loads(line), ranks)), flush=True)
+    serve(lambda job: run(job, ranks))
 
 
 if __name__ == "__main__":

