@@ -40,8 +40,9 @@ from .safetensors_file import (
     parse_header,
 )
 
-# Most headers fit, so that one request does; a Llama shard has 10 to 30 kB.
+# Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10
+_FIRST_SHARE = 100
 _MAX_ATTEMPTS = 6
 # Less than this between two breaks is no progress, so that a server which drips bytes cannot hold us for ever.
 _PROGRESS_BYTES = 1 << 20
@@ -110,7 +111,8 @@ def read_remote_header(file: RemoteFile, wait_s: float = 1.0) -> SafetensorsHead
         SourceError: the server cannot be reached, refuses, or ignores ranges.
         CheckpointError: the header is false (`safetensors_file.parse_header`).
     """
-    first = _fetch_bytes(file, 0, min(_FIRST_BYTES, file.size_bytes), wait_s)
+    wanted = max(LENGTH_BYTES, min(_FIRST_BYTES, file.size_bytes // _FIRST_SHARE))
+    first = _fetch_bytes(file, 0, min(wanted, file.size_bytes), wait_s)
     end = LENGTH_BYTES + header_length(first, file.size_bytes, file.label)
     raw = first if end <= len(first) else first + _fetch_bytes(file, len(first), end, wait_s)
     return parse_header(raw[LENGTH_BYTES:end], file.size_bytes, file.label)

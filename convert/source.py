@@ -530,9 +530,16 @@ def _progress(label: str, done_bytes: int, total_bytes: int) -> Iterator[Callabl
     """Show a bar on stderr, in the library's style, so that its switches (HF_HUB_DISABLE_PROGRESS_BARS) hold."""
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]  # public, not in __all__
 
-    with tqdm(
-        desc=label[-60:], total=total_bytes, initial=done_bytes, unit="B", unit_scale=True, file=sys.stderr, leave=False
-    ) as bar:
+    bar = tqdm(  # type: ignore[no-untyped-call]
+        desc=label[-60:],
+        total=total_bytes,
+        initial=done_bytes,
+        unit="B",
+        unit_scale=True,
+        file=sys.stderr,
+        disable=None,
+    )
+    with bar:
         yield bar.update
 
 

@@ -1,0 +1,706 @@
+"""A small Hugging Face Hub on loopback: enough of the API for `huggingface_hub` and `datasets` to work unchanged.
+
+    with HubServer() as hub:
+        hub.add_model("org/name", {"config.json": "{}", "model.safetensors": some_bytes_or_path})
+        hub.add_dataset("org/chats", {"train.jsonl": lines})
+        with connected(hub, cache_dir):              # this process
+            hf_hub_download("org/name", "config.json")
+        subprocess.run(..., env=hub.env(cache_dir))  # another process
+        assert hub.bytes_sent("model.safetensors") < 1000
+        hub.inject("model.safetensors", Fault(break_after=100, times=2))
+
+Large files (`.safetensors`, `.bin`, `.parquet`, or above 10 MB) are redirected, as on the Hub, to a second origin
+without authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated or
+private; `hub.tokens` names who may read what. Uploads go through create_repo, preupload, LFS batch and commit.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, quote, unquote, urlsplit
+
+Content = bytes | str | Path
+
+_LFS_SUFFIXES = (".safetensors", ".bin", ".parquet", ".pt")
+_LFS_MIN_BYTES = 10 << 20
+_HASH_MAX_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Blob:
+    content: bytes | Path
+    size: int
+    sha256: str
+    git_sha1: str
+    lfs: bool
+
+    @classmethod
+    def of(cls, name: str, content: Content) -> Blob:
+        if isinstance(content, str):
+            content = content.encode()
+        if isinstance(content, Path):
+            size = content.stat().st_size
+            if size > _HASH_MAX_BYTES:
+                # Benchmarks serve files of many gigabytes; any stable hexadecimal name will do for an etag.
+                digest = hashlib.sha256(f"{content}{size}{content.stat().st_mtime_ns}".encode()).hexdigest()
+                return cls(content, size, digest, digest[:40], True)
+            data = content.read_bytes()
+        else:
+            data = content
+        sha1 = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+        lfs = name.endswith(_LFS_SUFFIXES) or len(data) > _LFS_MIN_BYTES
+        return cls(content, len(data), hashlib.sha256(data).hexdigest(), sha1, lfs)
+
+    @property
+    def etag(self) -> str:
+        return self.sha256 if self.lfs else self.git_sha1
+
+    def read(self) -> bytes:
+        return self.content.read_bytes() if isinstance(self.content, Path) else self.content
+
+    def info(self, path: str) -> dict[str, Any]:
+        entry: dict[str, Any] = {"type": "file", "path": path, "size": self.size, "oid": self.git_sha1}
+        if self.lfs:
+            entry["lfs"] = {"oid": self.sha256, "size": self.size, "pointerSize": 134}
+        return entry
+
+
+@dataclass
+class Repo:
+    id: str
+    kind: str
+    gated: bool = False
+    private: bool = False
+    commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def commit(self, files: dict[str, Blob], branch: str = "main") -> str:
+        listing = json.dumps([self.id, len(self.commits), sorted((name, blob.sha256) for name, blob in files.items())])
+        oid = hashlib.sha1(listing.encode()).hexdigest()
+        self.commits[oid] = files
+        self.branches[branch] = oid
+        return oid
+
+    def find(self, revision: str) -> str | None:
+        revision = revision.removeprefix("refs/heads/")
+        return (
+            self.branches.get(revision) or self.tags.get(revision) or (revision if revision in self.commits else None)
+        )
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The files on main, for assertions about uploads."""
+        return {name: blob.read() for name, blob in self.commits[self.branches["main"]].items()}
+
+
+@dataclass
+class Fault:
+    """What goes wrong with the content of a file, `times` times, -1 for always.
+
+    break_after: the connection closes after so many bytes of the body.
+    ignore_range: the whole file comes with status 200.
+    wrong_total: Content-Range speaks of a file of another size.
+    extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
+    status: this status and no content.
+    bytes_per_s: slow.
+    """
+
+    times: int = -1
+    break_after: int | None = None
+    ignore_range: bool = False
+    wrong_total: bool = False
+    extra_bytes: int = 0
+    status: int | None = None
+    bytes_per_s: int | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    status: int
+    body_bytes: int
+    range: str | None
+    file: str | None
+    token: str | None
+
+
+class HubServer:
+    """A Hub; a context manager that serves while it is open.
+
+    Attributes:
+        endpoint: address of the Hub, for HF_ENDPOINT.
+        cdn: address of the second origin, from which large files come.
+        tokens: token -> repositories that it may read although they are gated or private ("*" for all); any token
+            listed may write.
+        requests: every request answered so far.
+        leaked_tokens: tokens that were sent to `cdn`.
+    """
+
+    def __init__(self) -> None:
+        self.repos: dict[tuple[str, str], Repo] = {}
+        self.tokens: dict[str, set[str]] = {"hf_good": {"*"}, "hf_other": set()}
+        self.requests: list[Request] = []
+        self.leaked_tokens: list[str] = []
+        self.uploads: dict[str, bytes] = {}
+        self._faults: list[tuple[str, Fault]] = []
+        self._lock = threading.Lock()
+        self._hub = _Server(self)
+        self._cdn = _Server(self)
+        self.endpoint = self._hub.address
+        self.cdn = self._cdn.address
+
+    def __enter__(self) -> HubServer:
+        for server in (self._hub, self._cdn):
+            server.thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+            server.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for server in (self._hub, self._cdn):
+            server.shutdown()
+            server.close_connections()
+            server.server_close()
+
+    def add_model(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
+        """Add a model, or a commit to it; returns the commit. Options: gated, private, branch, tag."""
+        return self._add("model", repo_id, files, **options)
+
+    def add_dataset(self, repo_id: str, files: Mapping[str, Content], **options: Any) -> str:
+        """Add a data set, or a commit to it; as `add_model`."""
+        return self._add("dataset", repo_id, files, **options)
+
+    def inject(self, name: str, fault: Fault) -> None:
+        """Let requests for the content of files whose path ends in `name` go wrong."""
+        self._faults.append((name, fault))
+
+    def clear_faults(self) -> None:
+        self._faults.clear()
+
+    def reset_counts(self) -> None:
+        self.requests.clear()
+
+    def bytes_sent(self, suffix: str = "") -> int:
+        """Bytes of bodies sent so far; only of files whose name ends in `suffix`, where one is given."""
+        return sum(r.body_bytes for r in list(self.requests) if not suffix or (r.file or "").endswith(suffix))
+
+    def env(self, home: Path | str, token: str | None = None) -> dict[str, str]:
+        """Return an environment in which another process talks to this Hub, with its caches under `home`."""
+        dropped = ("HF_", "HUGGING_FACE_", "HUGGINGFACE_")
+        env = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
+        env |= {
+            "HF_ENDPOINT": self.endpoint,
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "NO_PROXY": "127.0.0.1",
+        }
+        return env | ({"HF_TOKEN": token} if token else {})
+
+    def repo(self, repo_id: str, kind: str = "model") -> Repo:
+        return self.repos[kind, repo_id]
+
+    def fault_for(self, name: str) -> Fault | None:
+        with self._lock:
+            for suffix, fault in self._faults:
+                if name.endswith(suffix) and fault.times != 0:
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def record(self, request: Request) -> None:
+        with self._lock:
+            self.requests.append(request)
+
+    def _add(
+        self,
+        kind: str,
+        repo_id: str,
+        files: Mapping[str, Content],
+        gated: bool = False,
+        private: bool = False,
+        branch: str = "main",
+        tag: str | None = None,
+    ) -> str:
+        repo = self.repos.setdefault((kind, repo_id), Repo(repo_id, kind))
+        repo.gated, repo.private = gated, private
+        oid = repo.commit({name: Blob.of(name, content) for name, content in files.items()}, branch)
+        if tag:
+            repo.tags[tag] = oid
+        return oid
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    thread: threading.Thread
+
+    def __init__(self, hub: HubServer) -> None:
+        self.hub = hub
+        self.connections: set[socket.socket] = set()
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.address = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def close_connections(self) -> None:
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of connections that clients break off; tests do that on purpose."""
+
+
+class _BrokenOffError(Exception):
+    """The connection has been cut on purpose."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    # Without it, small answers wait for the client's delayed acknowledgement.
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.connections.discard(self.connection)
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    do_HEAD = do_POST = do_PUT = do_GET  # noqa: N815
+
+    @property
+    def hub(self) -> HubServer:
+        return self.server.hub
+
+    def _answer(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        self.body = self.rfile.read(length) if length else b""
+        url = urlsplit(self.path)
+        self.query = parse_qs(url.query)
+        self.file: str | None = None
+        authorization = self.headers.get("Authorization", "")
+        self.token = authorization.removeprefix("Bearer ") or None
+        path = unquote(url.path)
+        try:
+            for pattern, method in _ROUTES:
+                if (match := pattern.fullmatch(path)) and (
+                    method is not _Handler.stored or self.server is self.hub._cdn
+                ):
+                    method(self, **match.groupdict())
+                    return
+            self.send(404, {"error": "Not Found"})
+        except (_BrokenOffError, BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def send(self, status: int, value: Any = None, headers: Mapping[str, str] | None = None) -> None:
+        body = value if isinstance(value, bytes) else b"" if value is None else json.dumps(value).encode()
+        self.send_response(status)
+        if not isinstance(value, bytes):
+            self.send_header("Content-Type", "application/json")
+        for key, text in (headers or {}).items():
+            self.send_header(key, text)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        sent = 0
+        if self.command != "HEAD":
+            self.wfile.write(body)
+            sent = len(body)
+        self._count(status, sent)
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        self.send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
+
+    def _count(self, status: int, sent: int) -> None:
+        self.hub.record(
+            Request(self.command, self.path, status, sent, self.headers.get("Range"), self.file, self.token)
+        )
+
+    def _access(self, kind: str, repo_id: str, content: bool) -> Repo | None:
+        """Return the repository, or refuse as the Hub does: a private one looks missing, a gated one does not."""
+        if self.token is not None and self.token not in self.hub.tokens:
+            self.send(401, {"error": "Invalid"}, {"X-Error-Message": "Invalid credentials in Authorization header"})
+            return None
+        repo = self.hub.repos.get((kind, repo_id))
+        granted = self.hub.tokens.get(self.token or "", set())
+        allowed = "*" in granted or repo_id in granted
+        if repo is None or (repo.private and not allowed):
+            self.refuse(404 if self.token else 401, "RepoNotFound", "Repository not found")
+            return None
+        if repo.gated and content and not allowed:
+            self.refuse(403 if self.token else 401, "GatedRepo", f"Access to model {repo_id} is restricted.")
+            return None
+        return repo
+
+    def _tree(self, kind: str, repo_id: str, revision: str, content: bool) -> tuple[Repo, str] | None:
+        repo = self._access(kind, repo_id, content)
+        if repo is None:
+            return None
+        oid = repo.find(revision)
+        if oid is None:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return None
+        return repo, oid
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def info(self, kind: str, repo: str, revision: str | None = None) -> None:
+        found = self._tree(kind, repo, revision or "main", content=False)
+        if found is None:
+            return
+        entry, oid = found
+        self.send(
+            200,
+            {
+                "_id": oid[:24],
+                "id": repo,
+                "modelId": repo,
+                "sha": oid,
+                "private": entry.private,
+                "gated": "auto" if entry.gated else False,
+                "disabled": False,
+                "downloads": 0,
+                "likes": 0,
+                "tags": [],
+                "lastModified": "2026-01-01T00:00:00.000Z",
+                "createdAt": "2026-01-01T00:00:00.000Z",
+                "siblings": [{"rfilename": name} for name in sorted(entry.commits[oid])],
+            },
+        )
+
+    def tree(self, kind: str, repo: str, revision: str, path: str | None = None) -> None:
+        found = self._tree(kind, repo, revision, content=False)
+        if found is None:
+            return
+        files = found[0].commits[found[1]]
+        prefix = f"{path.strip('/')}/" if path and path.strip("/") else ""
+        inside = {name: blob for name, blob in files.items() if name.startswith(prefix)}
+        if prefix and not inside:
+            self.refuse(404, "EntryNotFound", f"{path} does not exist")
+            return
+        recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
+        entries = self._folders(inside, prefix, recursive)
+        entries += [b.info(n) for n, b in sorted(inside.items()) if recursive or "/" not in n[len(prefix) :]]
+        self.send(200, entries)
+
+    def _folders(self, files: Mapping[str, Blob], prefix: str, recursive: bool) -> list[dict[str, Any]]:
+        found = set()
+        for name in files:
+            parts = name[len(prefix) :].split("/")[:-1]
+            for depth in range(1, (len(parts) if recursive else min(1, len(parts))) + 1):
+                found.add(prefix + "/".join(parts[:depth]))
+        return [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(found)]
+
+    def paths_info(self, kind: str, repo: str, revision: str) -> None:
+        found = self._tree(kind, repo, revision, content=False)
+        if found is None:
+            return
+        files = found[0].commits[found[1]]
+        if self.headers.get("Content-Type", "").startswith("application/json"):
+            paths = json.loads(self.body)["paths"]
+        else:
+            paths = parse_qs(self.body.decode()).get("paths", [])
+        entries = []
+        for path in paths:
+            if path in files:
+                entries.append(files[path].info(path))
+            elif any(name.startswith(f"{path}/") for name in files):
+                entries.append({"type": "directory", "path": path, "oid": "0" * 40, "size": 0})
+        self.send(200, entries)
+
+    def refs(self, kind: str, repo: str) -> None:
+        entry = self._access(kind, repo, content=False)
+        if entry is None:
+            return
+        self.send(
+            200,
+            {
+                "branches": [
+                    {"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in entry.branches.items()
+                ],
+                "tags": [{"name": n, "ref": f"refs/tags/{n}", "targetCommit": c} for n, c in entry.tags.items()],
+                "converts": [],
+            },
+        )
+
+    def resolve(self, repo: str, revision: str, name: str, kinds: str | None = None) -> None:
+        kind = (kinds or "models/")[:-2]
+        found = self._tree(kind, repo, revision, content=True)
+        if found is None:
+            return
+        entry, oid = found
+        blob = entry.commits[oid].get(name)
+        if blob is None:
+            self.send(
+                404,
+                {"error": "Entry not found"},
+                {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found", "X-Repo-Commit": oid},
+            )
+            return
+        headers = {"X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
+        if not blob.lfs:
+            self.content(name, blob, headers | {"ETag": f'"{blob.etag}"'})
+            return
+        target = f"{self.hub.cdn}/stored/{entry.kind}/{entry.id}/{oid}/{quote(name)}?signature=for-this-file-only"
+        headers |= {"X-Linked-ETag": f'"{blob.etag}"', "X-Linked-Size": str(blob.size), "Location": target}
+        self.send(302, None, headers)
+
+    def stored(self, kind: str, repo: str, oid: str, name: str) -> None:
+        if self.token is not None:
+            self.hub.leaked_tokens.append(self.token)
+        blob = self.hub.repos[kind, repo].commits[oid][name]
+        self.content(name, blob, {"ETag": f'"{blob.etag}"', "Accept-Ranges": "bytes"})
+
+    def content(self, name: str, blob: Blob, headers: dict[str, str]) -> None:
+        self.file = name
+        fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
+        if fault.status is not None:
+            self.send(fault.status, {"error": "as asked for"}, {"Retry-After": "0"})
+            return
+        start, end, status = 0, blob.size, 200
+        asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")
+        if asked and not fault.ignore_range:
+            first, last = asked.groups()
+            start = int(first) if first else max(0, blob.size - int(last))
+            end = min(blob.size, int(last) + 1) if first and last else blob.size
+            if start >= blob.size:
+                self.send(416, None, {"Content-Range": f"bytes */{blob.size}"})
+                return
+            status = 206
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size + fault.wrong_total}"
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(end - start + fault.extra_bytes))
+        self.end_headers()
+        if self.command == "HEAD":
+            self._count(status, 0)
+            return
+        sent = 0
+        try:
+            for chunk in _pieces(blob, start, end, fault):
+                self.wfile.write(chunk)
+                sent += len(chunk)
+        finally:
+            # What the client had no time to take is counted too: an upper bound of what travelled.
+            self._count(status, sent)
+        if sent < end - start + fault.extra_bytes:
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            raise _BrokenOffError
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _may_write(self) -> bool:
+        if self.token in self.hub.tokens:
+            return True
+        self.send(401, {"error": "Invalid username or password."}, {"X-Error-Message": "Invalid username or password."})
+        return False
+
+    def whoami(self) -> None:
+        if self._may_write():
+            self.send(200, {"type": "user", "name": "tester", "orgs": [], "auth": {"type": "access_token"}})
+
+    def create(self) -> None:
+        if not self._may_write():
+            return
+        wanted = json.loads(self.body)
+        repo_id = f"{wanted.get('organization') or 'tester'}/{wanted['name']}"
+        if not repo_id.startswith("tester/"):
+            self.send(403, {"error": f"You don't have the rights to create a model under {repo_id}"})
+            return
+        kind = wanted.get("type") or "model"
+        known = (kind, repo_id) in self.hub.repos
+        if not known:
+            private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+            repo = self.hub.repos.setdefault((kind, repo_id), Repo(repo_id, kind, private=private))
+            repo.commit({})
+        prefix = "" if kind == "model" else f"{kind}s/"
+        self.send(409 if known else 200, {"url": f"{self.hub.endpoint}/{prefix}{repo_id}", "name": repo_id})
+
+    def preupload(self, kind: str, repo: str, revision: str) -> None:
+        if not self._may_write():
+            return
+        files = json.loads(self.body)["files"]
+        modes = [
+            {
+                "path": file["path"],
+                "uploadMode": "lfs" if file["path"].endswith(_LFS_SUFFIXES) else "regular",
+                "shouldIgnore": False,
+            }
+            for file in files
+        ]
+        self.send(200, {"files": modes})
+
+    def lfs_batch(self, repo: str) -> None:
+        objects = [
+            {
+                "oid": item["oid"],
+                "size": item["size"],
+                "actions": {"upload": {"href": f"{self.hub.endpoint}/upload/{item['oid']}", "header": {}}},
+            }
+            for item in json.loads(self.body)["objects"]
+        ]
+        self.send(200, {"transfer": "basic", "objects": objects})
+
+    def upload(self, oid: str) -> None:
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            self.send(400, {"error": "wrong content"})
+            return
+        self.hub.uploads[oid] = self.body
+        self.send(200, {})
+
+    def commit(self, kind: str, repo: str, revision: str) -> None:
+        if not self._may_write():
+            return
+        entry = self.hub.repos[kind, repo]
+        base = entry.find(revision)
+        if base is None:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return
+        files = dict(entry.commits[base])
+        for line in self.body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "file":
+                files[value["path"]] = Blob.of(value["path"], base64.b64decode(value["content"]))
+            elif item["key"] == "lfsFile":
+                files[value["path"]] = Blob.of(value["path"], self.hub.uploads[value["oid"]])
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
+        oid = entry.commit(files, revision)
+        url = f"{self.hub.endpoint}/{repo}/commit/{oid}"
+        self.send(200, {"success": True, "commitOid": oid, "commitUrl": url, "hookOutput": ""})
+
+    def validate_yaml(self) -> None:
+        self.send(200, {"errors": [], "warnings": []})
+
+
+_REPO = r"(?P<repo>[^/]+/[^/]+)"
+_API = r"/api/(?P<kind>model|dataset|space)s/" + _REPO
+_ROUTES = [
+    (re.compile(pattern), method)
+    for pattern, method in (
+        (r"/stored/(?P<kind>[a-z]+)/" + _REPO + r"/(?P<oid>[0-9a-f]{40})/(?P<name>.+)", _Handler.stored),
+        (_API, _Handler.info),
+        (_API + r"/revision/(?P<revision>[^/]+(?:/[^/]+)*)", _Handler.info),
+        (_API + r"/tree/(?P<revision>[^/]+)(?P<path>/.*)?", _Handler.tree),
+        (_API + r"/paths-info/(?P<revision>.+)", _Handler.paths_info),
+        (_API + r"/refs", _Handler.refs),
+        (_API + r"/preupload/(?P<revision>.+)", _Handler.preupload),
+        (_API + r"/commit/(?P<revision>.+)", _Handler.commit),
+        (r"/api/repos/create", _Handler.create),
+        (r"/api/whoami-v2", _Handler.whoami),
+        (r"/api/validate-yaml", _Handler.validate_yaml),
+        (r"/(?:datasets/)?" + _REPO + r"\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+        (r"/upload/(?P<oid>[0-9a-f]{64})", _Handler.upload),
+        (r"/(?P<kinds>datasets/|spaces/)?" + _REPO + r"/resolve/(?P<revision>[^/]+)/(?P<name>.+)", _Handler.resolve),
+    )
+]
+
+
+def _pieces(blob: Blob, start: int, end: int, fault: Fault) -> Iterator[bytes]:
+    left = end - start if fault.break_after is None else min(end - start, fault.break_after)
+    at = start
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(blob.content, "rb")) if isinstance(blob.content, Path) else None
+        while left > 0:
+            size = min(left, _CHUNK_BYTES if fault.bytes_per_s is None else max(1, fault.bytes_per_s // 20))
+            if file is not None:
+                chunk = os.pread(file.fileno(), size, at)
+            else:
+                chunk = bytes(memoryview(blob.content)[at : at + size])  # type: ignore[arg-type]
+            yield chunk
+            at += size
+            left -= size
+            if fault.bytes_per_s is not None:
+                time.sleep(0.05)
+    if fault.break_after is None:
+        yield b"\0" * fault.extra_bytes
+
+
+@contextlib.contextmanager
+def connected(hub: HubServer, home: Path | str, token: str | None = None, offline: bool = False) -> Iterator[None]:
+    """Let `huggingface_hub`, and `datasets` if it is imported, talk to `hub` in this process, with caches under `home`.
+
+    They read the environment when they are imported, so their constants are replaced, and restored afterwards.
+    """
+    import sys
+
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session
+
+    home = Path(home)
+    values: dict[str, Any] = {
+        "ENDPOINT": hub.endpoint,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HOME": str(home),
+        "HF_HUB_CACHE": str(home / "hub"),
+        "HUGGINGFACE_HUB_CACHE": str(home / "hub"),
+        "HF_ASSETS_CACHE": str(home / "assets"),
+        "HUGGINGFACE_ASSETS_CACHE": str(home / "assets"),
+        "HF_XET_CACHE": str(home / "xet"),
+        "HF_TOKEN_PATH": str(home / "token"),
+        "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+        "HF_HUB_DISABLE_XET": True,
+        "HF_HUB_DISABLE_TELEMETRY": True,
+        "HF_HUB_OFFLINE": offline,
+    }
+    settings = sys.modules.get("datasets.config")
+    more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
+    replaced = [(constants, values)] + ([(settings, more)] if settings else [])
+    saved = [(module, name, getattr(module, name)) for module, new in replaced for name in new if hasattr(module, name)]
+    environment = {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": None}
+    saved_env = {name: os.environ.get(name) for name in environment}
+    try:
+        for module, new in replaced:
+            for name, value in new.items():
+                if hasattr(module, name):
+                    setattr(module, name, value)
+        _set_env(environment)
+        close_session()
+        yield
+    finally:
+        for module, name, value in saved:
+            setattr(module, name, value)
+        _set_env(saved_env)
+        close_session()
+
+
+def _set_env(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def remove_cache(home: Path | str) -> None:
+    """Forget everything that was fetched under `home`."""
+    shutil.rmtree(home, ignore_errors=True)
