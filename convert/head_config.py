@@ -32,8 +32,8 @@ REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
 
-    Sizes that only the tensors know (vocabularies, dtype) are left to `open_head`. `norm_before_residual` is written out
-    for the speculators form, whose default (true) differs from that of the flat form (false).
+    Sizes that only the tensors know (vocabularies, dtype) are left to `open_head`. `norm_before_residual` is written
+    out for the speculators form, whose default (true) differs from that of the flat form (false).
 
     Raises:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
@@ -109,13 +109,15 @@ def tap_layers(
         return given, None
     if top is not None and shifted is not None and top != shifted:
         raise MismatchError(
-            f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config those "
+            f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
+            "those "
             f"of {list(shifted)}; say which is right with --tap-layers {','.join(map(str, shifted))} (or another list)"
         )
     if shifted is not None and top is None:
         flag = ",".join(map(str, shifted))
         return shifted, (
-            f"{AUX_LAYER_KEY} stands only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM does "
+            f"{AUX_LAYER_KEY} stands only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
+            "does "
             f"not; --tap-layers {flag} writes both keys so that they agree"
         )
     if top is not None and shifted is None:
@@ -139,7 +141,8 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     for name in architectures:
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError(
-                f"{where}: architecture {name} is an MLA head, which is not converted; expected a Llama-style EAGLE head"
+                f"{where}: architecture {name} is an MLA head, which is not converted; expected a Llama-style EAGLE "
+                "head"
             )
         if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
             raise UnsupportedHeadError(f"{where}: architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head")

@@ -1,7 +1,8 @@
-"""Write one safetensors file tensor by tensor, hashing the bytes as they pass.
+"""Write one safetensors file tensor by tensor, with the checksum of each.
 
 The layout is the one `safetensors.torch.save_file` gives (tensors by descending alignment, then by name; compact JSON
-header padded to 8 bytes), so the same tensors give the same bytes; but only one chunk is in memory at a time.
+header padded to 8 bytes), so the same tensors give the same bytes; but only two chunks are in memory at a time: one is
+being read while the one before it is being written.
 Format: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -12,9 +13,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -43,12 +45,15 @@ class TensorPlan:
     """One tensor to be written: what it is, and a function that yields its bytes when its turn comes.
 
     `chunks()` yields CPU tensors of `dtype` whose elements, in order, are the tensor's own in row-major order.
+    `digest()`, where given, is asked after the last chunk for the SHA-256 of the tensor's bytes, by someone who has
+    hashed these very bytes already; without it they are hashed here.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Callable[[], Iterable[torch.Tensor]]
+    digest: Callable[[], str] | None = None
 
     @property
     def dtype_name(self) -> str:
@@ -63,10 +68,17 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What was written: its size and the SHA-256 of its bytes."""
+    """What was written. Header and tensors together are every byte of the file.
+
+    Attributes:
+        size_bytes: size of the file.
+        header_sha256: SHA-256 of all bytes before the first tensor's data.
+        tensors: tensor name to the SHA-256 of its bytes.
+    """
 
     size_bytes: int
-    sha256: str
+    header_sha256: str
+    tensors: dict[str, str]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -76,7 +88,7 @@ def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def whole(tensor: torch.Tensor) -> Callable[[], Iterator[torch.Tensor]]:
@@ -93,7 +105,7 @@ def array_plan(name: str, array: np.ndarray) -> TensorPlan:
 
 
 def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping[str, str]) -> WrittenFile:
-    """Write `plans` to `path`, flushed to the disk, and return the size and SHA-256 of the file.
+    """Write `plans` to `path`, flushed to the disk, and return the size and checksums of what was written.
 
     Raises:
         ValueError: a plan yielded another dtype or another number of bytes than it declared, or a name occurs twice.
@@ -113,26 +125,51 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
         offset += plan.size_bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
 
-    digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        _put(file, digest, len(text).to_bytes(8, "little") + text)
-        for plan in ordered:
-            written = 0
-            for chunk in plan.chunks():
-                if chunk.dtype != plan.dtype:
-                    raise ValueError(f"tensor {plan.name}: planned as {plan.dtype}, got {chunk.dtype}")
-                written += _put(file, digest, tensor_bytes(chunk))
-            if written != plan.size_bytes:
-                raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {written}")
-        os.fsync(file.fileno())
-    return WrittenFile(8 + len(text) + offset, digest.hexdigest())
+    digests: dict[str, str] = {}
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _write_all(descriptor, start)
+        with ThreadPoolExecutor(1, thread_name_prefix="write") as writer:
+            for plan in ordered:
+                digests[plan.name] = _write_tensor(descriptor, plan, writer)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return WrittenFile(len(start) + offset, hashlib.sha256(start).hexdigest(), digests)
 
 
-def _put(file: BinaryIO, digest: hashlib._Hash, data: bytes | memoryview) -> int:
-    digest.update(data)
+def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor) -> str:
+    digest = hashlib.sha256() if plan.digest is None else None
+
+    def put(data: memoryview) -> None:
+        if digest is not None:
+            digest.update(data)
+        _write_all(descriptor, data)
+
+    written = 0
+    before: Future[None] | None = None
+    for chunk in plan.chunks():
+        if chunk.dtype != plan.dtype:
+            raise ValueError(f"tensor {plan.name}: planned as {plan.dtype}, got {chunk.dtype}")
+        data = tensor_bytes(chunk)
+        written += len(data)
+        if before is not None:
+            before.result()
+        before = writer.submit(put, data)
+    if before is not None:
+        before.result()
+    if written != plan.size_bytes:
+        raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {written}")
+    if plan.digest is not None:
+        return plan.digest()
+    assert digest is not None
+    return digest.hexdigest()
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
     view = memoryview(data)
     while view:
-        # A raw file may take less than it was given: a single write(2) moves at most 2 GiB.
-        view = view[file.write(view) :]
-    return len(data)
+        # One write(2) takes at most 2 GiB, and may take less than it was given.
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,227 @@
+"""The artifact: a folder with a slim head, its manifest and its side files. Sole owner of writing and loading it.
+
+    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png
+
+FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
+weights; `verify_artifact` reads everything.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .atomic import atomic_directory
+from .errors import ArtifactError
+from .hashing import sha256_file
+from .head import DraftHead, open_head
+from .manifest import MANIFEST_NAME, Manifest
+from .tensor_writer import TensorPlan, write_safetensors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from .rows import GatheredRows
+
+WEIGHTS_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+CARD_NAME = "README.md"
+PLOT_NAME = "coverage.png"
+_METADATA = {"format": "pt"}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A converted head, loaded and checked.
+
+    Attributes:
+        folder: where it is.
+        head: the slim head itself; its tensors are read when asked for.
+        manifest: what it was made from.
+    """
+
+    folder: Path
+    head: DraftHead
+    manifest: Manifest
+
+    @property
+    def rank_order_ids(self) -> NDArray[np.int64] | None:
+        """Target ids in rank order, int64 [draft_vocab]; None for a full vocabulary. Any prefix is a vocabulary."""
+        return self.manifest.rank_order_ids
+
+    @property
+    def num_forced(self) -> int:
+        """The smallest prefix of `rank_order_ids` that holds every forced id."""
+        return self.manifest.num_forced
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        """Hash of the tokenizer that the vocabulary was chosen for, or None where none was at hand."""
+        found = (self.manifest.tokenizer or {}).get("hash")
+        return found if isinstance(found, str) else None
+
+    @property
+    def target(self) -> str | None:
+        """Repository of the target model, or None where it was a local folder."""
+        found = self.manifest.target.get("repo_id")
+        return found if isinstance(found, str) else None
+
+    @property
+    def freq_file(self) -> Path | None:
+        """The token map for SGLang and FR-Spec, or None for a full vocabulary."""
+        return None if self.rank_order_ids is None else self.folder / freq_name(self.manifest.draft_vocab)
+
+    def prefix(self, draft_vocab: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The rows of a smaller draft vocabulary: the first `draft_vocab` ids by rank.
+
+        Returns:
+            rows of `lm_head.weight` to keep, ascending, int64 [draft_vocab] (EAGLE-1/2: rows of the target's LM head);
+            target ids of these rows, ascending, int64 [draft_vocab].
+
+        Raises:
+            ArtifactError: fewer than the forced ids, more than there are, or a full vocabulary without ranks.
+        """
+        ranked = self.rank_order_ids
+        if ranked is None:
+            raise ArtifactError(
+                f"{self.folder}: holds the full vocabulary without ranks; convert it with --draft-vocab N"
+            )
+        if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
+            raise ArtifactError(
+                f"{self.folder}: a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
+                "(the "
+                f"forced ids) to {len(ranked)} (its rows)"
+            )
+        ids = np.sort(ranked[:draft_vocab])
+        if self.head.kind == "eagle":
+            return ids, ids
+        return np.searchsorted(np.sort(ranked), ids).astype(np.int64), ids
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Artifact:
+        """Open an artifact and check that manifest, configuration, map and weights fit each other.
+
+        Reads no weights; `verify_artifact` compares every byte.
+
+        Raises:
+            ArtifactError: the folder is no artifact, or its parts disagree.
+            CheckpointError, MismatchError, UnsupportedHeadError: its head breaks a rule of every head.
+        """
+        folder = Path(folder)
+        manifest = Manifest.load(folder)
+        for name, entry in manifest.files.items():
+            path = folder / name
+            if Path(name).name != name or not path.is_file():
+                raise ArtifactError(
+                    f"{folder}: {name} is named in {MANIFEST_NAME} and is missing; convert the head again"
+                )
+            if path.stat().st_size != entry.get("size_bytes"):
+                raise ArtifactError(
+                    f"{path}: expected {entry.get('size_bytes')} bytes, found {path.stat().st_size}; convert the "
+                    "head again"
+                )
+        head = open_head(folder, offline=True)
+        problem = _disagreement(head, manifest)
+        if problem is not None:
+            raise ArtifactError(f"{folder}: {problem}; convert the head again, or run eagle-verify to see all of it")
+        return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
+
+
+def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
+    if head.kind != manifest.kind:
+        return f"the manifest says {manifest.kind}, the tensors are {head.kind}"
+    if head.target_vocab != manifest.target_vocab:
+        return f"vocab_size is {head.target_vocab}, the manifest says {manifest.target_vocab}"
+    ranked = manifest.rank_order_ids
+    if ranked is not None and len(np.unique(ranked)) != len(ranked):
+        return "rank_order_ids holds an id twice"
+    if head.kind == "eagle":
+        if ranked is None or ranked.min() < 0 or ranked.max() >= head.target_vocab:
+            return "rank_order_ids is missing or names ids outside the vocabulary"
+        return None
+    if head.draft_vocab != manifest.draft_vocab:
+        return f"lm_head.weight has {head.draft_vocab} rows, the manifest says {manifest.draft_vocab}"
+    ids = head.draft_ids_to_target
+    if (ids is None) != (ranked is None):
+        return "there is a map but no ranks, or ranks but no map"
+    if ids is not None and ranked is not None and not np.array_equal(ids, np.sort(ranked)):
+        return "d2t and rank_order_ids name different ids"
+    return None
+
+
+def freq_name(draft_vocab: int) -> str:
+    """File name of the token map with `draft_vocab` ids, as FR-Spec spells it."""
+    return f"freq_{draft_vocab}.pt"
+
+
+def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
+    """A token map as SGLang and FR-Spec read it: `torch.save` of a list[int] in rank order.
+
+    Written through memory: torch puts the name of a file into its archive, so the bytes would depend on it.
+    """
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save([int(token_id) for token_id in rank_order_ids], buffer)
+    return buffer.getvalue()
+
+
+@dataclass
+class ArtifactContents:
+    """Everything that goes into an artifact, before it is written.
+
+    Attributes:
+        manifest: without `files` and `row_checksums`, which writing fills in.
+        config: config.json.
+        plans: the tensors.
+        gathered: the LM-head rows among `plans`, or None for EAGLE-1/2.
+        side_files: further files by name.
+        card: given the manifest (complete but for `files`), the text of README.md.
+        after_read: the parts of the manifest that are known only when the source has been read.
+    """
+
+    manifest: Manifest
+    config: Mapping[str, Any]
+    plans: Sequence[TensorPlan]
+    gathered: GatheredRows | None
+    card: Callable[[Manifest], str]
+    after_read: Callable[[], Mapping[str, Any]]
+    side_files: dict[str, bytes] = field(default_factory=dict)
+
+
+def write_artifact(out: str | Path, contents: ArtifactContents, *, force: bool = False) -> Manifest:
+    """Write an artifact folder: aside, flushed to the disk, renamed into place. Returns the manifest as written.
+
+    Raises:
+        OutputExistsError: `out` exists and `force` is not set, or `out` is not an artifact.
+        OutputError: the disk refused.
+        CheckpointError, MismatchError: the source turned out to hold NaN, or values that do not fit.
+    """
+    with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
+        files: dict[str, dict[str, Any]] = {}
+        written = write_safetensors(folder / WEIGHTS_NAME, contents.plans, _METADATA)
+        files[WEIGHTS_NAME] = {
+            "size_bytes": written.size_bytes,
+            "header_sha256": written.header_sha256,
+            "tensors": written.tensors,
+        }
+        manifest = replace(
+            contents.manifest,
+            row_checksums=None if contents.gathered is None else contents.gathered.checksums,
+            **contents.after_read(),
+        )
+        config = (json.dumps(contents.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        small = {CONFIG_NAME: config, **contents.side_files}
+        small[CARD_NAME] = contents.card(manifest).encode()
+        for name, data in small.items():
+            (folder / name).write_bytes(data)
+            files[name] = {"size_bytes": len(data), "sha256": sha256_file(folder / name)}
+        manifest = replace(manifest, files=dict(sorted(files.items())))
+        (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    return manifest

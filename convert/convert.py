@@ -1,0 +1,503 @@
+"""`convert_head`: a draft head and a vocabulary in, slim artifacts out. The library function behind `eagle-convert`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.ranking import rank_by_order
+from eagle_slim.vocab_tools.tokenizer import forced_ids
+
+from . import eagle1, eagle3, names, readme, target
+from .artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
+from .atomic import check_output, require_space
+from .checkpoint import FileRecord
+from .eagle3 import LmHeadSource
+from .embedded import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
+from .errors import UnsupportedHeadError
+from .head import D2tForm, DraftHead, open_head
+from .manifest import MANIFEST_NAME, Flavour, Manifest
+from .model_card import model_card
+from .vocab_choice import Ranking, Say, VocabRequest, make_ranking
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from eagle_slim.vocab_tools.counts import TokenCounts
+    from eagle_slim.vocab_tools.coverage import CoverageReport
+    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+
+    from .checkpoint_lm_head import TargetLMHead
+    from .target import Target, TargetChoice
+
+DraftVocabSize = int | Literal["full"]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One artifact that was written.
+
+    Attributes:
+        folder: where it is.
+        manifest: as written.
+        coverage: on held-out text, or None where there was none.
+        rows_before: rows of the LM head that the draft model had.
+        bytes_before, bytes_after: weights that one draft step reads, LM head included.
+    """
+
+    folder: Path
+    manifest: Manifest
+    coverage: CoverageReport | None
+    rows_before: int
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the LM head now."""
+        return self.manifest.draft_vocab
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know."""
+        return self.manifest.warnings
+
+    def load(self) -> Artifact:
+        """Open what was written."""
+        return Artifact.load(self.folder)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as `eagle-convert --json` prints it."""
+        return {
+            "folder": str(self.folder),
+            "kind": self.manifest.kind,
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.manifest.target_vocab,
+            "rows": {"before": self.rows_before, "after": self.draft_vocab},
+            "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
+            "coverage": None if self.manifest.coverage is None else coverage_summary(self.manifest),
+            "warnings": list(self.warnings),
+        }
+
+
+def coverage_summary(manifest: Manifest) -> list[dict[str, Any]]:
+    """Coverage at the artifact's own size, one entry per source: name, part, covered, interval, first ids instead."""
+    report = manifest.coverage
+    if report is None:
+        return []
+    at = report["sizes"].index(report["draft_vocab"])
+    return [
+        {
+            "source": source["name"],
+            "part": source["part"],
+            "tokens": source["tokens"],
+            "covered": source["coverage"][at],
+            "interval": None if source["low"] is None else [source["low"][at], source["high"][at]],
+            "first_ids_instead": source["baseline_first_ids"][at],
+        }
+        for source in report["sources"]
+    ]
+
+
+def convert_head(
+    head: str | Path | None = None,
+    *,
+    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None,
+    coverage: float | None = None,
+    vocabulary: VocabRequest | None = None,
+    target: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    revision: str | None = None,
+    target_revision: str | None = None,
+    tokenizer_revision: str | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    flavour: Flavour = "default",
+    d2t_form: D2tForm = "auto",
+    tap_layers: Sequence[int] | None = None,
+    offline: bool = False,
+    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts] | None = None,
+    say: Say = lambda message: None,
+) -> tuple[Conversion, ...]:
+    """Convert a draft head to slim artifacts, one for each size of draft vocabulary.
+
+    Args:
+        head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it.
+        coverage: instead of a size, the share of the counted text that must be covered.
+        vocabulary: where the ranking comes from; None is the default: the built-in counts for the built-in head, else
+            `vocab_choice.DEFAULT_DATASET_NOTE`.
+        target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
+            public heads.
+        tokenizer: folder, tokenizer.json or Hub repository; default the target's.
+        revision, target_revision, tokenizer_revision: branch, tag or commit on the Hub.
+        out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
+        force: replace an artifact that is there.
+        flavour: "lmdeploy" writes the architecture name that LMDeploy reads.
+        d2t_form: form of the head's own map, where it cannot be told.
+        tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
+        offline: use only local files and the Hub cache.
+        count: counts a corpus; default `count_tokens` with one worker per core.
+        say: told, in words, which defaults are used and what is being done.
+
+    Returns:
+        One conversion per size, in the order given.
+
+    Raises:
+        UsageError, OutputExistsError: contradictory arguments, or existing output; nothing was read.
+        SourceError, CheckpointError, UnsupportedHeadError, MismatchError: the inputs (see convert/errors.py).
+        CorpusError, TokenizerError, VocabularyError: the vocabulary (see vocab_tools/errors.py).
+        OutputError: the result cannot be written.
+    """
+    request = vocabulary or VocabRequest()
+    sizes = _sizes(draft_vocab, coverage)
+    head_name = None if head is None else str(head)
+    folders = [_output(out, head_name, size, coverage, flavour, several=len(sizes) > 1) for size in sizes]
+    for folder in folders:
+        check_output(folder, force, MANIFEST_NAME)
+    job = _Job(
+        head_name, request, None if target is None else str(target), None if tokenizer is None else str(tokenizer),
+        revision, target_revision, tokenizer_revision, flavour, d2t_form,
+        None if tap_layers is None else tuple(tap_layers), offline, say,
+    )  # fmt: skip
+    opened = job.open()
+    if any(size != "full" for size in sizes):
+        job.check_sizes(opened, [size for size in sizes if isinstance(size, int)])
+        ranking = make_ranking(
+            opened.head, request, opened.tokenizer, embedded=head is None, count=count or _count_with_progress, say=say
+        )
+    else:
+        ranking = None
+    done = []
+    for size, folder in zip(sizes, folders, strict=True):
+        vocab = None if size == "full" or ranking is None else ranking.cut(size, coverage)
+        say(f"writing {folder}")
+        title = default_name(head_name, size, coverage, flavour)
+        done.append(job.write(opened, ranking, vocab, folder, title, force))
+    return tuple(done)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """The inputs of a conversion, opened once."""
+
+    head: DraftHead
+    choice: TargetChoice | None
+    target: Target | None
+    tokenizer: LoadedTokenizer | None
+    licence: str | None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of a conversion that are the same for every size."""
+
+    head_name: str | None
+    request: VocabRequest
+    target_name: str | None
+    tokenizer_name: str | None
+    revision: str | None
+    target_revision: str | None
+    tokenizer_revision: str | None
+    flavour: Flavour
+    d2t_form: D2tForm
+    tap_layers: tuple[int, ...] | None
+    offline: bool
+    say: Say
+
+    def open(self) -> _Opened:
+        if self.head_name is None:
+            self.say(f"head: built-in {EMBEDDED_HEAD_NAME}")
+        head = open_head(
+            self.head_name,
+            revision=self.revision,
+            offline=self.offline,
+            d2t_form=self.d2t_form,
+            tap_layers=self.tap_layers,
+        )
+        if head.kind == "eagle" and self.flavour == "lmdeploy":
+            raise UnsupportedHeadError(
+                f"{head.location}: LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs; leave --for out"
+            )
+        assert head.source is not None
+        card = readme.front_matter(head.source.folder)
+        choice = target.choose_target(self.target_name, self.head_name, head, readme.base_model(card))
+        if choice is not None and choice.reason != "given":
+            self.say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+        needs_rows = head.kind == "eagle3" and not head.has_lm_head
+        needs_tokenizer = self.request.needs_tokenizer and self.tokenizer_name is None
+        if choice is None and needs_rows:
+            raise UsageError(
+                f"{head.location}: has no LM head of its own, so its rows come from the target, and neither its "
+                "files nor "
+                "the table of public heads says which that is; name it with --target"
+            )
+        opened = None
+        if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or choice.reason == "given"):
+            opened = target.open_target(choice, self.target_revision, self.offline)
+            target.check_head_fits(head, opened)
+        loaded = target.open_tokenizer(
+            self.tokenizer_name, self.tokenizer_revision, opened, head.target_vocab, self.offline
+        )
+        licence = EMBEDDED_LICENCE if self.head_name is None else readme.licence(card)
+        return _Opened(head, choice, opened, loaded, licence)
+
+    def check_sizes(self, opened: _Opened, sizes: Sequence[int]) -> None:
+        """Refuse a size that cannot be before anything is counted."""
+        trained = opened.head.trained_ids
+        forced = (
+            self.request.force_ids
+            if opened.tokenizer is None
+            else forced_ids(opened.tokenizer, self.request.force_added, self.request.force_ids)
+        )
+        for size in sizes:
+            if trained is None or size != len(trained):
+                rank_by_order(None, size, opened.tokenizer, forced, opened.head.target_vocab, trained)
+
+    def write(
+        self,
+        opened: _Opened,
+        ranking: Ranking | None,
+        vocab: DraftVocab | None,
+        folder: Path,
+        title: str,
+        force: bool,
+    ) -> Conversion:
+        # Opened again for each size, so that a manifest lists what was read for this one alone.
+        head = open_head(
+            self._source_folder(opened.head), offline=True, d2t_form=self.d2t_form, tap_layers=self.tap_layers
+        )
+        head = replace(head, location=opened.head.location, source=opened.head.source)
+        lm_head, target_lm_head = self._lm_head(head, opened)
+        measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
+        report = None if measured is None else measured[0]
+        rows = len(vocab) if vocab is not None else head.target_vocab
+        require_space(folder, bytes_per_draft_step(head, lm_head, rows))
+        manifest = self._manifest(head, opened, lm_head, vocab, measured)
+        contents = ArtifactContents(
+            manifest=manifest,
+            config={},
+            plans=(),
+            gathered=None,
+            card=lambda finished: "",
+            after_read=lambda: _what_was_read(manifest, head, target_lm_head),
+        )
+        if head.kind == "eagle3":
+            assert lm_head is not None
+            contents.config = eagle3.slim_config(head, rows, self.flavour)
+            contents.plans, contents.gathered = eagle3.plan_tensors(
+                head, lm_head, None if vocab is None else vocab.ascending_ids
+            )
+        else:
+            contents.config = eagle1.repaired_config(head)
+            contents.plans = eagle1.plan_tensors(head)
+        if vocab is not None:
+            contents.side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
+        if report is not None:
+            from eagle_slim.vocab_tools.plots import render_coverage
+
+            contents.side_files[PLOT_NAME] = render_coverage(report)
+        before, after = (bytes_per_draft_step(head, lm_head, count) for count in (_rows_before(head), rows))
+        contents.card = lambda finished: model_card(
+            finished,
+            title=title,
+            bytes_before=before,
+            bytes_after=after,
+            rows_before=_rows_before(head),
+            licence=opened.licence,
+            plot=None if report is None else PLOT_NAME,
+        )
+        written = write_artifact(folder, contents, force=force)
+        return Conversion(folder, written, report, _rows_before(head), before, after)
+
+    def _source_folder(self, head: DraftHead) -> Path:
+        assert head.source is not None
+        return head.source.folder
+
+    def _lm_head(self, head: DraftHead, opened: _Opened) -> tuple[LmHeadSource | None, TargetLMHead | None]:
+        if head.kind == "eagle":
+            return None, None
+        if head.has_lm_head:
+            stored = head.tensors.stored[names.LM_HEAD]
+            return LmHeadSource(head.tensors.source, stored, "head", head.location), None
+        assert opened.target is not None
+        found = target.open_lm_head(opened.target, self.offline)
+        return target.lm_head_rows(head, found, f"target {opened.target.name}"), found
+
+    def _manifest(
+        self,
+        head: DraftHead,
+        opened: _Opened,
+        lm_head: LmHeadSource | None,
+        vocab: DraftVocab | None,
+        measured: tuple[CoverageReport, str] | None,
+    ) -> Manifest:
+        warnings = list(head.warnings)
+        if vocab is not None:
+            warnings += vocab.warnings
+            if opened.tokenizer is None:
+                warnings.append("no tokenizer was at hand: end-of-turn and other needed tokens were not looked for")
+        if measured is not None:
+            warnings += measured[0].warnings
+        if opened.target is None:
+            warnings.append("the target was not at hand: the head was not compared with it")
+        return Manifest(
+            kind=head.kind,
+            flavour=self.flavour,
+            tool={"name": "eagle-slim", "version": version("eagle-slim")},
+            draft_vocab=head.target_vocab if vocab is None else len(vocab),
+            target_vocab=head.target_vocab,
+            num_forced=0 if vocab is None else vocab.num_forced,
+            rank_order_ids=None if vocab is None else vocab.target_ids,
+            row_checksums=None,
+            head=self._head_provenance(head),
+            target=self._target_provenance(opened),
+            lm_head=None if lm_head is None else _lm_head_provenance(head, lm_head),
+            tokenizer=_tokenizer_provenance(opened),
+            vocabulary=None if vocab is None else dict(vocab.provenance),
+            tap_layers=head.tap_layers,
+            coverage=None
+            if measured is None
+            else {**measured[0].to_json(), "shown": list(measured[0].shown), "note": measured[1]},
+            dropped=_dropped(head),
+            warnings=tuple(warnings),
+        )
+
+    def _head_provenance(self, head: DraftHead) -> dict[str, Any]:
+        assert head.source is not None
+        name = head.source.repo_id or (
+            EMBEDDED_HEAD_NAME if self.head_name is None else head.source.folder.resolve().name
+        )
+        return {"name": name, "repo_id": head.source.repo_id, "revision": head.source.commit}
+
+    def _target_provenance(self, opened: _Opened) -> dict[str, Any]:
+        if opened.target is not None:
+            config = opened.target.config
+            sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
+            return {**opened.target.provenance, **sizes}
+        return {"repo_id": None if opened.choice is None else opened.choice.name, "revision": None}
+
+
+def _sizes(
+    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None, coverage: float | None
+) -> list[DraftVocabSize | None]:
+    if coverage is not None:
+        if draft_vocab is not None:
+            raise UsageError("--draft-vocab and --coverage exclude each other: give a size, or let it be found")
+        return [None]
+    if draft_vocab is None:
+        raise UsageError("give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one")
+    sizes = [draft_vocab] if isinstance(draft_vocab, (int, str)) else list(draft_vocab)
+    if not sizes:
+        raise UsageError("--draft-vocab: no size given")
+    for size in sizes:
+        if size != "full" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}")
+    return list(dict.fromkeys(sizes))
+
+
+def default_name(
+    head: str | None, size: DraftVocabSize | None, coverage: float | None = None, flavour: Flavour = "default"
+) -> str:
+    """Name of the output folder: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
+    base = EMBEDDED_HEAD_NAME if head is None else Path(head).expanduser().resolve().name
+    endings: dict[DraftVocabSize | None, str] = {None: f"coverage{coverage}", "full": "full"}
+    ending = endings.get(size, f"v{size}")
+    return f"{base}-{ending}" + ("" if flavour == "default" else f"-{flavour}")
+
+
+def _output(
+    out: str | Path | None,
+    head: str | None,
+    size: DraftVocabSize | None,
+    coverage: float | None,
+    flavour: Flavour,
+    *,
+    several: bool,
+) -> Path:
+    name = default_name(head, size, coverage, flavour)
+    if out is None:
+        return Path(name)
+    return Path(out) / name if several else Path(out)
+
+
+def bytes_per_draft_step(head: DraftHead, lm_head: LmHeadSource | None, rows: int) -> int:
+    """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
+    total = sum(
+        math.prod(head.tensors.shape(name)) * head.tensors.dtype(name).itemsize
+        for name in head.tensors
+        if name not in (names.LM_HEAD, names.EMBEDDING)
+    )
+    dtype = lm_head.source.dtype(lm_head.name) if lm_head is not None and lm_head.origin == "head" else head.dtype
+    return total + rows * head.hidden_size * dtype.itemsize
+
+
+def _rows_before(head: DraftHead) -> int:
+    return head.draft_vocab
+
+
+def _lm_head_provenance(head: DraftHead, lm_head: LmHeadSource) -> dict[str, Any]:
+    found = lm_head.source.dtype(lm_head.name)
+    written = head.dtype if lm_head.origin == "target" else found
+    return {
+        "from": lm_head.origin,
+        "tensor": lm_head.name,
+        "rows": lm_head.source.shape(lm_head.name)[0],
+        "source_dtype": str(found).removeprefix("torch."),
+        "dtype": str(written).removeprefix("torch."),
+        "rounded": found != written,
+    }
+
+
+def _tokenizer_provenance(opened: _Opened) -> dict[str, Any] | None:
+    tokenizer = opened.tokenizer
+    if tokenizer is None:
+        return None
+    return {
+        "hash": tokenizer.tokenizer_hash,
+        "chat_template_hash": tokenizer.chat_template_hash,
+        "vocab_size": tokenizer.vocab_size,
+        "tokens": len(tokenizer.real_ids),
+    }
+
+
+def _dropped(head: DraftHead) -> dict[str, str]:
+    dropped = dict(head.dropped)
+    if head.kind == "eagle3" and names.EMBEDDING in head.tensors and head.target_hidden_size == head.hidden_size:
+        dropped[head.tensors.stored[names.EMBEDDING]] = "every engine shares the target's embedding"
+    return dict(sorted(dropped.items()))
+
+
+def _what_was_read(manifest: Manifest, head: DraftHead, lm_head: TargetLMHead | None) -> dict[str, Any]:
+    found = {"head": {**manifest.head, "files": _records(head.tensors.source.files)}}
+    if lm_head is not None:
+        records = [{**record, "name": lm_head.file} for record in _records(lm_head.files)]
+        found["target"] = {**manifest.target, "files": records}
+    return found
+
+
+def _records(files: Sequence[FileRecord]) -> list[dict[str, Any]]:
+    """What was read of each file, JSON-ready; files of which nothing was read are left out."""
+    return [
+        {
+            "name": file.path.name,
+            "size_bytes": file.size_bytes,
+            "reads": [
+                {"tensor": read.tensor, "rows": read.rows, "size_bytes": read.size_bytes, "sha256": read.sha256}
+                for read in file.reads
+            ],
+        }
+        for file in files
+        if file.reads
+    ]
+
+
+def _count_with_progress(sources: Sequence[CorpusSource], tokenizer: LoadedTokenizer) -> TokenCounts:
+    from eagle_slim.vocab_tools.counting import count_tokens
+
+    return count_tokens(sources, tokenizer)

@@ -1,0 +1,38 @@
+"""EAGLE-1 and EAGLE-2: the head unchanged but for two small repairs, to be used with `freq_N.pt`.
+
+No engine reads a slim LM head for these: SGLang and FR-Spec gather the rows named in `freq_N.pt` from the target, vLLM
+and SafeAILab use the whole vocabulary. The repairs: a zero `fc.bias` where there is none, since SGLang always has that
+parameter and would leave it uninitialised; and no `bias` key in config.json, which vLLM and SGLang take to mean
+attention biases.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import names
+from .eagle3 import copy_plan
+from .head import DraftHead
+from .tensor_writer import TensorPlan, whole
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Paths of the machine that trained the head, or code that is not in the artifact.
+_DROPPED_KEYS = ("bias", "_name_or_path", "auto_map")
+
+
+def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
+    """The tensors of an EAGLE-1/2 head as they are, with a zero `fc.bias` [hidden] where it has none."""
+    import torch
+
+    plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors]
+    if names.FC_BIAS not in head.tensors:
+        zero = torch.zeros(head.hidden_size, dtype=head.tensors.dtype(names.FC))
+        plans.append(TensorPlan(names.FC_BIAS, zero.dtype, tuple(zero.shape), whole(zero)))
+    return plans
+
+
+def repaired_config(head: DraftHead) -> dict[str, Any]:
+    """config.json as it was, without the keys that no engine may read."""
+    return {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}

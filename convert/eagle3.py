@@ -1,0 +1,148 @@
+"""EAGLE-3: from an open head and a set of target ids to the tensors and configuration of the slim head.
+
+Pure: nothing is written here, and nothing is read before the plans are carried out. With ids (1, 4, 5) of a vocabulary
+of 6, rows 1, 4 and 5 of a full LM head become rows 0, 1 and 2; a head that already has the map (0, 1, 4, 5) gives its
+rows 1, 2 and 3; and in both cases d2t is (1, 3, 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from eagle_slim.vocab_tools.token_map import d2t_from_ids, t2d_from_ids
+
+from . import head_config, names
+from .errors import MismatchError
+from .head import DraftHead, LazyTensors
+from .rows import GatheredRows, RowSource, refuse_nonfinite
+from .tensor_writer import TensorPlan, array_plan
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+# LMDeploy reads exactly this spelling, and SGLang would load a plain Llama with it: so a flavour of its own.
+LMDEPLOY_ARCHITECTURE = "LlamaForCausalLM"
+
+
+@dataclass(frozen=True)
+class LmHeadSource:
+    """Where the rows of a slim head's LM head come from.
+
+    Attributes:
+        source: the checkpoint.
+        name: the matrix in it, [rows, hidden].
+        origin: "head" or "target".
+        where: in words, for messages.
+    """
+
+    source: RowSource
+    name: str
+    origin: str
+    where: str
+
+
+def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
+
+    Raises:
+        MismatchError: an id that the head was never trained on.
+    """
+    if head.draft_ids_to_target is None:
+        return target_ids
+    order = np.argsort(head.draft_ids_to_target, kind="stable")
+    trained = head.draft_ids_to_target[order]
+    place = np.searchsorted(trained, target_ids)
+    place = np.minimum(place, len(trained) - 1)
+    missing = target_ids[trained[place] != target_ids]
+    if len(missing):
+        raise MismatchError(
+            f"{head.location}: {len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
+            "first is "
+            f"{int(missing[0])}; it was trained on {len(trained)} ids, and a draft vocabulary must be among them"
+        )
+    rows: NDArray[np.int64] = order[place].astype(np.int64)
+    return rows
+
+
+def gather_lm_head(head: DraftHead, lm_head: LmHeadSource, target_ids: NDArray[np.int64]) -> GatheredRows:
+    """The LM-head rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
+    return GatheredRows(
+        lm_head.source,
+        lm_head.name,
+        rows_of_ids(head, target_ids),
+        head.dtype if lm_head.origin == "target" else lm_head.source.dtype(lm_head.name),
+        lm_head.where,
+        target_ids,
+    )
+
+
+def plan_tensors(
+    head: DraftHead, lm_head: LmHeadSource, target_ids: NDArray[np.int64] | None
+) -> tuple[list[TensorPlan], GatheredRows]:
+    """The tensors of the slim head, and the gathered rows among them (for their checksums afterwards).
+
+    Args:
+        head: an EAGLE-3 head.
+        lm_head: where the rows come from.
+        target_ids: int64 [draft_vocab], ascending; None for all of them, without a map.
+
+    Raises:
+        MismatchError: an id the head was not trained on; a head with a map asked for its full vocabulary.
+    """
+    ids = target_ids
+    if ids is None:
+        if head.draft_ids_to_target is not None and len(head.draft_ids_to_target) < head.target_vocab:
+            raise MismatchError(
+                f"{head.location}: was trained on {len(head.draft_ids_to_target)} of {head.target_vocab} ids, so "
+                "there is "
+                f"no full vocabulary to write; use --draft-vocab {len(head.draft_ids_to_target)} to normalise it as "
+                "it is"
+            )
+        ids = np.arange(head.target_vocab, dtype=np.int64)
+    gathered = gather_lm_head(head, lm_head, ids)
+    plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors if _kept(head, name)]
+    plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
+    if target_ids is not None:
+        plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
+        plans.append(array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab)))
+    return plans, gathered
+
+
+def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
+    """config.json of the slim head: the head's own values, with what every engine demands made explicit."""
+    config = dict(head.config)
+    config["architectures"] = [LMDEPLOY_ARCHITECTURE if flavour == "lmdeploy" else ARCHITECTURE]
+    config["model_type"] = "llama"
+    config["draft_vocab_size"] = draft_vocab
+    config["tie_word_embeddings"] = False
+    config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
+    return head_config.ordered_config(config)
+
+
+def copy_plan(tensors: LazyTensors, name: str, where: str) -> TensorPlan:
+    """A tensor as it is, checked for NaN on the way. The reader's own checksum is used where it keeps one."""
+    return TensorPlan(
+        name,
+        tensors.dtype(name),
+        tensors.shape(name),
+        lambda: _read(tensors, name, where),
+        lambda: tensors.digest_of_last_read(name),
+    )
+
+
+def _read(tensors: LazyTensors, name: str, where: str) -> Iterator[torch.Tensor]:
+    tensor = tensors.get(name)
+    refuse_nonfinite(tensor, f"{where}: {name}")
+    yield tensor
+
+
+def _kept(head: DraftHead, name: str) -> bool:
+    if name == names.LM_HEAD:
+        return False
+    # All engines share the target's embedding, except where its width is not the head's.
+    return name != names.EMBEDDING or head.target_hidden_size != head.hidden_size

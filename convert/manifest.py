@@ -1,0 +1,210 @@
+"""eagle_slim.json, the manifest beside a slim head: what it was made from, how, and a checksum of everything in it.
+
+Holds no time and no path, so that the same inputs give the same bytes. FORMAT.md describes every key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ArtifactError
+from .hashing import decode_checksums, encode_checksums
+from .names import HeadKind
+
+MANIFEST_NAME = "eagle_slim.json"
+FORMAT_NAME = "eagle-slim artifact"
+FORMAT_VERSION = 1
+
+Flavour = Literal["default", "lmdeploy"]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The manifest as Python values.
+
+    Attributes:
+        kind: "eagle3", or "eagle" for EAGLE-1/2.
+        flavour: which engines config.json is written for.
+        tool: name and version of the program that wrote it.
+        draft_vocab: rows of the LM head (EAGLE-1/2: ids in freq_N.pt).
+        target_vocab: V.
+        num_forced: how many of `rank_order_ids` no smaller vocabulary may leave out.
+        rank_order_ids: int64 [draft_vocab], target ids in rank order; None for a full vocabulary. The rank of a row is
+            the position of its id here.
+        row_checksums: uint8 [draft_vocab, 8], of each `lm_head.weight` row as written; None for EAGLE-1/2.
+        head: where the head came from: repository, revision, and a hash of everything that was read.
+        target: the target model, as far as it was known: repository, revision, sizes, hash of the LM-head rows read.
+        lm_head: which matrix the rows were gathered from, its dtype, and whether they were rounded.
+        tokenizer: hash of the vocabulary and of the chat template, and where the tokenizer came from.
+        vocabulary: provenance of the ranking, with the forced ids and their reasons.
+        tap_layers: inputs of these layers of the target; None for the default of all engines.
+        coverage: share of held-out tokens covered, or None where it was not measured.
+        dropped: tensors of the source that are left out, with the reason.
+        warnings: what a user should know.
+        files: every other file of the folder: size, and checksums (`model.safetensors`: of its header and each tensor).
+    """
+
+    kind: HeadKind
+    flavour: Flavour
+    tool: dict[str, str]
+    draft_vocab: int
+    target_vocab: int
+    num_forced: int
+    rank_order_ids: NDArray[np.int64] | None
+    row_checksums: NDArray[np.uint8] | None
+    head: dict[str, Any]
+    target: dict[str, Any]
+    lm_head: dict[str, Any] | None
+    tokenizer: dict[str, Any] | None
+    vocabulary: dict[str, Any] | None
+    tap_layers: tuple[int, ...] | None
+    coverage: dict[str, Any] | None
+    dropped: dict[str, str] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object of the file."""
+        return {
+            "format": FORMAT_NAME,
+            "format_version": FORMAT_VERSION,
+            "tool": self.tool,
+            "kind": self.kind,
+            "flavour": self.flavour,
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.target_vocab,
+            "num_forced": self.num_forced,
+            "head": self.head,
+            "target": self.target,
+            "lm_head": self.lm_head,
+            "tokenizer": self.tokenizer,
+            "tap_layers": None if self.tap_layers is None else list(self.tap_layers),
+            "coverage": self.coverage,
+            "warnings": list(self.warnings),
+            "dropped": self.dropped,
+            "files": self.files,
+            "vocabulary": self.vocabulary,
+            "rank_order_ids": None if self.rank_order_ids is None else self.rank_order_ids.tolist(),
+            "row_checksums": None if self.row_checksums is None else encode_checksums(self.row_checksums),
+        }
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the file: indented to be read, with lists of plain values on one line."""
+        return (_pretty(self.to_json(), "") + "\n").encode()
+
+    @classmethod
+    def load(cls, folder: Path) -> Manifest:
+        """Read the manifest of an artifact folder.
+
+        Raises:
+            ArtifactError: missing, not JSON, of another or a newer format, or a key of a wrong type.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ArtifactError(
+                f"{folder}: no {MANIFEST_NAME}; expected a folder that eagle-convert wrote (convert the head first)"
+            ) from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ArtifactError(f"{path}: cannot be read as JSON ({error}); convert the head again") from error
+        return cls.from_json(value, str(path))
+
+    @classmethod
+    def from_json(cls, value: Any, where: str) -> Manifest:
+        """Build from the JSON object; `where` names the file in messages. Raises as `load`."""
+        if not isinstance(value, Mapping) or value.get("format") != FORMAT_NAME:
+            raise ArtifactError(f"{where}: not the manifest of an eagle-slim artifact (no format: {FORMAT_NAME!r})")
+        version = value.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ArtifactError(
+                f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}; "
+                + ("upgrade eagle-slim" if isinstance(version, int) and version > FORMAT_VERSION else "convert again")
+            )
+        for key, types in _TYPES.items():
+            if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):
+                found = "nothing" if key not in value else type(value[key]).__name__
+                expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
+                raise ArtifactError(f"{where}: {key}: expected {expected}, found {found}; convert the head again")
+        if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in ("default", "lmdeploy"):
+            raise ArtifactError(f"{where}: unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
+        draft_vocab = value["draft_vocab"]
+        ids = None if value["rank_order_ids"] is None else _ids(value["rank_order_ids"], draft_vocab, where)
+        if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
+            raise ArtifactError(f"{where}: num_forced is {value['num_forced']} of {draft_vocab} ids")
+        checksums = value["row_checksums"]
+        try:
+            rows = None if checksums is None else decode_checksums(checksums, draft_vocab)
+        except ValueError as error:
+            raise ArtifactError(f"{where}: row_checksums: {error}; convert the head again") from error
+        taps = value["tap_layers"]
+        return cls(
+            kind=value["kind"],
+            flavour=value["flavour"],
+            tool=value["tool"],
+            draft_vocab=draft_vocab,
+            target_vocab=value["target_vocab"],
+            num_forced=value["num_forced"],
+            rank_order_ids=ids,
+            row_checksums=rows,
+            head=value["head"],
+            target=value["target"],
+            lm_head=value["lm_head"],
+            tokenizer=value["tokenizer"],
+            vocabulary=value["vocabulary"],
+            tap_layers=None if taps is None else tuple(int(layer) for layer in taps),
+            coverage=value["coverage"],
+            dropped=value["dropped"],
+            warnings=tuple(value["warnings"]),
+            files=value["files"],
+        )
+
+
+_NULL = type(None)
+_TYPES: dict[str, tuple[type, ...]] = {
+    "tool": (dict,),
+    "kind": (str,),
+    "flavour": (str,),
+    "draft_vocab": (int,),
+    "target_vocab": (int,),
+    "num_forced": (int,),
+    "head": (dict,),
+    "target": (dict,),
+    "lm_head": (dict, _NULL),
+    "tokenizer": (dict, _NULL),
+    "tap_layers": (list, _NULL),
+    "coverage": (dict, _NULL),
+    "warnings": (list,),
+    "dropped": (dict,),
+    "files": (dict,),
+    "vocabulary": (dict, _NULL),
+    "rank_order_ids": (list, _NULL),
+    "row_checksums": (str, _NULL),
+}
+
+
+def _ids(values: list[Any], draft_vocab: int, where: str) -> NDArray[np.int64]:
+    if any(type(value) is not int for value in values) or len(values) != draft_vocab:
+        raise ArtifactError(f"{where}: rank_order_ids: expected {draft_vocab} integers, found {len(values)} entries")
+    try:
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise ArtifactError(f"{where}: rank_order_ids: an id does not fit 64 bits") from error
+
+
+def _pretty(value: Any, indent: str) -> str:
+    deeper = indent + " "
+    if isinstance(value, Mapping) and value:
+        entries = [f"{deeper}{json.dumps(str(key))}: {_pretty(entry, deeper)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, (Mapping, list, tuple)) for entry in value):
+        entries = [f"{deeper}{_pretty(entry, deeper)}" for entry in value]
+        return "[\n" + ",\n".join(entries) + f"\n{indent}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,223 @@
+"""README.md of an artifact: what it is, how it was made, what it covers, and the command that serves it in each engine.
+
+Holds no time and no path. The front matter is the Hugging Face Hub's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .manifest import Manifest
+
+UNKNOWN_LICENCE = "unknown"
+
+
+def model_card(
+    manifest: Manifest,
+    *,
+    title: str,
+    rows_before: int,
+    bytes_before: int,
+    bytes_after: int,
+    licence: str | None,
+    plot: str | None,
+) -> str:
+    """The text of README.md.
+
+    Args:
+        manifest: of the artifact (its `files` are not read).
+        title: name of the artifact.
+        rows_before: rows of the LM head that was cut.
+        bytes_before, bytes_after: weights that one draft step reads, LM head included.
+        licence: the head's licence as the Hub spells it, or None where its files do not say.
+        plot: file name of the coverage plot, if there is one.
+    """
+    parts = [
+        _front_matter(manifest, licence),
+        f"# {title}\n",
+        _summary(manifest, rows_before),
+        _sizes(manifest, rows_before, bytes_before, bytes_after),
+        _coverage(manifest.coverage, plot),
+        _serving(manifest),
+        _making(manifest),
+        _warnings(manifest.warnings),
+        _licence(licence),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _front_matter(manifest: Manifest, licence: str | None) -> str:
+    lines = ["---"]
+    target = manifest.target.get("repo_id")
+    if target:
+        lines.append(f"base_model: {target}")
+    lines += [f"license: {licence or UNKNOWN_LICENCE}", "pipeline_tag: text-generation", "tags:"]
+    tags = ["speculative-decoding", "draft-model", "eagle3" if manifest.kind == "eagle3" else "eagle", "eagle-slim"]
+    return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
+
+
+def _summary(manifest: Manifest, rows_before: int) -> str:
+    name = manifest.head["name"]
+    kind = "EAGLE-3" if manifest.kind == "eagle3" else "EAGLE-1/2"
+    target = manifest.target.get("repo_id") or manifest.target.get("name") or "its target model"
+    if manifest.rank_order_ids is None:
+        what = (
+            f"normalised to the layout that engines share, with its full vocabulary of {manifest.target_vocab:,} tokens"
+        )
+    elif manifest.draft_vocab == rows_before:
+        what = (
+            f"normalised to the layout that serving engines share, with its draft vocabulary of {rows_before:,} tokens"
+        )
+    else:
+        what = f"with its draft vocabulary cut from {rows_before:,} to {manifest.draft_vocab:,} tokens"
+    lossless = "The target still verifies every token over its whole vocabulary, so its output does not change."
+    return f"The {kind} draft head {name} for {target}, {what}. {lossless}\n"
+
+
+def _sizes(manifest: Manifest, rows_before: int, bytes_before: int, bytes_after: int) -> str:
+    rows = [
+        ("rows of the LM head", f"{rows_before:,}", f"{manifest.draft_vocab:,}"),
+        ("weights that a draft step reads, bytes", f"{bytes_before:,}", f"{bytes_after:,}"),
+    ]
+    return _table(("", "before", "after"), rows)
+
+
+def _coverage(coverage: Mapping[str, Any] | None, plot: str | None) -> str:
+    if coverage is None:
+        return ""
+    text = "## Coverage\n\nShare of held-out tokens that the draft vocabulary can propose"
+    text += f" ({coverage['note']}).\n\n" if coverage.get("note") else ".\n\n"
+    header, rows = coverage_rows(coverage)
+    text += _table(header, rows)
+    if plot:
+        text += f"\n![Coverage against the size of the draft vocabulary]({plot})\n"
+    return text
+
+
+def coverage_rows(coverage: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The coverage part of a manifest as a table: header, and one row per source and size shown."""
+    header = ("text", "draft vocabulary", "covered", "95% interval", "first ids instead")
+    rows: list[tuple[str, ...]] = []
+    for source in coverage["sources"]:
+        for size in coverage["shown"]:
+            at = coverage["sizes"].index(size)
+            low, high = (source[bound] for bound in ("low", "high"))
+            rows.append(
+                (
+                    f"{source['name']} ({source['part']})",
+                    f"**{size:,}**" if size == coverage["draft_vocab"] else f"{size:,}",
+                    f"{source['coverage'][at]:.2%}",
+                    "–" if low is None else f"{low[at]:.2%} to {high[at]:.2%}",
+                    f"{source['baseline_first_ids'][at]:.2%}",
+                )
+            )
+    return header, rows
+
+
+def _serving(manifest: Manifest) -> str:
+    target = manifest.target.get("repo_id") or "TARGET"
+    where = "`HEAD` is this repository or folder" + ("." if target != "TARGET" else ", `TARGET` the target model.")
+    text = f"## Serving\n\n{where}\n"
+    if manifest.flavour == "lmdeploy":
+        return text + _command(
+            "LMDeploy (PyTorch engine)",
+            f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
+            "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3",
+        )
+    if manifest.kind == "eagle":
+        text += _command(
+            "SGLang",
+            f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE \\\n"
+            "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
+            f"    --speculative-num-draft-tokens 64 --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt",
+        )
+        return text + (
+            "\nSGLang and FR-Spec gather the rows of `freq_N.pt` from the target themselves. vLLM and SafeAILab load "
+            "the "
+            "head and use the whole vocabulary.\n"
+        )
+    vllm = json.dumps({"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3})
+    text += _command("vLLM", f"vllm serve {target} --speculative-config '{vllm}'")
+    text += _command(
+        "SGLang",
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\\n"
+        "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
+        "    --speculative-num-draft-tokens 64",
+    )
+    text += _command(
+        "TensorRT-LLM (PyTorch backend)",
+        "cat > speculative.yaml <<'EOF'\nspeculative_config:\n  decoding_type: Eagle3\n  speculative_model: HEAD\n"
+        f"  max_draft_len: 3\nEOF\ntrtllm-serve {target} --extra_llm_api_options speculative.yaml",
+    )
+    text += "\nLMDeploy reads another architecture name: convert with `--for lmdeploy`.\n"
+    return text + _command("eagle-slim", f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'")
+
+
+def _making(manifest: Manifest) -> str:
+    lines = [f"## How it was made\n\nBy eagle-slim {manifest.tool['version']}, from:\n"]
+    lines.append(f"- head: {_source(manifest.head)}")
+    lines.append(f"- target: {_source(manifest.target)}")
+    if manifest.lm_head is not None:
+        origin = "the head's own" if manifest.lm_head["from"] == "head" else "the target's"
+        kept = (
+            f"rounded from {manifest.lm_head['source_dtype']} to nearest even {manifest.lm_head['dtype']}"
+            if manifest.lm_head["rounded"]
+            else "bit-identical"
+        )
+        lines.append(f"- LM-head rows: {origin} `{manifest.lm_head['tensor']}`, {kept}")
+    if manifest.vocabulary is not None:
+        lines.append(f"- ranking: {_ranking(manifest.vocabulary)}")
+        lines.append(
+            f"- {manifest.num_forced} ids are in whatever their rank (end of turn, chat markers, single bytes)"
+        )
+    lines.append(
+        "\n`eagle_slim.json` lists every id in rank order with its provenance, and the checksums that `eagle-verify` "
+        "compares.\n"
+    )
+    return "\n".join(lines)
+
+
+def _source(part: Mapping[str, Any]) -> str:
+    name = part.get("repo_id") or part.get("name") or "not known"
+    revision = part.get("revision")
+    return f"{name}" + (f", revision {revision}" if revision else "")
+
+
+def _ranking(vocabulary: Mapping[str, Any]) -> str:
+    method = vocabulary.get("method")
+    if method == "ids":
+        return "order of the token ids, no corpus"
+    if method == "token map":
+        return "a token map that was given"
+    sources = vocabulary.get("sources") or []
+    named = ", ".join(
+        f"{source['name']} ({source['tokens']:,} tokens, weight {source['weight']:g})" for source in sources
+    )
+    return f"token counts of {named}" if named else "token counts"
+
+
+def _warnings(warnings: Sequence[str]) -> str:
+    if not warnings:
+        return ""
+    return "## Good to know\n\n" + "".join(f"- {warning}\n" for warning in warnings)
+
+
+def _licence(licence: str | None) -> str:
+    if licence is None:
+        return (
+            "## License\n\nThe files of the original head name no license; ask its authors before you share this one.\n"
+        )
+    rows = "Rows of the target's LM head stay under the target's license."
+    return f"## License\n\nThat of the original head: {licence}. {rows}\n"
+
+
+def _command(engine: str, command: str) -> str:
+    return f"\n{engine}:\n\n```bash\n{command}\n```\n"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,258 @@
+"""Which tokens a slim head keeps: the one place that turns counts, a token map, a corpus or nothing into vocabularies.
+
+The ranking itself is `vocab_tools`'; here stand the defaults of `eagle-convert` and what they are called on screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
+from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
+from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
+
+from .default_counts import embedded_counts_with_held_out, load_embedded_counts
+from .errors import MismatchError
+from .head import DraftHead
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from numpy.typing import NDArray
+
+DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
+DEFAULT_SPLIT = "train_sft"
+DEFAULT_MAX_TOKENS = 10_000_000
+DEFAULT_DATASET_NOTE = (
+    f"{DEFAULT_DATASET} (MIT licence, split {DEFAULT_SPLIT}, assistant turns only, the first "
+    f"{DEFAULT_MAX_TOKENS:,} tokens)"
+)
+
+_SHOWN_SIZES = (4096, 8192, 16384, 32768, 65536, 131072)
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class VocabRequest:
+    """Where the ranking comes from; at most one of the first four.
+
+    Attributes:
+        counts: files or counts to merge.
+        token_map: file with ids in rank order, or a vocabulary.
+        corpus: text to count now.
+        order: "ids" for the order of the ids, without any corpus.
+        weights: share of each source by name.
+        smooth: strength of the id-order prior, "auto", or None for none.
+        force_added: "all" forces every added token.
+        force_ids: further ids to force.
+    """
+
+    counts: tuple[TokenCounts | str | Path, ...] = ()
+    token_map: DraftVocab | str | Path | None = None
+    corpus: tuple[CorpusSource, ...] = ()
+    order: Literal["ids"] | None = None
+    weights: Mapping[str, float] | None = None
+    smooth: Literal["auto"] | float | None = None
+    force_added: Literal["chat", "all"] = "chat"
+    force_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        given = {
+            "--counts": bool(self.counts),
+            "--token-map": self.token_map is not None,
+            "--dataset": bool(self.corpus),
+            "--order": self.order is not None,
+        }
+        used = [name for name, is_used in given.items() if is_used]
+        if len(used) > 1:
+            raise UsageError(f"{' and '.join(used)} exclude each other: each says by itself which tokens are kept")
+        if self.smooth is not None and (self.token_map is not None or self.order is not None):
+            raise UsageError(
+                "--smooth mixes counts with the order of the ids; a token map or --order ids has no counts"
+            )
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing was asked for."""
+        return not (self.counts or self.corpus or self.order) and self.token_map is None
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        """Whether the ranking is impossible without a tokenizer; a token map needs none."""
+        return self.token_map is None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Everything needed to cut vocabularies of any size.
+
+    Attributes:
+        head: whose rows are chosen.
+        request: where the order comes from.
+        tokenizer: of the target, or None for a token map alone.
+        counts: behind the order; None for a token map or id order.
+        measured: counts with a held-out part to measure coverage on, and how that was done; None where there is none.
+    """
+
+    head: DraftHead
+    request: VocabRequest
+    tokenizer: LoadedTokenizer | None
+    counts: TokenCounts | None
+    measured: tuple[TokenCounts, str] | None
+
+    def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
+        """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it.
+
+        Raises:
+            UsageError: the size does not fit (see `rank_vocabulary`).
+            TokenizerError, VocabularyError: counts or map belong to another tokenizer or break a rule.
+        """
+        vocab = self._cut(self.counts, size, coverage)
+        trained = self.head.trained_ids
+        if size is not None and trained is not None and len(vocab) < size == len(trained):
+            # The whole of a trained vocabulary, ids without a token included: the head is only normalised.
+            rest = np.setdiff1d(trained, vocab.target_ids)
+            vocab = replace(vocab, target_ids=np.concatenate([vocab.target_ids, rest]))
+        return vocab
+
+    def _cut(self, counts: TokenCounts | None, size: int | None, coverage: float | None) -> DraftVocab:
+        trained = self.head.trained_ids
+        if size is not None and trained is not None and size == len(trained):
+            size = None
+        common: dict[str, Any] = {
+            "tokenizer": self.tokenizer,
+            "forced": self._forced,
+            "target_vocab": self.head.target_vocab,
+            "candidates": trained,
+        }
+        if counts is not None:
+            return rank_vocabulary(
+                counts, size, coverage, smooth=self.request.smooth, weights=self.request.weights, **common
+            )
+        if coverage is not None:
+            raise UsageError("--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab")
+        if self.request.token_map is None:
+            return rank_by_order(None, size, **common)
+        given = load_token_map(self.request.token_map, self.head.target_vocab)
+        if not given.ranked and size is not None and size < len(given):
+            # An unranked map has no smaller prefix; `prefix` says so.
+            given.prefix(size)
+        origin = {key: value for key, value in given.provenance.items() if key != "warnings"}
+        return rank_by_order(given.target_ids, size, provenance={"token_map": origin}, **common)
+
+    @property
+    def _forced(self) -> ForcedIds | tuple[int, ...]:
+        if self.tokenizer is None:
+            return self.request.force_ids
+        return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
+
+    def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
+        """Coverage of a vocabulary on text that the ranking did not see, and a note on that text; None without counts.
+
+        Where the shipped ranking uses text that must be held out to measure it, the figure is that of a ranking made
+        without it, cut to the same size; the note says so.
+        """
+        if self.measured is None:
+            return None
+        counts, note = self.measured
+        ranked = self._cut(counts, None, None)
+        size = min(len(vocab), len(ranked))
+        shown = sorted({size, *(step for step in _SHOWN_SIZES if max(ranked.num_forced, 1) <= step <= len(ranked))})
+        report = measure_coverage(ranked, counts, shown, weights=self.request.weights)
+        return replace(report, draft_vocab=size), note
+
+
+def make_ranking(
+    head: DraftHead,
+    request: VocabRequest,
+    tokenizer: LoadedTokenizer | None,
+    *,
+    embedded: bool,
+    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
+    say: Say,
+) -> Ranking:
+    """Read or count what a request names, once for all sizes.
+
+    Args:
+        head: whose vocabulary is cut.
+        request: what was asked for.
+        tokenizer: the target's.
+        embedded: whether the head is the built-in one, which has counts of its own.
+        count: counts text.
+        say: told which default is used.
+
+    Raises:
+        UsageError: a tokenizer is needed and there is none.
+        CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
+    """
+    if request.needs_tokenizer and tokenizer is None:
+        raise UsageError(
+            f"{head.location}: neither the head nor the table of public heads says which target it is for, and the "
+            "vocabulary cannot be ranked without its tokenizer; name them with --target or --tokenizer"
+        )
+    if request.token_map is not None or request.order is not None:
+        return Ranking(head, request, tokenizer, None, None)
+    assert tokenizer is not None
+    if request.is_default and embedded:
+        say("vocabulary: built-in counts of text that SmolLM2-135M-Instruct wrote itself (9.4 M tokens)")
+        counts = load_embedded_counts()
+        return Ranking(head, request, tokenizer, counts, embedded_counts_with_held_out(counts, tokenizer))
+    if request.counts:
+        loaded = [item if isinstance(item, TokenCounts) else TokenCounts.load(item) for item in request.counts]
+        counts = loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+    else:
+        sources = request.corpus
+        if not sources:
+            say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
+            sources = (default_corpus(),)
+        counts = count(sources, tokenizer)
+    if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
+        raise MismatchError(
+            f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows; "
+            "they were "
+            "made with another tokenizer. Count with the target's own"
+        )
+    return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
+
+
+def default_corpus() -> CorpusSource:
+    """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
+    from eagle_slim.vocab_tools.corpus import CorpusSource
+
+    return CorpusSource(
+        location=DEFAULT_DATASET,
+        split=DEFAULT_SPLIT,
+        column="messages",
+        roles="assistant",
+        max_tokens=DEFAULT_MAX_TOKENS,
+    )
+
+
+def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVocab:
+    """A token map as a vocabulary: FR-Spec and SGLang `freq_N.pt`, vLLM's, `d2t` files, or our own JSON.
+
+    Raises:
+        VocabularyError: it cannot be read, or its ids are not of this vocabulary.
+    """
+    if isinstance(value, DraftVocab):
+        return value
+    from eagle_slim.vocab_tools.interchange import import_token_map
+
+    return import_token_map(value, target_vocab=target_vocab)
+
+
+def untrained_forced_ids(vocab: DraftVocab) -> NDArray[np.int64]:
+    """Forced ids that a head with a map was never trained on, so that they could not be added, int64 [ids]."""
+    return np.array(vocab.provenance.get("forced_but_untrained", []), np.int64)
+
+
+def _has_held_out(counts: TokenCounts) -> bool:
+    return any(source.held_out is not None and source.held_out.num_tokens > 0 for source in counts.sources)
