@@ -1,1 +1,66 @@
-"""Generation with converted draft heads."""
+"""Generation with converted draft heads: lossless, on transformers models, with a plain PyTorch reference.
+
+from eagle_slim.runtime import SpeculativeModel
+
+model = SpeculativeModel.from_pretrained(target, head=..., draft_vocab=16000)
+output = model.generate("Why is the sky blue?", max_new_tokens=100)
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import SamplingConfig, TreeConfig
+    from .drafter import Drafter, NewPairs, ReferenceDrafter
+    from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, UnsupportedModelError
+    from .model import GenerationOutput, SpeculativeModel
+    from .requests import RequestOutput
+    from .slots import ActiveSlots
+    from .stats import GenerationStats
+    from .tree import DraftTree
+
+_HOMES = {
+    "AcceptanceWarning": "errors",
+    "ActiveSlots": "slots",
+    "DraftTree": "tree",
+    "Drafter": "drafter",
+    "DrafterError": "errors",
+    "GenerationOutput": "model",
+    "GenerationStats": "stats",
+    "NewPairs": "drafter",
+    "PairingError": "errors",
+    "PromptError": "errors",
+    "ReferenceDrafter": "drafter",
+    "RequestOutput": "requests",
+    "SamplingConfig": "config",
+    "SpeculativeModel": "model",
+    "TreeConfig": "config",
+    "UnsupportedModelError": "errors",
+}
+
+__all__ = [
+    "AcceptanceWarning",
+    "ActiveSlots",
+    "DraftTree",
+    "Drafter",
+    "DrafterError",
+    "GenerationOutput",
+    "GenerationStats",
+    "NewPairs",
+    "PairingError",
+    "PromptError",
+    "ReferenceDrafter",
+    "RequestOutput",
+    "SamplingConfig",
+    "SpeculativeModel",
+    "TreeConfig",
+    "UnsupportedModelError",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers and torch load when a name is first used, so that `--help` and the small modules stay quick.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

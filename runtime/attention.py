@@ -5,7 +5,7 @@ a tree without branches). Node n attends to the whole prefix and to its own ance
 allows a key only if ``query position - key position < w``; positions count from the root along the path, so two nodes
 of one depth share a position. The mask is built once per forward and window, from positions, never from row numbers.
 
-transformers passes keyword arguments of ``forward`` down to the attention function: that is how `TreeContext` gets here.
+transformers passes keyword arguments of ``forward`` down to the attention function: so `TreeContext` gets here.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def tree_attention_mask(
 ) -> Tensor:
     """Build the mask of prefix, ancestors and window (module docstring): bool [batch, 1, nodes, kv_length].
 
-    Shapes as in `TreeContext`; without a window ``tree_mask`` may have more columns than ``nodes``, when rows of earlier
-    nodes lie between the prefix and these. Example: prefix of 2, root with two children, ``kv_length`` 6, no window::
+    Shapes as in `TreeContext`; without a window ``tree_mask`` may have more columns than ``nodes``, when rows of
+    earlier nodes lie between the prefix and these. Example: prefix of 2, root with two children, no window::
 
         column   0 1   2    3       4       5
                  prefix root child 1 child 2 (row of a longer sequence)

@@ -77,7 +77,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers carries no types
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new rows [active, kv_heads, new, head_dim] of a layer; return all its rows up to the longest slot."""
-        assert self._active is not None and self._new_rows is not None, "begin() announces every forward"
+        assert self._active is not None, "begin() announces every forward"
+        assert self._new_rows is not None
         if layer_idx not in self._rows:
             self._rows[layer_idx] = SlotRows(self.num_slots, self.capacity, key_states, value_states)
         rows = self._rows[layer_idx]

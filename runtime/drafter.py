@@ -104,7 +104,7 @@ class ReferenceDrafter:
     def prefill(self, slot: int, features: Tensor, next_tokens: Tensor, chunk: int = 1024) -> None:
         """See `Drafter.prefill`."""
         active = ActiveSlots.of([slot], len(self.lengths), self.weights.device)
-        for part, tokens in zip(features.split(chunk), next_tokens.split(chunk), strict=True):
+        for part, tokens in zip(torch.split(features, chunk), torch.split(next_tokens, chunk), strict=True):
             if len(tokens):
                 self._extend(active, self._fuse(part)[None], tokens[None])
                 self.lengths[slot] += len(tokens)
@@ -233,7 +233,8 @@ class ReferenceDrafter:
     def _heads(self, inputs: Tensor, projection: str, heads: int) -> Tensor:
         """Project to [active, heads, nodes, head_dim]."""
         w, name = self.weights.tensors, f"self_attn.{projection}_proj"
-        return F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias")).unflatten(-1, (heads, -1)).transpose(1, 2)
+        projected = F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias"))
+        return projected.view(*inputs.shape[:2], heads, -1).transpose(1, 2)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
@@ -249,7 +250,7 @@ def check_tree_fits(weights: HeadWeights, tree: TreeConfig) -> None:
     """Raise `UsageError` unless every node can have ``top_k`` children."""
     if weights.draft_vocab < tree.top_k:
         raise UsageError(
-            f"top_k = {tree.top_k} asks for more children than the draft vocabulary of {weights.draft_vocab} has tokens."
+            f"top_k = {tree.top_k} asks for more children than the draft vocabulary of {weights.draft_vocab} has."
         )
 
 

@@ -153,7 +153,7 @@ class GenerationLoop:
         self.num_new.index_copy_(0, slots, path.lengths)
 
     def _choose(self, logits: Tensor, states: Sequence[RunningRequest], step: int) -> Tensor:
-        """Choose the token ``step`` places behind what each request has: float [requests, vocab] to int64 [requests]."""
+        """Choose the token ``step`` places behind what each request has: [requests, vocab] to int64 [requests]."""
         if self.sampling.is_greedy:
             return choose_tokens(logits, logits.new_empty(0), self.sampling)
         streams = [state.stream for state in states if state.stream is not None]

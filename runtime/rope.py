@@ -56,8 +56,8 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
         )
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
-            f"The head rotates a part of each attention head (partial_rotary_factor = {config['partial_rotary_factor']}); "
-            "draft heads of the Llama kind rotate all of it."
+            "The head rotates only a part of each attention head (partial_rotary_factor = "
+            f"{config['partial_rotary_factor']}); draft heads of the Llama kind rotate all of it."
         )
     fields = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     llama = LlamaConfig(
@@ -74,7 +74,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x`` [batch, heads, nodes, head_dim] by fp32 ``cos``/``sin`` [batch, nodes, head_dim]; keeps the dtype."""
+    """Rotate ``x`` [batch, heads, nodes, head_dim] by fp32 ``cos``, ``sin`` [batch, nodes, head_dim]."""
     first, second = x.float().chunk(2, -1)
     rotated = x.float() * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
     return rotated.to(x.dtype)

@@ -34,7 +34,8 @@ class ActiveSlots:
     def of(cls, indices: Iterable[int], num_slots: int, device: torch.device | str = "cpu") -> ActiveSlots:
         """Build from slot numbers in any order; each must be below ``num_slots`` and appear once."""
         chosen = tuple(sorted(indices))
-        assert len(set(chosen)) == len(chosen) and all(0 <= slot < num_slots for slot in chosen), chosen
+        assert len(set(chosen)) == len(chosen), chosen
+        assert all(0 <= slot < num_slots for slot in chosen), chosen
         inverse = [-1] * num_slots
         for place, slot in enumerate(chosen):
             inverse[slot] = place

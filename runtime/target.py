@@ -61,7 +61,7 @@ class TargetModel:
         attention.register()
         self.model = model.eval()
         self.config: Any = model.config
-        self.text_config: Any = model.config.get_text_config()  # type: ignore[operator]
+        self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layers = find_decoder_layers(model)
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
         for layer in self.tap_layers or ():
@@ -127,7 +127,7 @@ class TargetModel:
         """
         active = ActiveSlots.of([slot], cache.num_slots, self.device)
         features = []
-        for piece in token_ids.split(chunk):
+        for piece in torch.split(token_ids, chunk):
             nodes = piece.shape[0]
             causal = torch.ones((1, nodes, nodes), dtype=torch.bool, device=self.device).tril()
             positions = torch.arange(nodes, device=self.device)[None]

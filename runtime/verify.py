@@ -4,7 +4,7 @@ The draft is deterministic, so no drafter probability enters: at each visited no
 (greedy, or sampled), that token is emitted, and the walk goes on if the tree has it as a child. What is emitted is
 exactly what the target alone would have chosen; a longer accepted path only means fewer passes.
 
-Example, the tree of `tree` (root; A, B; C, D under A; E under B; G under C) where the target chooses A, then C, then Z::
+Example, the tree of `tree` (root; A, B; C, D under A; E under B; G under C), the target choosing A, then C, then Z::
 
     step            0     1     2
     node            0     1     3      (root, A, C: their KV rows are kept)

@@ -1,4 +1,4 @@
-"""A draft head ready to run: its tensors on a device, the LM-head rows of the chosen draft vocabulary, and their ids."""
+"""A draft head ready to run: tensors on a device, the LM-head rows of the chosen draft vocabulary, and their ids."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from eagle_slim.convert.eagle3 import rows_of_ids
+from eagle_slim.convert.head import DraftHead
 from torch import Tensor
 
-from eagle_slim.convert.head import DraftHead
-
-from .errors import PairingError, UnsupportedModelError, UsageError
+from .errors import UnsupportedModelError, UsageError
 from .rope import RotaryEmbedding, rotary_embedding
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+    from numpy.typing import NDArray
 
     from .target import TargetModel
 
@@ -29,7 +28,7 @@ class HeadWeights:
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
     ``.bias``, ``mlp.{gate,up,down}_proj.weight``, ``input_layernorm.weight``, ``hidden_norm.weight``,
-    ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: those the kind has.
+    ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: if there.
     """
 
     kind: str
@@ -70,12 +69,16 @@ class HeadWeights:
 
 
 def choose_draft_ids(
-    head: DraftHead, draft_vocab: int | DraftVocab | None, rank_order: NDArray[np.int64] | None
+    head: DraftHead,
+    draft_vocab: int | DraftVocab | None,
+    rank_order: NDArray[np.int64] | None,
+    num_forced: int = 0,
 ) -> NDArray[np.int64]:
     """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
 
     ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
-    first, from the manifest); a `DraftVocab` names them itself. Raises `UsageError` when that cannot be had.
+    first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself. Raises `UsageError`
+    when that cannot be had.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:
@@ -97,10 +100,10 @@ def choose_draft_ids(
             f"draft_vocab = {draft_vocab} needs a ranking, and this head has no manifest that holds one (its own "
             f"vocabulary is {count}). Convert it first with eagle-convert, or pass a DraftVocab."
         )
-    if not 0 < draft_vocab < count:
+    if not max(num_forced, 1) <= draft_vocab <= count:
         raise UsageError(
-            f"draft_vocab = {draft_vocab} is outside 1 .. {count}, the vocabulary of the converted head. Convert again "
-            "with a larger --draft-vocab to have more."
+            f"draft_vocab = {draft_vocab} is outside {max(num_forced, 1)} (the forced ids) to {count} (all rows of the "
+            "converted head). Convert again with a larger --draft-vocab to have more."
         )
     return np.sort(rank_order[:draft_vocab])
 
@@ -134,7 +137,7 @@ def load_head_weights(
         tensors.pop("input_layernorm.weight", None)
     ids = torch.from_numpy(draft_ids).to(device)
     if head.has_lm_head:
-        rows = positions_of(head, draft_ids)
+        rows = rows_of_ids(head, draft_ids)
         lm_head = head.tensors.rows("lm_head.weight", rows).to(device, dtype)
     else:
         lm_head = target.lm_head.detach()[torch.from_numpy(draft_ids).to(target.lm_head.device)].to(device, dtype)
@@ -160,19 +163,6 @@ def load_head_weights(
         norm_before_residual=_flag(config, eagle_config, "norm_before_residual"),
         norm_output=_flag(config, eagle_config, "norm_output", "return_hidden_post_norm"),
     )
-
-
-def positions_of(head: DraftHead, draft_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return which LM-head row of the head belongs to each id. Raises `PairingError` for an id without a row."""
-    if head.draft_ids_to_target is None:
-        return draft_ids
-    order = np.argsort(head.draft_ids_to_target)
-    place = np.searchsorted(head.draft_ids_to_target, draft_ids, sorter=order).clip(max=len(order) - 1)
-    rows: NDArray[np.int64] = order[place]
-    wrong = head.draft_ids_to_target[rows] != draft_ids
-    if wrong.any():
-        raise PairingError(f"{head.location}: no LM-head row for target id {draft_ids[wrong][0]}.")
-    return rows
 
 
 def _flag(config: Mapping[str, Any], nested: Mapping[str, Any], *names: str) -> bool:

@@ -1,0 +1,151 @@
+"""Finding and opening head, target and tokenizer for generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from eagle_slim.convert.artifact import Artifact
+from eagle_slim.convert.embedded import EMBEDDED_TARGET_REPO, embedded_target_folder
+from eagle_slim.convert.head import DraftHead, open_head
+from eagle_slim.convert.manifest import MANIFEST_NAME
+from eagle_slim.convert.source import open_head_source
+from eagle_slim.convert.target import choose_target
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from torch import nn
+
+from .config import TreeConfig
+from .drafter import Drafter, ReferenceDrafter
+from .errors import DrafterError, UsageError
+from .weights import HeadWeights
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+DRAFTERS = ("reference", "triton")
+DrafterFactory = Callable[[HeadWeights, TreeConfig], Drafter]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+@dataclass(frozen=True)
+class OpenedHead:
+    """A head ready to be paired: an artifact's, or one as its authors published it."""
+
+    head: DraftHead
+    rank_order: NDArray[np.int64] | None = None
+    """Target ids, best first, from the manifest; None without one."""
+    num_forced: int = 0
+    tokenizer_hash: str | None = None
+    target_name: str | None = None
+    """Repository or folder of the target, as far as the head knows it; the embedded one is a folder."""
+
+
+def open_any_head(
+    head: str | Path | DraftHead | Artifact | None,
+    revision: str | None = None,
+    offline: bool = False,
+    d2t_form: str = "auto",
+    tap_layers: Sequence[int] | None = None,
+) -> OpenedHead:
+    """Open an artifact, an unconverted head or a public one; None is the head built into the package.
+
+    Raises the errors of `open_head` and `Artifact.load`, and `UsageError` when ``tap_layers`` or ``d2t_form`` is given
+    for an artifact, whose manifest settles both.
+    """
+    if isinstance(head, Artifact):
+        return _from_artifact(head)
+    if isinstance(head, DraftHead):
+        return OpenedHead(head, target_name=_target_of(head, head.location))
+    if head is not None:
+        source = open_head_source(head, revision=revision, offline=offline)
+        if (source.folder / MANIFEST_NAME).is_file():
+            if tap_layers is not None or d2t_form != "auto":
+                raise UsageError(f"{head} is a converted head: its manifest settles tap layers and map form already.")
+            return _from_artifact(Artifact.load(source.folder))
+    opened = open_head(head, revision=revision, offline=offline, d2t_form=d2t_form, tap_layers=tap_layers)
+    return OpenedHead(opened, target_name=_target_of(opened, None if head is None else str(head)))
+
+
+def load_target(target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None) -> nn.Module:
+    """Load a causal LM with transformers, in evaluation mode on a device."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision)
+    moved: nn.Module = model.to(device).eval()
+    return moved
+
+
+def load_target_config(target: str | Path, revision: str | None) -> Any:
+    """Load a target's configuration."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(target, revision=revision)
+
+
+def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
+    """Load a target's tokenizer and its hash; (None, None) for a local folder that holds none."""
+    folder = Path(target)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None, None
+    from transformers import AutoTokenizer
+
+    loaded = load_tokenizer(str(target), revision=revision, offline=offline)
+    return AutoTokenizer.from_pretrained(target, revision=revision), loaded.tokenizer_hash
+
+
+def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> Drafter:
+    """Build a drafter by name, or by a callable of (weights, tree).
+
+    "reference" is plain PyTorch on any device. "triton" is the persistent kernel, `runtime.launch.TritonDrafter`.
+    Raises `DrafterError` when the one asked for cannot run here; nothing is put in its place.
+    """
+    if callable(drafter):
+        return drafter(weights, tree)
+    if drafter == "reference":
+        return ReferenceDrafter(weights, tree)
+    if drafter != "triton":
+        raise UsageError(f"drafter = {drafter!r} is unknown; expected one of {', '.join(DRAFTERS)}.")
+    if weights.device.type != "cuda":
+        raise DrafterError(
+            f"drafter = 'triton' needs an NVIDIA GPU, the model is on {weights.device}. Use drafter='reference'."
+        )
+    try:
+        from .launch import TritonDrafter  # type: ignore[import-not-found, unused-ignore]
+    except ModuleNotFoundError as error:
+        raise DrafterError(
+            f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'."
+        ) from error
+    built: Drafter = TritonDrafter(weights, tree)
+    return built
+
+
+def _from_artifact(artifact: Artifact) -> OpenedHead:
+    if "wheel" in artifact.manifest.target:
+        target_name: str | None = EMBEDDED_TARGET_REPO
+    else:
+        target_name = artifact.target
+    return OpenedHead(artifact.head, artifact.rank_order_ids, artifact.num_forced, artifact.tokenizer_hash, target_name)
+
+
+def _target_of(head: DraftHead, name: str | None) -> str | None:
+    choice = choose_target(None, name, head, None)
+    if choice is None:
+        return None
+    return EMBEDDED_TARGET_REPO if choice.name is None else choice.name
+
+
+def target_location(opened: OpenedHead, given: str | Path | None) -> str | Path:
+    """Return where to load the target from: as given, else what the head names; the embedded one is built locally.
+
+    Raises `UsageError` when neither says.
+    """
+    if given is not None:
+        return given
+    if opened.target_name is None:
+        raise UsageError(f"Head {opened.head.location} does not say which target it belongs to; give the target.")
+    return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name

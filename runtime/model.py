@@ -1,0 +1,371 @@
+"""`SpeculativeModel`: a target and its draft head, generating together.
+
+    model = SpeculativeModel.from_pretrained("meta-llama/Llama-3.1-8B-Instruct", head="out/slim", draft_vocab=16000)
+    output = model.generate("Why is the sky blue?", max_new_tokens=100)
+    print(output.text[0], output.stats.mean_accepted_length)
+
+Output is the target's own: greedy token for token (exact in fp32), sampled in distribution and, for a seed, the same
+tokens that plain decoding with that seed gives.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from .config import SamplingConfig, TreeConfig
+from .drafter import Drafter
+from .errors import AcceptanceWarning, PromptError, UsageError
+from .generate import OnTokens, generate
+from .loading import (
+    DrafterFactory,
+    build_drafter,
+    load_target,
+    load_target_config,
+    load_tokenizer_and_hash,
+    open_any_head,
+    target_location,
+)
+from .pairing import check_pairing, check_tokenizer, resolve_tap_layers
+from .requests import Request, RequestOutput
+from .stats import GenerationStats
+from .target import TargetModel
+from .weights import choose_draft_ids, load_head_weights
+
+if TYPE_CHECKING:
+    from eagle_slim.convert.artifact import Artifact
+    from eagle_slim.convert.head import DraftHead
+    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+
+DEFAULT_TOTAL_TOKENS = 60
+# Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
+_WARN_AFTER_PASSES = 32
+_WARN_BELOW = 1.05
+
+Prompts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer: it gets the prompt, then new tokens, then the end."""
+
+    def put(self, value: Tensor) -> None:
+        """Take token ids, int64 [1, seq] for the prompt and [new] afterwards, on the CPU."""
+
+    def end(self) -> None:
+        """Hear that nothing more comes."""
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """What `SpeculativeModel.generate` returns; ``results`` in the order of the prompts."""
+
+    results: tuple[RequestOutput, ...]
+    stats: GenerationStats
+    pad_token_id: int = 0
+
+    @property
+    def sequences(self) -> Tensor:
+        """Prompt and new tokens, padded on the right: int64 [prompts, longest], as transformers returns them."""
+        rows = [torch.tensor(result.prompt_ids + result.token_ids) for result in self.results]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """New tokens of each prompt."""
+        return [result.token_ids for result in self.results]
+
+    @property
+    def text(self) -> list[str | None]:
+        """New text of each prompt; None without a tokenizer."""
+        return [result.text for result in self.results]
+
+
+class SpeculativeModel:
+    """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
+
+    def __init__(
+        self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
+        self.max_model_len = min(limits, default=None)
+        """Most tokens of prompt and answer together."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path | nn.Module | None = None,
+        head: str | Path | DraftHead | Artifact | None = None,
+        *,
+        draft_vocab: int | DraftVocab | None = None,
+        depth: int = 5,
+        top_k: int = 10,
+        total_tokens: int | None = None,
+        dtype: torch.dtype | str = "auto",
+        device: torch.device | str | None = None,
+        drafter: str | DrafterFactory = "reference",
+        tokenizer: Any | None = None,
+        max_model_len: int | None = None,
+        revision: str | None = None,
+        head_revision: str | None = None,
+        tap_layers: Sequence[int] | None = None,
+        d2t_form: str = "auto",
+        offline: bool = False,
+    ) -> SpeculativeModel:
+        """Load a head with its target.
+
+        Args:
+            target: Hub id, folder, or a loaded transformers model; None takes the one that the head names.
+            head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
+            draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
+                converting again; or a `DraftVocab`; None takes all.
+            depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None means 60, or all
+                candidates where there are fewer.
+            dtype: of target and drafter, "auto" for what the target's files hold.
+            device: None is the first GPU where there is one, else the CPU.
+            drafter: "reference", "triton", or a callable of (weights, tree).
+            tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
+            max_model_len: most tokens of prompt and answer; None is the model's own limit.
+            revision, head_revision: of Hub repositories.
+            tap_layers, d2t_form: for unconverted heads whose files do not say (`convert.head.open_head`).
+            offline: only what is on this machine.
+
+        Raises:
+            PairingError: head and target do not belong together; nothing has run yet.
+            UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
+            UsageError, DrafterError: see `TreeConfig`, `choose_draft_ids`, `build_drafter`.
+            ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
+        """
+        tree = _tree(depth, top_k, total_tokens)
+        opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if isinstance(target, nn.Module):
+            name, model, tokenizer_hash = type(target).__name__, target, None
+            text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
+        else:
+            location = target_location(opened, target)
+            name, model = str(location), None
+            text_config = load_target_config(location, revision).get_text_config()
+        check_pairing(opened.head, text_config, name)
+        draft_ids = choose_draft_ids(opened.head, draft_vocab, opened.rank_order, opened.num_forced)
+        if model is None:
+            loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
+            check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
+            tokenizer = tokenizer or loaded_tokenizer
+            model = load_target(location, dtype, place, revision)
+        wrapped = TargetModel(model, resolve_tap_layers(opened.head, int(text_config.num_hidden_layers)))
+        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
+        return cls(wrapped, build_drafter(drafter, weights, tree), tokenizer, max_model_len)
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows that are drafted over."""
+        return self.drafter.weights.draft_vocab
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """End-of-sequence ids of the target's generation configuration, else of its configuration."""
+        generation = getattr(self.target.model, "generation_config", None)
+        found = getattr(generation, "eos_token_id", None)
+        if found is None:
+            found = getattr(self.target.text_config, "eos_token_id", None)
+        return _id_set(found)
+
+    def generate(
+        self,
+        input_ids: Prompts,
+        *,
+        attention_mask: Tensor | None = None,
+        max_new_tokens: int = 256,
+        do_sample: bool | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        seed: int = 0,
+        stop: str | Sequence[str] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        pad_token_id: int | None = None,
+        streamer: Streamer | None = None,
+        max_slots: int | None = None,
+        speculative: bool = True,
+    ) -> GenerationOutput:
+        """Continue one prompt or many.
+
+        Args:
+            input_ids: token ids (tensor [seq] or [prompts, seq], or lists of any lengths), or text.
+            attention_mask: [prompts, seq] beside a padded tensor: 0 marks padding.
+            max_new_tokens: 0 returns at once with nothing new.
+            do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
+                above 0 says otherwise. The generation configuration's sampling defaults are not used.
+            seed: with the prompt's place in the call, fixes every draw.
+            stop: strings that end an answer, wherever tokens begin and end.
+            eos_token_id: instead of the target's own; ``ignore_eos`` runs on beyond any.
+            pad_token_id: fills ``sequences``; None takes the target's, else 0.
+            streamer: a transformers streamer, for one prompt.
+            max_slots: how many prompts run at a time; the rest wait for a free slot. None: all.
+            speculative: False decodes plainly, one token per pass: the same output, for comparison.
+
+        Raises:
+            PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
+            UsageError: arguments that contradict each other or lack a tokenizer.
+        """
+        sampling = _sampling(do_sample, temperature, top_p, top_k, seed)
+        prompts = self._prompts(input_ids, attention_mask)
+        if max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
+        if max_slots is not None and max_slots < 1:
+            raise UsageError(f"max_slots must be at least 1, got {max_slots}.")
+        if streamer is not None and len(prompts) != 1:
+            raise UsageError(f"A streamer follows one prompt, got {len(prompts)}.")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+        if stops and self.tokenizer is None:
+            raise UsageError("Stop strings need a tokenizer; load the model with one.")
+        if any(not text for text in stops):
+            raise UsageError("A stop string is empty.")
+        eos = frozenset() if ignore_eos else self.eos_token_ids if eos_token_id is None else _id_set(eos_token_id)
+        requests = [
+            Request(
+                index, prompt, max_new_tokens, eos, self.max_model_len, stops, self._decode if self.tokenizer else None
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        self._check_room(requests)
+        if streamer is not None:
+            streamer.put(torch.tensor([prompts[0]]))
+        drafter = self.drafter if speculative else None
+        results, stats = generate(self.target, drafter, requests, sampling, max_slots, _listener(streamer))
+        if streamer is not None:
+            streamer.end()
+        if speculative:
+            _warn_if_nothing_is_accepted(stats, self.drafter)
+        return GenerationOutput(tuple(results), stats, self._pad(pad_token_id))
+
+    def encode_chat(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
+
+        Without a template, the last message's text is encoded as it is. Raises `UsageError` without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise UsageError("A chat needs a tokenizer; load the model with one.")
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        if not self.tokenizer.chat_template:
+            return self._encode(str(messages[-1]["content"]))
+        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
+        return ids
+
+    def _prompts(self, given: Prompts, attention_mask: Tensor | None) -> list[tuple[int, ...]]:
+        rows: Iterable[Any]
+        if isinstance(given, str):
+            rows = [self._encode(given)]
+        elif isinstance(given, Tensor):
+            rows = given[None] if given.dim() == 1 else given
+            if attention_mask is not None:
+                mask = attention_mask[None] if attention_mask.dim() == 1 else attention_mask
+                if mask.shape != given.shape and mask.shape != given[None].shape:
+                    raise UsageError(f"attention_mask is {list(mask.shape)}, input_ids {list(given.shape)}.")
+                rows = [row[keep.bool()] for row, keep in zip(rows, mask, strict=True)]
+        elif given and isinstance(given[0], str):
+            rows = [self._encode(str(text)) for text in given]
+        else:
+            rows = cast("Iterable[Any]", [given] if given and isinstance(given[0], int) else given)
+        prompts = [tuple(int(token) for token in row) for row in rows]
+        if not prompts:
+            raise PromptError("There is no prompt.")
+        return prompts
+
+    def _check_room(self, requests: Sequence[Request]) -> None:
+        vocab = self.target.embedding.shape[0]
+        for request in requests:
+            length = len(request.prompt_ids)
+            if length == 0:
+                raise PromptError(f"Prompt {request.index} is empty; give at least one token (a BOS token, say).")
+            wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
+            if wrong:
+                raise PromptError(f"Prompt {request.index} has token id {wrong[0]}; the target has 0 to {vocab - 1}.")
+            limit = request.context_limit
+            if limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
+                raise PromptError(
+                    f"Prompt {request.index} has {length} tokens; the context of {limit} leaves no room for an answer. "
+                    "Shorten the prompt."
+                )
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise UsageError("Text prompts need a tokenizer; give token ids, or load the model with a tokenizer.")
+        ids: list[int] = self.tokenizer(text).input_ids
+        return ids
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        assert self.tokenizer is not None
+        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def _pad(self, given: int | None) -> int:
+        found = given if given is not None else getattr(self.target.text_config, "pad_token_id", None)
+        return 0 if found is None else int(found)
+
+
+def _tree(depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
+    if total_tokens is None:
+        smallest = TreeConfig(depth, top_k, 2)
+        total_tokens = min(DEFAULT_TOTAL_TOKENS, smallest.num_candidates + 1)
+    return TreeConfig(depth, top_k, total_tokens)
+
+
+def _sampling(
+    do_sample: bool | None, temperature: float | None, top_p: float | None, top_k: int | None, seed: int
+) -> SamplingConfig:
+    if do_sample is None:
+        if temperature is None and (top_p is not None or top_k is not None):
+            raise UsageError("top_p and top_k act on sampling only: give do_sample=True or a temperature as well.")
+        do_sample = bool(temperature)
+    if not do_sample:
+        if temperature:
+            raise UsageError(f"do_sample=False asks for greedy, temperature={temperature} for sampling; give one.")
+        return SamplingConfig(seed=seed)
+    if temperature == 0:
+        raise UsageError("do_sample=True needs a temperature above 0; leave it out for 1.0.")
+    return SamplingConfig(
+        1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p, seed
+    )
+
+
+def _listener(streamer: Streamer | None) -> OnTokens | None:
+    if streamer is None:
+        return None
+
+    def on_tokens(_place: int, token_ids: Sequence[int]) -> None:
+        streamer.put(torch.tensor(list(token_ids)))
+
+    return on_tokens
+
+
+def _id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
+    if ids is None:
+        return frozenset()
+    return frozenset([ids]) if isinstance(ids, int) else frozenset(int(token) for token in ids)
+
+
+def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:
+    if stats.num_passes < _WARN_AFTER_PASSES or stats.mean_accepted_length >= _WARN_BELOW:
+        return
+    warnings.warn(
+        f"Of {stats.num_passes} drafts hardly any token was accepted ({stats.mean_accepted_length:.2f} tokens per "
+        "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
+        "version of it; the map d2t is of the other form (d2t_form); other tap layers (tap_layers); a draft vocabulary "
+        f"of {drafter.weights.draft_vocab} that misses this text's tokens; or prompts without the chat template that "
+        "the head was trained on.",
+        AcceptanceWarning,
+        stacklevel=3,
+    )

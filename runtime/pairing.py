@@ -1,0 +1,66 @@
+"""Do head, draft vocabulary, tokenizer and target belong together? Asked before any weights are loaded or run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from eagle_slim.convert.head import DraftHead
+
+from .errors import PairingError
+from .target import default_tap_layers
+
+
+def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:
+    """Return the decoder layers whose inputs the head reads; None for the last hidden state (EAGLE-1/2)."""
+    if head.kind == "eagle" or head.tap_layers == ():
+        return None
+    return default_tap_layers(num_layers) if head.tap_layers is None else head.tap_layers
+
+
+def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
+    """Compare a head with a target's (text) configuration.
+
+    Raises `PairingError`, naming the value of both sides, when hidden sizes or vocabularies differ, when a draft id is
+    outside the target's vocabulary, or when a tap layer is not one of the target's.
+    """
+    hidden, vocab = int(text_config.hidden_size), int(text_config.vocab_size)
+    layers = int(text_config.num_hidden_layers)
+    where = f"Head {head.location} and target {target_name} do not belong together"
+    if head.target_hidden_size != hidden:
+        raise PairingError(
+            f"{where}: the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}. "
+            "Give the target the head was trained for."
+        )
+    if head.target_vocab != vocab:
+        raise PairingError(
+            f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target the head "
+            "was trained for."
+        )
+    if head.draft_ids_to_target is not None and int(head.draft_ids_to_target.max()) >= vocab:
+        raise PairingError(
+            f"{where}: the head drafts id {int(head.draft_ids_to_target.max())}, the target has {vocab} tokens. Its "
+            "d2t may be of the other form; see d2t_form."
+        )
+    taps = resolve_tap_layers(head, layers)
+    outside = [layer for layer in taps or () if not 0 <= layer <= layers]
+    if outside:
+        raise PairingError(
+            f"{where}: the head reads the inputs of decoder layers {taps}, the target has {layers} layers "
+            f"({outside[0]} is not among them). Give the right target, or tap_layers."
+        )
+    fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
+    if taps is not None and fc_columns not in (None, len(taps) * hidden):
+        raise PairingError(
+            f"{where}: fc.weight takes {fc_columns} features, {len(taps)} tap layers of width {hidden} give "
+            f"{len(taps) * hidden}."
+        )
+
+
+def check_tokenizer(head_hash: str | None, target_hash: str | None, location: str, target_name: str) -> None:
+    """Raise `PairingError` when both tokenizer hashes are known and differ."""
+    if head_hash is not None and target_hash is not None and head_hash != target_hash:
+        raise PairingError(
+            f"Head {location} was converted with another tokenizer than that of target {target_name}: expected "
+            f"{head_hash[:23]}…, found {target_hash[:23]}…. Its draft vocabulary names other tokens there. Convert the "
+            "head for this target."
+        )
