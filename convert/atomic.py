@@ -154,7 +154,7 @@ def clean_leftovers(out: Path | str) -> None:
         re.escape(f".{out.name}.") + r"[0-9a-f]{8}(" + f"{_TEMPORARY}|{_REPLACED}".replace(".", r"\.") + ")"
     )
     try:
-        siblings = [entry.name for entry in os.scandir(out.parent) if pattern.fullmatch(entry.name)]
+        siblings = [name for name in os.listdir(out.parent) if pattern.fullmatch(name)]
     except OSError:
         return
     for name in siblings:

@@ -165,6 +165,6 @@ def allowed_roots(folder: Path) -> tuple[Path, ...]:
 def list_names(folder: Path) -> list[str]:
     """Return the names of the files of a folder; CheckpointError where it cannot be listed."""
     try:
-        return sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+        return sorted(name for name in os.listdir(folder) if not os.path.isdir(folder / name))
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}.") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import re
 import stat
 import warnings
 import zipfile
@@ -116,12 +117,16 @@ class TorchFile:
         return self._state_dict(loaded)
 
     def _refused(self, reason: str) -> CheckpointError:
-        if "Unsupported" in reason or "GLOBAL" in reason:
+        # torch wraps its one line of cause in advice on how to switch the protection off.
+        cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
+        if re.search(r"global|reduce|build|class", cause, re.IGNORECASE):
             return CheckpointError(
                 f"{self.where}: refused: expected tensors only, found a pickle that would run code when it is loaded "
-                f"({shorten(_first_cause(reason), 200)}).\nNothing of it was run. {SAFER}"
+                f"({shorten(cause, 200)}).\nNothing of it was run. {SAFER}"
             )
-        return CheckpointError(f"{self.where}: damaged: not a pickle of tensors ({shorten(reason)}).\n{FETCH_AGAIN}")
+        return CheckpointError(
+            f"{self.where}: damaged: not a pickle of tensors ({shorten(cause, 200)}).\n{FETCH_AGAIN}"
+        )
 
     def _is_zip(self) -> bool:
         try:
@@ -202,7 +207,3 @@ class TorchFile:
 
 def _sha256(flat: torch.Tensor) -> str:
     return hashlib.sha256(flat.numpy().data).hexdigest()
-
-
-def _first_cause(reason: str) -> str:
-    return next((line.strip() for line in reason.splitlines() if "Unsupported" in line or "GLOBAL" in line), reason)

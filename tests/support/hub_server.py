@@ -10,8 +10,8 @@
         hub.inject("model.safetensors", Fault(break_after=100, times=2))
 
 Large files (`.safetensors`, `.bin`, `.parquet`, or above 10 MB) are redirected, as on the Hub, to a second origin
-without authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be gated or
-private; `hub.tokens` names who may read what. Uploads go through create_repo, preupload, LFS batch and commit.
+without authentication (`hub.cdn`); a token that arrives there is noted in `hub.leaked_tokens`. Repositories can be
+gated or private; `hub.tokens` names who may read what. Uploads go through create_repo, preupload, LFS batch and commit.
 """
 
 from __future__ import annotations

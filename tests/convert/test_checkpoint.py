@@ -1,0 +1,520 @@
+"""Reading weights: bit-identical tensors and rows from every format; refusals of all that is damaged or unsafe."""
+
+import hashlib
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import safetensors_file
+from eagle_slim.convert.checkpoint import open_checkpoint
+from eagle_slim.convert.checkpoint_lm_head import find_lm_head, open_local_lm_head
+from eagle_slim.convert.checkpoint_paths import choose_weights
+from eagle_slim.convert.errors import CheckpointError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Every bit pattern, NaN and infinity among them."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and raw(one) == raw(other)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+    return path
+
+
+def entry(dtype: str = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def write_sharded(folder: Path, shards: dict[str, dict[str, torch.Tensor]]) -> None:
+    for name, tensors in shards.items():
+        save_file(tensors, folder / name)
+    write_index(folder, {tensor: shard for shard, tensors in shards.items() for tensor in tensors})
+
+
+def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin", "legacy"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
+    tensors = {
+        "matrix": random_bits((37, 5), dtype),
+        "cube": random_bits((4, 3, 2), dtype, 1),
+        "vector": random_bits((9,), dtype, 2),
+        "scalar": random_bits((1,), dtype, 3)[0],
+        "empty": random_bits((0, 4), dtype),
+    }
+    if suffix == "safetensors":
+        save_file(tensors, tmp_path / "model.safetensors")
+    elif suffix == "legacy" and "float8" in str(dtype):
+        pytest.skip("torch itself cannot read 8-bit floats from its old format")
+    else:
+        torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=suffix == "bin")
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.names) == set(tensors)
+    for name, expected in tensors.items():
+        assert checkpoint.shape(name) == tuple(expected.shape)
+        assert checkpoint.dtype(name) == dtype
+        assert same_bits(checkpoint.tensor(name), expected)
+    for name, ids in [("matrix", [36, 0, 1, 2, 2, 35]), ("cube", [3, 1]), ("vector", [8, 0]), ("matrix", [])]:
+        wanted = tensors[name].view(torch.uint8) if dtype.itemsize == 1 else tensors[name]
+        expected = wanted[torch.tensor(ids, dtype=torch.int64)].view(dtype)
+        assert same_bits(checkpoint.rows(name, ids), expected), (name, ids)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_gathered_rows_equal_indexing(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rows = data.draw(st.sampled_from([1, 3, 63, 65, 1000]))
+    shape = (rows, *data.draw(st.sampled_from([(), (1,), (3,), (64,), (2, 5), (0,)])))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int64, torch.int8]))
+    tensor = random_bits(shape, dtype)
+    ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=200))
+    if data.draw(st.booleans()):
+        ids = sorted(set(ids))
+    block_bytes = data.draw(st.sampled_from([1, 7, 64, 4 << 20]))
+    path = tmp_path_factory.mktemp("rows") / "model.safetensors"
+    save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_file, "_BLOCK_BYTES", block_bytes)
+        checkpoint = open_checkpoint(path)
+        found = checkpoint.rows("t", np.array(ids, dtype=np.int64))
+        whole = checkpoint.tensor("t")
+    expected = tensor[torch.tensor(ids, dtype=torch.int64)]
+    assert same_bits(found, expected)
+    assert same_bits(whole, tensor)
+    # What is recorded is the hash of exactly the bytes returned.
+    gathered, everything = checkpoint.files[0].reads
+    assert (gathered.tensor, gathered.rows, gathered.size_bytes) == ("t", len(ids), expected.nbytes)
+    assert gathered.sha256 == hashlib.sha256(raw(expected)).hexdigest()
+    assert (everything.rows, everything.sha256) == (None, hashlib.sha256(raw(tensor)).hexdigest())
+
+
+def test_rows_read_only_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = random_bits((1000, 16), torch.bfloat16)
+    save_file({"t": tensor}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    reads: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        reads.append((offset, count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", counted)
+    checkpoint.rows("t", [4, 5, 6, 900])
+    start = 1000 * 32
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert sorted(reads) == [(size - start + 4 * 32, 3 * 32), (size - start + 900 * 32, 32)]
+
+
+def test_header_agrees_with_the_library(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.arange(5), "c": torch.randn(2, 2).bfloat16()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_checkpoint(tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", "pt") as library:
+        assert set(checkpoint.names) == set(library.keys())
+        assert dict(checkpoint.metadata) == library.metadata()
+        for name in checkpoint.names:
+            assert checkpoint.info(name).dtype == library.get_slice(name).get_dtype()
+            assert list(checkpoint.shape(name)) == library.get_slice(name).get_shape()
+            assert same_bits(checkpoint.tensor(name), library.get_tensor(name))
+
+
+def test_views_and_shared_storage_in_a_bin(tmp_path: Path) -> None:
+    base = torch.arange(24.0).reshape(6, 4)
+    tensors = {"base": base, "shared": base, "turned": base.t(), "slice": base[2:4], "wide": base[0].expand(3, 4)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    for name, expected in tensors.items():
+        assert torch.equal(checkpoint.tensor(name), expected), name
+        assert torch.equal(checkpoint.rows(name, [1, 0]), expected[[1, 0]]), name
+    assert checkpoint.tensor("turned").is_contiguous()
+    copy = checkpoint.tensor("base")
+    copy.zero_()
+    assert torch.equal(checkpoint.tensor("shared"), base)
+
+
+def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
+    header = {"packed": entry("F4", (4,), (0, 2)), "plain": entry("U8", (3,), (2, 5))}
+    write_raw(tmp_path / "model.safetensors", header, b"\x12\x34abc")
+    checkpoint = open_checkpoint(tmp_path)
+    assert bytes(checkpoint.tensor("plain").tolist()) == b"abc"
+    with pytest.raises(CheckpointError, match=r"packed.*F4"):
+        checkpoint.tensor("packed")
+
+
+# -- which files ------------------------------------------------------------------------------------------------------
+
+
+def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
+    one, two = {"a": torch.ones(2), "b": torch.zeros(3)}, {"lm_head.weight": torch.randn(4, 2)}
+    write_sharded(tmp_path, {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two})
+    checkpoint = open_checkpoint(tmp_path)
+    assert set(checkpoint.names) == {"a", "b", "lm_head.weight"}
+    assert torch.equal(checkpoint.tensor("a"), one["a"])
+    assert torch.equal(checkpoint.rows("lm_head.weight", [3]), two["lm_head.weight"][[3]])
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: not there"):
+        open_checkpoint(tmp_path)
+    head = open_local_lm_head(tmp_path, "target")
+    assert (head.name, head.tied, head.shape, head.file) == (
+        "lm_head.weight",
+        False,
+        (4, 2),
+        "model-00002-of-00002.safetensors",
+    )
+    assert torch.equal(head.tensor(), two["lm_head.weight"])
+
+
+def test_sharded_bin(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(3)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b": torch.arange(4)}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    index = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.tensor("b").tolist() == [0, 1, 2, 3]
+    assert checkpoint.path_of("b").name == "pytorch_model-00002-of-00002.bin"
+
+
+def test_safetensors_go_before_bin_and_before_consolidated(tmp_path: Path) -> None:
+    torch.save({"a": torch.tensor([1.0])}, tmp_path / "pytorch_model.bin")
+    assert open_checkpoint(tmp_path).tensor("a").item() == 1.0
+    save_file({"a": torch.tensor([2.0])}, tmp_path / "model.safetensors")
+    save_file({"b": torch.tensor([3.0])}, tmp_path / "consolidated.safetensors")
+    assert open_checkpoint(tmp_path).tensor("a").item() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"], "model.safetensors"),
+        (["pytorch_model.bin", "model.safetensors.index.json"], "model.safetensors.index.json"),
+        (["training_args.bin", "eagle3.safetensors", "consolidated.safetensors"], "eagle3.safetensors"),
+        (["consolidated.safetensors"], "consolidated.safetensors"),
+        (["pytorch_model.bin.index.json", "rng.pt"], "pytorch_model.bin.index.json"),
+    ],
+)
+def test_choice_of_weights(names: list[str], chosen: str) -> None:
+    assert choose_weights(names, "here") == chosen
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "It is empty"),
+        (["config.json"], "no weights"),
+        (["a.safetensors", "b.safetensors"], "several files"),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "no index"),
+    ],
+)
+def test_no_choice_of_weights(names: list[str], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        choose_weights(names, "here")
+
+
+def test_lm_head_names() -> None:
+    assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == ("lm_head.weight", False)
+    assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == ("model.embed_tokens.weight", True)
+    name = "language_model.model.embed_tokens.weight"
+    assert find_lm_head(["vision.embed_tokens.weight", name], "t") == (name, True)
+    with pytest.raises(CheckpointError, match=r"no LM head.*'my_head.weight'"):
+        find_lm_head(["my_head.weight"], "t")
+
+
+def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.ones(4, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head.weight: expected a matrix of bf16.*found I8"):
+        open_local_lm_head(tmp_path, "target")
+
+
+# -- refusals: safetensors --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"a": entry()}, b"1234567", "truncated: the header describes"),
+        ({"a": entry()}, b"123456789", "longer than its header"),
+        ({"a": entry(offsets=(0, 7))}, b"1234567", "takes 8 bytes, the offsets span 7"),
+        ({"a": entry(shape=(3,))}, b"12345678", "takes 12 bytes, the offsets span 8"),
+        ({"a": entry(offsets=(8, 0))}, b"12345678", "begin <= end"),
+        ({"a": entry(offsets=(8, 16))}, b"1" * 16, "leaves a hole"),
+        ({"a": entry(), "b": entry(offsets=(4, 12))}, b"1" * 12, "overlaps"),
+        ({"a": entry(), "b": entry()}, b"1" * 8, "overlaps"),
+        ({"a": entry(), "b": entry(offsets=(12, 20))}, b"1" * 20, "leaves a hole"),
+        ({"a": entry("F31")}, b"12345678", "unknown dtype 'F31'"),
+        ({"a": entry("F4", (3,), (0, 1))}, b"1", "takes 1.5 bytes"),
+        ({"a": entry(shape=(-2, -1))}, b"12345678", "shape must be"),
+        ({"a": entry(shape=(2.0,))}, b"12345678", "shape must be"),
+        ({"a": entry(shape=(True, 2))}, b"12345678", "shape must be"),
+        ({"a": entry(shape=(1 << 62, 1 << 62))}, b"12345678", "the offsets span"),
+        ({"a": entry(shape=[1] * 70)}, b"1234", "at most 64"),
+        ({"a": entry(offsets=(0, 1 << 64))}, b"12345678", "data_offsets must be"),
+        ({"a": {"dtype": "F32", "shape": [2]}}, b"12345678", "expected dtype, shape and data_offsets"),
+        ({"a": {**entry(), "strides": [1]}}, b"12345678", "expected dtype, shape and data_offsets"),
+        ({"a": 7}, b"", "expected dtype, shape and data_offsets"),
+        ({"__metadata__": {"a": 1}}, b"", "__metadata__ must map strings"),
+        (b'{"a":%b,"a":%b}' % ((json.dumps(entry()).encode(),) * 2), b"12345678", "names 'a' twice"),
+        (b'{"\\ud800":%b}' % json.dumps(entry()).encode(), b"12345678", "not valid Unicode"),
+        (b"[]", b"", "begins with"),
+        (b"{", b"", "not valid JSON"),
+        (b'{"a":' * 100_000, b"", "not valid JSON"),
+        (b'{"a":' + b"1" * 5000 + b"}", b"", "not valid JSON"),
+        (b"{\xff}", b"", "not valid JSON"),
+    ],
+)
+def test_a_header_that_lies(tmp_path: Path, header: Any, data: bytes, message: str) -> None:
+    path = write_raw(tmp_path / "model.safetensors", header, data)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_lengths_that_lie(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    for content, message in [
+        (b"", "at least 8 bytes, found 0"),
+        (b"1234567", "at least 8 bytes, found 7"),
+        (struct.pack("<Q", 1 << 63) + b"{}", "announce a header of 9,223,372,036,854,775,808 bytes"),
+        (struct.pack("<Q", 3) + b"{}", "truncated: expected a header of 3 bytes"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer"),
+        (b"<!DOCTYPE html><html>" + b" " * 100, "not a safetensors file"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path)
+
+
+def test_boolean_bytes_are_checked(tmp_path: Path) -> None:
+    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+    with pytest.raises(CheckpointError, match=r"t2d.*booleans must be 0 or 1, found 2"):
+        open_checkpoint(tmp_path).tensor("t2d")
+
+
+def test_a_file_that_changes_after_opening(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(1000)}, path)
+    checkpoint = open_checkpoint(path)
+    with open(path, "r+b") as file:
+        file.truncate(500)
+    with pytest.raises(CheckpointError, match="has 500 now"):
+        checkpoint.tensor("a")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="cannot be opened: No such file"):
+        checkpoint.rows("a", [1])
+
+
+def test_wrong_rows_and_names(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3, 2), "scalar": torch.tensor(1.0)}, tmp_path / "model.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    for ids, message in [
+        ([3], "row 3 was asked for, of 3"),
+        ([-1], "row -1 was asked for"),
+        ([[0]], "expected a list of integers"),
+        ([0.5], "expected a list of integers"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            checkpoint.rows("a", ids)
+    with pytest.raises(CheckpointError, match="is a scalar"):
+        checkpoint.rows("scalar", [0])
+    with pytest.raises(CheckpointError, match=r"no tensor 'b'; it holds 2: \['a', 'scalar'\]"):
+        checkpoint.tensor("b")
+
+
+def test_not_a_file_or_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder or file"):
+        open_checkpoint(tmp_path / "nothing")
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match="no weights"):
+        open_checkpoint(tmp_path)
+    os.mkfifo(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="expected a file of weights"):
+        open_checkpoint(tmp_path)
+
+
+# -- refusals: indexes and links --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shard",
+    ["../evil.safetensors", "/etc/passwd", "/tmp/x.safetensors", "a/../../x.safetensors", "", ".", "x\0.safetensors",
+     "a\\b.safetensors", "./x.safetensors", 7, None, ["x.safetensors"], "config.json", "a//x.safetensors"],
+)  # fmt: skip
+def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
+    write_index(tmp_path, {"a": shard})
+    with pytest.raises(CheckpointError, match="expected the name of a file in the same folder"):
+        open_checkpoint(tmp_path)
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    folder = tmp_path / "model"
+    outside.mkdir()
+    folder.mkdir()
+    save_file({"a": torch.ones(1)}, outside / "secret.safetensors")
+    (folder / "model.safetensors").symlink_to(outside / "secret.safetensors")
+    with pytest.raises(CheckpointError, match="a link that leads out of the checkpoint"):
+        open_checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to("../outside/secret.safetensors")
+    write_index(folder, {"a": "model-1.safetensors"})
+    with pytest.raises(CheckpointError, match="a link that leads out of the checkpoint"):
+        open_checkpoint(folder)
+    (folder / "model-1.safetensors").unlink()
+    (folder / "model-1.safetensors").symlink_to("model-1.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-1.safetensors: a link to nothing"):
+        open_checkpoint(folder)
+
+
+def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
+    cache = tmp_path / "hub"
+    repo = cache / "models--org--name"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    for folder in (snapshot, repo / "blobs", cache / "blobs" / "ab"):
+        folder.mkdir(parents=True)
+    save_file({"a": torch.tensor([5.0])}, repo / "blobs" / "abc123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc123")
+    assert open_checkpoint(snapshot).tensor("a").item() == 5.0
+    # Newer caches share blobs between repositories.
+    (repo / "blobs" / "abc123").rename(cache / "blobs" / "ab" / "cd")
+    (repo / "blobs" / "abc123").symlink_to("../../blobs/ab/cd")
+    checkpoint = open_checkpoint(snapshot)
+    assert checkpoint.tensor("a").item() == 5.0
+    assert checkpoint.files[0].path == snapshot / "model.safetensors"
+    # But not into another repository, or out of the cache.
+    (cache / "models--org--other").mkdir()
+    save_file({"a": torch.ones(1)}, cache / "models--org--other" / "x.safetensors")
+    (snapshot / "model.safetensors").unlink()
+    (snapshot / "model.safetensors").symlink_to("../../../models--org--other/x.safetensors")
+    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+        open_checkpoint(snapshot)
+
+
+def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / one)
+    save_file({"c": torch.ones(1)}, tmp_path / two)
+    for weight_map, message in [
+        ({"a": one, "b": one, "c": two, "d": two}, "says that .* holds 'd', but it does not"),
+        ({"a": one, "c": two}, "holds tensor 'b', but the index does not name it"),
+        ({"a": one, "b": two, "c": two}, "holds 'b', but it does not"),
+    ]:
+        write_index(tmp_path, weight_map)
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path)
+    save_file({"c": torch.ones(1), "b": torch.ones(1)}, tmp_path / two)
+    write_index(tmp_path, {"a": one, "b": one, "c": two})
+    with pytest.raises(CheckpointError, match=rf"holds tensor 'b', but the index says {one}"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":'])
+def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json: (not valid JSON|expected an object)"):
+        open_checkpoint(tmp_path)
+
+
+def test_index_naming_a_tensor_twice(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'
+    )
+    with pytest.raises(CheckpointError, match="names a tensor twice"):
+        open_checkpoint(tmp_path)
+
+
+# -- refusals: pickles ------------------------------------------------------------------------------------------------
+
+
+class _Attack:
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (self.command,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool) -> None:
+    proof = tmp_path / "was-run"
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1), "b": _Attack(f"touch {proof}")}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin: refused.*run code.*system") as caught:
+        open_checkpoint(tmp_path)
+    assert "safetensors" in str(caught.value)
+    assert not proof.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([torch.ones(1)], "expected tensors by name, found list"),
+        ({}, "expected tensors by name"),
+        ({"step": 3, "a": torch.ones(1)}, "found 'step' of type int"),
+        ({"state_dict": {"a": torch.ones(1)}}, "found 'state_dict' of type dict"),
+        ({3: torch.ones(1)}, "found 3 of type Tensor"),
+        ({"a": torch.ones(3).to_sparse()}, "expected a dense tensor"),
+        ({"a": torch.ones(1).expand(1 << 40)}, "claims 4,398,046,511,104 bytes"),
+    ],
+)
+def test_pickles_of_other_things(tmp_path: Path, value: Any, message: str) -> None:
+    torch.save(value, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path)
+
+
+def test_truncated_bin(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    for legacy in (False, True):
+        torch.save({"a": torch.randn(100)}, path, _use_new_zipfile_serialization=not legacy)
+        content = path.read_bytes()
+        for size in (0, 1, 10, len(content) // 2, len(content) - 1):
+            path.write_bytes(content[:size])
+            with pytest.raises(CheckpointError, match="damaged"):
+                open_checkpoint(tmp_path)
