@@ -117,13 +117,13 @@ class TorchFile:
         return self._state_dict(loaded)
 
     def _refused(self, reason: str) -> CheckpointError:
-        # torch wraps its one line of cause in advice on how to switch the protection off.
-        cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
-        if re.search(r"global|reduce|build|class", cause, re.IGNORECASE):
+        # torch names the function in one line, amid advice on how to switch the protection off.
+        if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", reason):
             return CheckpointError(
-                f"{self.where}: refused: expected tensors only, found a pickle that would run code when it is loaded "
-                f"({shorten(cause, 200)}).\nNothing of it was run. {SAFER}"
+                f"{self.where}: refused: expected tensors only, found a pickle that would call {shorten(code[1])} when "
+                f"it is loaded.\nNothing of it was run. {SAFER}"
             )
+        cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
         return CheckpointError(
             f"{self.where}: damaged: not a pickle of tensors ({shorten(cause, 200)}).\n{FETCH_AGAIN}"
         )
