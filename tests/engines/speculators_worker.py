@@ -18,7 +18,7 @@ def run(job: Json) -> Json:
     return {
         "different": [name for name, tensor in head.items() if not torch.equal(state[name], tensor)],
         "not_from_head": sorted(set(state) - set(head)),
-        # What it trains against, the target's rows picked by t2d, must be the rows of the same tokens in the same order.
+        # What it trains against: the target's rows picked by t2d must be of the same tokens, in the same order.
         "teacher_rows_equal": bool(torch.equal(model.verifier_lm_head.weight, target_rows[ids])),
     }
 

@@ -1,0 +1,107 @@
+"""Artifacts for the engine tests: oracle heads converted as a user would, and copies of them that are broken."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import oracle
+from engines.oracle import Spelling
+from safetensors.torch import load_file, save_file
+
+TAPS = (1, 3, 6)
+"""Tap layers of the head that does not use the default ones."""
+
+FREQUENCY_ORDER = Spelling("layers.0.", order="frequency", map_dtype=torch.int32, with_t2d=False)
+BIN_FILE = Spelling("model.layers.0.", file="pytorch_model.bin", architecture="LlamaForCausalLM")
+
+
+class OracleFiles:
+    """The oracle's target, heads and artifacts in one folder, each made when first asked for.
+
+    Attributes:
+        folder: holds everything.
+        target: the target model.
+        token_map: all ids by rank, as FR-Spec and SGLang store them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = oracle.build_target(folder / "target")
+        self.token_map = oracle.write_token_map(folder / "ranks.pt")
+        self.head = cache(self._head)
+        self.artifact = cache(self._artifact)
+
+    def _head(self, name: str) -> Path:
+        """An unconverted head: its trained ids are the first 640 by rank where it has a map."""
+        trained = oracle.ranked_ids()[:640]
+        build: dict[str, Callable[[Path], Path]] = {
+            "full": oracle.build_eagle3_head,
+            "mapped": lambda folder: oracle.build_eagle3_head(folder, ids=trained),
+            "mapped_by_frequency": lambda folder: oracle.build_eagle3_head(folder, trained, FREQUENCY_ORDER),
+            "mapped_bin": lambda folder: oracle.build_eagle3_head(folder, trained, BIN_FILE),
+            "target_rows": lambda folder: oracle.build_eagle3_head(folder, own_lm_head=False),
+            "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
+            "eagle1": oracle.build_eagle1_head,
+        }
+        return build[name](self.folder / f"head-{name}")
+
+    def _artifact(self, head: str, draft_vocab: int | str, *options: str) -> Path:
+        """`eagle-convert` on one of the heads with the oracle's target and ranking; returns the artifact."""
+        folder = self.folder / "-".join(["artifact", head, str(draft_vocab), *options]).replace(" ", "")
+        ranking = () if draft_vocab == "full" else ("--token-map", str(self.token_map))
+        command("eagle-convert", str(self.head(head)), "--draft-vocab", str(draft_vocab), *ranking,
+                "--target", str(self.target), "--out", str(folder), "--offline", *options)  # fmt: skip
+        return folder
+
+
+def command(name: str, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run one of our commands as installed beside this Python; fails unless it exits with ``expect``."""
+    done = subprocess.run([str(Path(sys.executable).parent / name), *arguments], capture_output=True, text=True)
+    assert done.returncode == expect, (
+        f"{name} {' '.join(arguments)}: exit {done.returncode}\n{done.stdout}{done.stderr}"
+    )
+    return done
+
+
+def target_ids(artifact: Path) -> list[int]:
+    """Target id of every LM-head row, read from d2t as engines do."""
+    d2t = load_file(artifact / "model.safetensors")["d2t"]
+    return (d2t + torch.arange(len(d2t))).tolist()
+
+
+def expected_ids(draft_vocab: int, trained: int | None = None) -> list[int]:
+    """Ascending ids that the oracle's ranking gives: bos and eos first, unless the head was never trained on them."""
+    ranked = oracle.ranked_ids()
+    if trained is not None:
+        return sorted(ranked[:draft_vocab])
+    forced = [oracle.BOS, oracle.EOS]
+    return sorted([*forced, *[token for token in ranked if token not in forced][: draft_vocab - 2]])
+
+
+def break_map(artifact: Path, out: Path, how: str) -> Path:
+    """Copy an artifact and damage its map: "missing", "absolute" or "order" (rows not in the order of their ids)."""
+    out.mkdir(parents=True)
+    for file in artifact.iterdir():
+        (out / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(artifact / "model.safetensors")
+    if how == "missing":
+        del tensors["d2t"], tensors["t2d"]
+    elif how == "absolute":
+        tensors["d2t"] += torch.arange(len(tensors["d2t"]))
+    elif how == "order":
+        tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(1, dims=0)
+    else:
+        raise ValueError(how)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """config.json of a folder."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config

@@ -1,0 +1,172 @@
+"""Engines that cannot run here: what they demand of the file, checked against their source as FORMATS quoted it.
+
+SafeAILab/EAGLE (cnets.py, configs.py, ea_model.py) loads by attribute name with `strict=False`, so that a wrong name
+is silent; TensorRT-LLM (modeling_speculative.py) loads module by module. Both are spelled out here as small models that
+load the way the engine does, and must then draft the oracle's tokens.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from engines import oracle
+from engines.artifacts import OracleFiles, break_map, config_of
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+
+
+class SafeAILabHead(nn.Module):
+    """`cnets.Model` of SafeAILab/EAGLE: attribute names are tensor names; `d2t` and `t2d` are buffers."""
+
+    def __init__(self, config: dict) -> None:
+        super().__init__()
+        rope_scaling = config["rope_scaling"]
+        # configs.py: anything but null and the two old forms raises.
+        assert rope_scaling is None or (set(rope_scaling) == {"type", "factor"}), rope_scaling
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        # cnets.py ignores the config's head_dim.
+        self.heads, self.head_dim = heads, hidden // heads
+        kv_rows = config["num_key_value_heads"] * self.head_dim
+        self.embed_tokens = nn.Embedding(config["vocab_size"], hidden)
+        self.lm_head = nn.Linear(hidden, config["draft_vocab_size"], bias=False)
+        self.fc = nn.Linear(3 * config.get("target_hidden_size", hidden), hidden, bias=False)
+        self.midlayer = nn.Module()
+        self.midlayer.self_attn = nn.Module()
+        self.midlayer.self_attn.q_proj = nn.Linear(2 * hidden, heads * self.head_dim, bias=False)
+        self.midlayer.self_attn.k_proj = nn.Linear(2 * hidden, kv_rows, bias=False)
+        self.midlayer.self_attn.v_proj = nn.Linear(2 * hidden, kv_rows, bias=False)
+        self.midlayer.self_attn.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=False)
+        self.midlayer.mlp = nn.Module()
+        self.midlayer.mlp.gate_proj = nn.Linear(hidden, config["intermediate_size"], bias=False)
+        self.midlayer.mlp.up_proj = nn.Linear(hidden, config["intermediate_size"], bias=False)
+        self.midlayer.mlp.down_proj = nn.Linear(config["intermediate_size"], hidden, bias=False)
+        eps = config["rms_norm_eps"]
+        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+            setattr(self.midlayer, name, nn.RMSNorm(hidden, eps=eps))
+        self.norm = nn.RMSNorm(hidden, eps=eps)
+        self.register_buffer("d2t", torch.zeros(config["draft_vocab_size"], dtype=torch.long))
+        self.register_buffer("t2d", torch.zeros(config["vocab_size"], dtype=torch.bool))
+        if config["vocab_size"] == config["draft_vocab_size"]:
+            del self.d2t, self.t2d
+
+    def forward(self, feature: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One draft step at one position: feature [taps * hidden] or [hidden], token [] -> (feature, target id)."""
+        hidden = feature if feature.shape[-1] == self.norm.normalized_shape[0] else self.fc(feature)
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        both = torch.cat([layer.input_layernorm(self.embed_tokens(token)), layer.hidden_norm(hidden)])
+        # A position that sees only itself: attention is its own value, whatever q and k are.
+        hidden = hidden + attention.o_proj(attention.v_proj(both))
+        normed = layer.post_attention_layernorm(hidden)
+        hidden = hidden + layer.mlp.down_proj(F.silu(layer.mlp.gate_proj(normed)) * layer.mlp.up_proj(normed))
+        draft = self.lm_head(self.norm(hidden)).argmax()
+        # cnets.py skips the map where both vocabularies have one size.
+        return hidden, draft + self.d2t[draft] if hasattr(self, "d2t") else draft
+
+
+def tapped(token: int, taps: tuple[int, ...] = oracle.DEFAULT_TAPS) -> torch.Tensor:
+    """What the oracle target's layers hand to the head for a token: its code with each layer's marker."""
+    states = []
+    for layer in taps:
+        state = oracle.codes()[token].clone()
+        state[oracle.MARKER] += layer
+        states.append(state)
+    return torch.cat(states)
+
+
+@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped_by_frequency", 320), ("full", "full")])
+def test_safeailab_loads_every_tensor_by_name_and_drafts_the_right_tokens(
+    oracle_files: OracleFiles, head: str, draft_vocab: int | str
+) -> None:
+    folder = oracle_files.artifact(head, draft_vocab)
+    assert not list(folder.glob("*.bin")), "ea_model.py reads pytorch_model.bin before model.safetensors"
+    model = SafeAILabHead(config_of(folder)).float()
+    missing, unexpected = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert missing == ["embed_tokens.weight"]  # taken from the base model, unless target_hidden_size is in the config
+    assert not unexpected
+    assert "target_hidden_size" not in config_of(folder)
+    target = load_file(oracle_files.target / "model.safetensors")
+    model.embed_tokens.weight.data = target["model.embed_tokens.weight"].float()
+
+    tokens = oracle.prompt(0, length=2) + oracle.continuation(oracle.prompt(0, length=2), 4)
+    feature = tapped(tokens[0])
+    for position in range(1, 5):
+        feature, drafted = model(feature, torch.tensor(tokens[position]))
+        assert int(drafted) == tokens[position + 1]
+
+
+def test_safeailab_would_draft_wrong_tokens_with_a_broken_map(oracle_files: OracleFiles, tmp_path: Path) -> None:
+    broken = break_map(oracle_files.artifact("full", 640), tmp_path / "order", "order")
+    model = SafeAILabHead(config_of(broken)).float()
+    model.load_state_dict(load_file(broken / "model.safetensors"), strict=False)
+    model.embed_tokens.weight.data = oracle.codes()
+    tokens = oracle.prompt(0, length=3)
+    _, drafted = model(tapped(tokens[0]), torch.tensor(tokens[1]))
+    assert int(drafted) != tokens[2]
+
+
+def tensorrt_llm_parameters(config: dict) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names as stored, shapes and dtypes of what `Eagle3ForCausalLM` asks the weights for, for one capturing layer set.
+
+    `attention_bias` and `torch_dtype` are read as attributes, so a config without them fails.
+    """
+    dtype = getattr(torch, config["torch_dtype"])
+    assert config["attention_bias"] is False
+    assert config["tie_word_embeddings"] is False  # true would skip lm_head
+    hidden, middle, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    query, value = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden)),
+        "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (value, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (value, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, query),
+        "midlayer.mlp.gate_proj.weight": (middle, hidden),
+        "midlayer.mlp.up_proj.weight": (middle, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, middle),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (config["draft_vocab_size"], hidden),
+    }
+    wanted = {name: (shape, dtype) for name, shape in shapes.items()}
+    if config["vocab_size"] != config["draft_vocab_size"]:
+        wanted["d2t"] = ((config["draft_vocab_size"],), torch.int64)
+    return wanted
+
+
+@pytest.mark.parametrize(("head", "draft_vocab"), [("full", 640), ("mapped_by_frequency", 320), ("full", "full")])
+def test_tensorrt_llm_finds_every_parameter(oracle_files: OracleFiles, head: str, draft_vocab: int | str) -> None:
+    folder = oracle_files.artifact(head, draft_vocab)
+    config, tensors = config_of(folder), load_file(folder / "model.safetensors")
+    found = {
+        re.sub(r"^layers\.0\.", "midlayer.", stored): (tuple(tensor.shape), tensor.dtype)
+        for stored, tensor in tensors.items()
+    }
+    wanted = tensorrt_llm_parameters(config)
+    assert {key: found.get(key) for key in wanted} == wanted
+    assert set(found) - set(wanted) <= {"t2d"}  # anything else would be ignored: silently lost
+    # The two-model path strips Eagle3 and prefixes EAGLE3; only this name is registered.
+    assert "EAGLE3" + config["architectures"][0].replace("Eagle3", "") == "EAGLE3LlamaForCausalLM"
+
+
+def test_tensorrt_llm_maps_ids_in_int32_and_splits_rows_over_ranks(oracle_files: OracleFiles) -> None:
+    folder = oracle_files.artifact("full", 640)
+    tensors, config = load_file(folder / "model.safetensors"), config_of(folder)
+    rows, vocab = config["draft_vocab_size"], config["vocab_size"]
+    offsets = tensors["d2t"].to(torch.int32)
+    assert torch.equal(offsets.long(), tensors["d2t"])
+    # interface.py scatters draft probabilities to (arange + d2t) % V: unique, or one token's probability is lost.
+    ids = (torch.arange(rows) + offsets) % vocab
+    assert len(set(ids.tolist())) == rows
+    for ranks in (1, 2, 4, 8):
+        per_rank = math.ceil(rows / ranks)
+        shards = [tensors["lm_head.weight"][rank * per_rank : (rank + 1) * per_rank] for rank in range(ranks)]
+        assert torch.equal(torch.cat(shards), tensors["lm_head.weight"])
+    successor = oracle.next_tokens()
+    logits = tensors["lm_head.weight"].float() @ -oracle.codes()[ids[7]]
+    drafted = int(logits.argmax())
+    assert int(drafted + offsets[drafted]) == int(successor[ids[7]])

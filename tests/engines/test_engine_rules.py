@@ -1,0 +1,147 @@
+"""`convert/engines.py`: which heads an engine cannot take, and what is said instead."""
+
+from dataclasses import replace
+
+import pytest
+from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine, conversion_findings, flavoured_architecture
+from eagle_slim.convert.head import open_head
+from eagle_slim.vocab_tools.errors import UsageError
+from engines.artifacts import OracleFiles
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+    "rope_scaling": None,
+}
+EAGLE3 = HeadFacts("eagle3", CONFIG, frozenset({"fc.weight"}), 640, 2048, num_taps=3, target_layers=8)
+EAGLE1 = HeadFacts(
+    "eagle", CONFIG | {"architectures": ["LlamaForCausalLM"]}, frozenset({"fc.weight", "fc.bias"}), 320, 2048, 0
+)
+
+
+def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
+    return replace(facts, config={**facts.config, **changes})
+
+
+def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
+    """(severity, message) without the notes about versions."""
+    return [(f.severity, str(f)) for f in check_engine(facts, engine, installed_only=True) if f.severity != "note"]
+
+
+def test_an_ordinary_slim_head_is_taken_by_all_engines_but_lmdeploy() -> None:
+    assert {engine for engine in ENGINES if problems(EAGLE3, engine)} == {"lmdeploy"}
+    ((severity, text),) = problems(EAGLE3, "lmdeploy")
+    assert severity == "error"
+    assert "--for lmdeploy" in text
+
+
+def test_the_lmdeploy_flavour_is_taken_by_lmdeploy_and_refused_by_sglang() -> None:
+    flavour = with_config(EAGLE3, architectures=["LlamaForCausalLM"])
+    assert problems(flavour, "lmdeploy") == []
+    assert problems(flavour, "sglang")[0][0] == "error"
+    assert problems(flavour, "specforge")[0][0] == "error"
+
+
+@pytest.mark.parametrize(
+    ("facts", "engine", "severity", "words"),
+    [
+        (replace(EAGLE3, num_taps=4), "safeailab", "error", "4 captured layers"),
+        (replace(EAGLE3, num_taps=4), "speculators", "error", "4 captured layers"),
+        (replace(EAGLE3, num_taps=4), "lmdeploy", "error", "4 captured layers"),
+        (replace(EAGLE3, num_taps=4), "vllm", "error", "num_aux_hidden_states"),
+        (with_config(EAGLE3, rope_scaling={"rope_type": "llama3"}), "safeailab", "error", "vLLM or SGLang"),
+        (with_config(EAGLE3, head_dim=128), "safeailab", "error", "head_dim"),
+        (replace(EAGLE3, draft_vocab=8), "safeailab", "error", "top_k"),
+        (replace(EAGLE3, tensor_names=frozenset({"input_norm.weight"})), "lmdeploy", "error", "KeyError"),
+        (replace(EAGLE3, draft_vocab=2048), "lmdeploy", "error", "--draft-vocab"),
+        (EAGLE1, "vllm", "warning", "--speculative-token-map"),
+        (EAGLE1, "tensorrt-llm", "error", "SGLang"),
+        (EAGLE1, "sglang", "error", "--for sglang"),
+        (replace(EAGLE1, nonzero_fc_bias=True), "vllm", "warning", "fc.bias"),
+        (with_config(EAGLE1, architectures=["LlamaForCausalLMEagle"]), "vllm", "error", "without --for sglang"),
+    ],
+)
+def test_what_an_engine_cannot_take_is_named_with_the_alternative(
+    facts: HeadFacts, engine: str, severity: str, words: str
+) -> None:
+    assert any(found == severity and words in text for found, text in problems(facts, engine))
+
+
+def test_old_linear_rope_scaling_is_fine_for_safeailab() -> None:
+    assert problems(with_config(EAGLE3, rope_scaling={"type": "linear", "factor": 2.0}), "safeailab") == []
+
+
+def test_tap_layers_in_one_place_only() -> None:
+    top = with_config(EAGLE3, eagle_aux_hidden_state_layer_ids=[1, 3, 6])
+    nested = with_config(EAGLE3, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
+    both = with_config(top, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]})
+    assert top.taps == nested.taps == both.taps == [1, 3, 6]
+    assert "--tap-layers 1,3,6" in problems(top, "sglang")[0][1]
+    assert problems(top, "vllm") == []
+    assert "--tap-layers 1,3,6" in problems(nested, "vllm")[0][1]
+    assert problems(nested, "sglang") == []
+    assert problems(both, "vllm") == problems(both, "sglang") == []
+    assert "[0,2,5]" in problems(both, "tensorrt-llm")[0][1]
+
+
+def test_the_default_taps_spelt_out_are_not_other_taps() -> None:
+    default = with_config(EAGLE3, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    assert not default.has_other_taps
+    assert problems(default, "sglang") == []
+    assert replace(default, target_layers=None).has_other_taps
+
+
+@pytest.mark.parametrize(
+    ("version", "outside"), [("0.32.0", False), ("0.32.0+cpu", False), ("0.33.1", True), ("0.9", True)]
+)
+def test_a_version_outside_the_proven_range_is_a_warning(version: str, outside: bool) -> None:
+    findings = [f for f in check_engine(EAGLE3, "vllm", version=version) if "outside" in f.problem]
+    assert len(findings) == outside
+    assert all(f.severity == "warning" and "accepted length" in f.alternative for f in findings)
+
+
+def test_unknown_engines_and_versions_are_usage_errors() -> None:
+    with pytest.raises(UsageError, match=r"expected one of vllm, sglang.*'ollama'"):
+        check_engine(EAGLE3, "ollama")
+    with pytest.raises(UsageError, match="'latest'"):
+        check_engine(EAGLE3, "vllm", version="latest")
+
+
+def test_what_was_never_executed_says_so() -> None:
+    notes = [f for f in check_engine(EAGLE3, "tensorrt-llm") if f.severity == "note"]
+    assert any("no version of it was executed" in f.problem for f in notes)
+
+
+def test_an_ordinary_head_converts_without_a_word_about_engines() -> None:
+    assert conversion_findings(EAGLE3) == []
+    assert conversion_findings(replace(EAGLE3, draft_vocab=100)) == []
+
+
+def test_an_eagle1_head_is_said_to_be_for_sglang() -> None:
+    said = {finding.engine: finding.alternative for finding in conversion_findings(EAGLE1)}
+    assert set(said) == {"vllm", "sglang", "tensorrt-llm", "safeailab", "lmdeploy"}
+    assert "SGLang" in said["vllm"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "flavour", "found", "written"),
+    [
+        ("eagle3", "default", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3"),
+        ("eagle3", "sglang", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3"),
+        ("eagle3", "lmdeploy", "LlamaForCausalLMEagle3", "LlamaForCausalLM"),
+        ("eagle", "default", "LlamaForCausalLM", "LlamaForCausalLM"),
+        ("eagle", "sglang", "LlamaForCausalLM", "LlamaForCausalLMEagle"),
+        ("eagle", "sglang", "Qwen2ForCausalLM", "Qwen2ForCausalLMEagle"),
+    ],
+)
+def test_architecture_names_by_flavour(kind: str, flavour: str, found: str, written: str) -> None:
+    assert flavoured_architecture(kind, flavour, found) == written
+
+
+def test_facts_are_read_from_a_head(oracle_files: OracleFiles) -> None:
+    facts = HeadFacts.of(open_head(oracle_files.head("mapped")), target_layers=8)
+    assert (facts.kind, facts.draft_vocab, facts.target_vocab, facts.num_taps) == ("eagle3", 640, 2048, 3)
+    facts = HeadFacts.of(open_head(oracle_files.head("eagle1")))
+    assert (facts.kind, facts.num_taps, facts.nonzero_fc_bias) == ("eagle", 0, False)

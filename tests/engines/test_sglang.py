@@ -1,0 +1,88 @@
+"""SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended, rows split right over two ranks."""
+
+import socket
+
+import pytest
+from engines import oracle
+from engines.artifacts import OracleFiles, expected_ids
+from engines.protocol import Json, ask_together
+
+pytestmark = pytest.mark.engine("sglang")
+
+EAGLE3_CASES = {
+    "full head to 640": ("full", 640, None),
+    "full head to 100, padded to 128 rows": ("full", 100, None),
+    "frequency order, int32, layers.0., to 320": ("mapped_by_frequency", 320, 640),
+    "rows from the target, to 640": ("target_rows", 640, None),
+}
+
+
+def load(files: OracleFiles, jobs: list[Json], ranks: int = 1) -> list[list[Json]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    jobs = [{"target": str(files.target), **job} for job in jobs]
+    return ask_together("sglang_worker.py", jobs, [(rank, ranks, port) for rank in range(ranks)])
+
+
+@pytest.fixture(scope="module")
+def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
+    jobs: dict[str, Json] = {
+        name: {"head": str(oracle_files.artifact(head, size)), "algorithm": "EAGLE3"}
+        for name, (head, size, _) in EAGLE3_CASES.items()
+    }
+    artifact = oracle_files.artifact("eagle1", 320, "--for", "sglang")
+    token_map = str(artifact / "freq_320.pt")
+    jobs["EAGLE-2"] = {"head": str(artifact), "algorithm": "EAGLE", "token_map": token_map}
+    jobs["EAGLE-2 unconverted"] = {"head": str(oracle_files.head("eagle1")), "algorithm": "EAGLE", "token_map": None}
+    jobs["token map"] = {"token_map": token_map}
+    jobs["token map of an EAGLE-3 artifact"] = {"token_map": str(oracle_files.artifact("full", 640) / "freq_640.pt")}
+    (results,) = load(oracle_files, list(jobs.values()))
+    return dict(zip(jobs, results, strict=True))
+
+
+@pytest.mark.parametrize("name", EAGLE3_CASES)
+def test_an_eagle3_artifact_loads_completely(loaded: dict[str, Json], name: str) -> None:
+    _, draft_vocab, trained = EAGLE3_CASES[name]
+    result = loaded[name]
+    assert "error" not in result, result
+    assert result["class"] == "LlamaForCausalLMEagle3"
+    assert result["unloaded"] == []
+    assert result["hot_token_ids"] == expected_ids(draft_vocab, trained)
+    assert result["lm_head_rows_of_file"] == draft_vocab
+    assert result["lm_head_rows"] == -(-draft_vocab // 64) * 64
+    assert result["lm_head_equal"]
+    assert result["fc_equal"]
+    assert result["embedding_is_targets"]
+
+
+def test_the_token_map_is_read_in_rank_order(loaded: dict[str, Json]) -> None:
+    for name, size in (("token map", 320), ("token map of an EAGLE-3 artifact", 640)):
+        found = loaded[name]["token_map"]
+        assert sorted(found) == expected_ids(size)
+        ranked = [token for token in oracle.ranked_ids() if token not in (oracle.BOS, oracle.EOS)]
+        assert found[2:] == ranked[: size - 2]
+
+
+def test_an_eagle2_head_with_its_token_map(loaded: dict[str, Json]) -> None:
+    result = loaded["EAGLE-2"]
+    assert "error" not in result, result
+    assert result["class"] == "LlamaForCausalLMEagle"
+    assert result["unloaded"] == []
+    assert result["hot_token_ids"] == loaded["token map"]["token_map"]
+    assert result["lm_head_rows"] == 320
+    assert result["lm_head_equal"]
+    assert result["fc_equal"]
+
+
+def test_an_unconverted_eagle2_head_would_not_be_a_draft_head(loaded: dict[str, Json]) -> None:
+    assert "error" in loaded["EAGLE-2 unconverted"]
+
+
+def test_two_tensor_parallel_ranks_hold_their_own_rows(oracle_files: OracleFiles) -> None:
+    jobs = [{"head": str(oracle_files.artifact("full", 640)), "algorithm": "EAGLE3"}]
+    for (result,) in load(oracle_files, jobs, ranks=2):
+        assert result["unloaded"] == []
+        assert result["lm_head_rows"] == result["lm_head_rows_of_file"] == 320
+        assert result["lm_head_equal"]
+        assert result["hot_token_ids"] == expected_ids(640)
