@@ -112,6 +112,9 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
         return _close_pipe()
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted; nothing half-written is left behind", 1, debug)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context is not None else ""

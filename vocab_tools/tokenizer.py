@@ -84,14 +84,14 @@ def check_tokenizer(
         TokenizerError: the hashes differ.
     """
     if tokenizer_hash is None:
-        return [f"{where} does not say which tokenizer made it; ids are taken to be those of {tokenizer.source}"]
+        return [f"{where}: no tokenizer recorded; ids are taken to be those of {tokenizer.source}"]
     if tokenizer_hash != tokenizer.tokenizer_hash:
         raise TokenizerError(
-            f"{where} was made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
+            f"{where}: made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
             f"{tokenizer.tokenizer_hash}. Name the tokenizer that was used then, or count again with this one."
         )
     if chat_template_hash is not None and chat_template_hash != tokenizer.chat_template_hash:
-        return [f"{where} was made with another chat template than that of {tokenizer.source}; the ids agree"]
+        return [f"{where}: made with another chat template than that of {tokenizer.source}; the ids agree"]
     return []
 
 

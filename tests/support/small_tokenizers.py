@@ -1,0 +1,89 @@
+"""Small tokenizers made on the spot, with the traits that matter: byte-level or byte fallback, ids in merge order or not."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+TEXT = [
+    "The quick brown fox jumps over the lazy dog, again and again and again.",
+    "def main():\n    return [i for i in range(10)]\n",
+    "Ein schneller brauner Fuchs springt über den faulen Hund. 你好，世界",
+] * 4
+
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKERS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_level_bpe(vocab_size: int = 360, added: list[str] | None = None) -> Tokenizer:
+    """Byte-level BPE: the added tokens first, then 256 bytes, then merges in order."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=MARKERS if added is None else added,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def byte_fallback_bpe() -> Tokenizer:
+    """SentencePiece-like BPE: markers, 256 byte tokens, merges, and the characters after all merges."""
+    merges = [("h", "e"), ("he", "l"), ("hel", "l"), ("▁", "hell")]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += [left + right for left, right in merges]
+    tokens += ["▁", "h", "e", "l", "o"]
+    vocab = {token: position for position, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback()])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def word_level() -> Tokenizer:
+    """No BPE at all."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def reversed_ids(tokenizer: Tokenizer) -> Tokenizer:
+    """The same BPE with the ids of all ordinary tokens reversed, so that they no longer follow the merges."""
+    state = json.loads(tokenizer.to_str())
+    added = {token["id"] for token in state["added_tokens"]}
+    ordinary = sorted(set(state["model"]["vocab"].values()) - added)
+    new_id = dict(zip(ordinary, reversed(ordinary), strict=True))
+    state["model"]["vocab"] = {text: new_id.get(i, i) for text, i in state["model"]["vocab"].items()}
+    return Tokenizer.from_str(json.dumps(state))
+
+
+def with_reserved(tokenizer: Tokenizer, count: int) -> Tokenizer:
+    """Append reserved special tokens."""
+    tokenizer.add_special_tokens([AddedToken(f"<|reserved_{i}|>", special=True) for i in range(count)])
+    return tokenizer
+
+
+def write_folder(
+    folder: Path,
+    tokenizer: Tokenizer,
+    chat_template: str | None = CHATML,
+    generation_config: dict[str, object] | None = None,
+    **config: object,
+) -> Path:
+    """Write a tokenizer folder as a model repository has it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    values = dict(config)
+    if chat_template is not None:
+        values["chat_template"] = chat_template
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder

@@ -1,0 +1,182 @@
+import json
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.coverage import (
+    MEAN,
+    held_out_shares,
+    measure_coverage,
+    source_shares,
+    tokens_for_sizing,
+    training_shares,
+)
+from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from hypothesis import given
+from hypothesis import strategies as st
+from support.token_counts import source, token_counts
+
+
+def vocab(ids: list[int], forced: int = 0, target_vocab: int = 10, **provenance: str) -> DraftVocab:
+    return DraftVocab(np.array(ids), forced, target_vocab, provenance)
+
+
+def test_by_hand() -> None:
+    # Ranked 5, 0, 7, 3. Documents: (5, 5, 7, 9) and (0, 3).
+    report = measure_coverage(vocab([5, 0, 7, 3]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]]), sizes=[1, 2, 3, 4])
+    text = report.sources[0]
+    assert report.sizes == (1, 2, 3, 4)
+    assert text.coverage.tolist() == pytest.approx([2 / 6, 3 / 6, 4 / 6, 5 / 6])
+    # The first ids 0; 0, 1; 0, 1, 2; 0 to 3.
+    assert text.baseline.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 2 / 6])
+    assert (text.part, text.documents, text.tokens) == ("held-out", 2, 6)
+    assert report.at("text") == pytest.approx(5 / 6)
+    assert report.at("text", 1) == pytest.approx(2 / 6)
+
+
+def test_interval_of_two_documents_by_hand() -> None:
+    # Drawing two of two documents with replacement gives both first (1/4), both second (1/4) or one of each (1/2),
+    # so coverage is 3/4, 0 or 3/6, and the 95% interval spans the extremes.
+    report = measure_coverage(vocab([5, 7]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]]), bootstrap=2000)
+    text = report.sources[0]
+    assert text.low is not None
+    assert text.high is not None
+    assert (text.low[-1], text.high[-1]) == (0.0, 0.75)
+    assert text.coverage[-1] == pytest.approx(3 / 6)
+
+
+def test_interval_narrows_as_the_square_root_of_documents() -> None:
+    rng = np.random.default_rng(0)
+    widths = []
+    for documents in (50, 5000):
+        drawn = [rng.integers(0, 10, 20).tolist() for _ in range(documents)]
+        text = measure_coverage(vocab([0, 1, 2]), token_counts([1] * 10, drawn)).sources[0]
+        assert text.low is not None
+        assert text.high is not None
+        assert text.low[-1] < 0.3 < text.high[-1]
+        widths.append(text.high[-1] - text.low[-1])
+    # Binomial: 2 · 1.96 · sqrt(0.3 · 0.7 / 1000 tokens) = 0.057 for 50 documents.
+    assert widths[0] == pytest.approx(0.057, rel=0.35)
+    assert widths[1] == pytest.approx(0.0057, rel=0.25)
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    counts = token_counts([1] * 10, [[1, 2], [3, 4, 5], [0], [7, 7]])
+    first, again, other = (measure_coverage(vocab([1, 3, 7]), counts, seed=seed) for seed in (0, 0, 1))
+    assert first.to_json() == again.to_json()
+    assert first.sources[0].coverage.tolist() == other.sources[0].coverage.tolist()
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 11), max_size=6), min_size=1, max_size=8).filter(any),
+    st.permutations(range(12)),
+    st.integers(1, 12),
+)
+def test_against_a_loop(documents: list[list[int]], order: list[int], size: int) -> None:
+    report = measure_coverage(
+        vocab(order[:size], target_vocab=12), token_counts([1] * 12, documents), range(1, size + 1), bootstrap=20
+    )
+    tokens = [token for document in documents for token in document]
+    for position, smaller in enumerate(report.sizes):
+        covered = sum(token in order[:smaller] for token in tokens)
+        assert report.sources[0].coverage[position] == pytest.approx(covered / len(tokens))
+        assert report.sources[0].baseline[position] == pytest.approx(sum(t < smaller for t in tokens) / len(tokens))
+
+
+def test_sources_and_their_weighted_mean() -> None:
+    counts = TokenCounts(
+        (
+            source([1] * 10, [[0, 0, 1, 9], [0]], name="chat", weight=3),
+            source([1] * 10, [[9, 9], [0, 9]], name="code", weight=1),
+        ),
+        None,
+    )
+    report = measure_coverage(vocab([0, 1]), counts)
+    assert [entry.name for entry in report.sources] == ["chat", "code", MEAN]
+    assert report.at("chat") == pytest.approx(4 / 5)
+    assert report.at("code") == pytest.approx(1 / 4)
+    assert report.at(MEAN) == pytest.approx(0.75 * 4 / 5 + 0.25 * 1 / 4)
+    other = measure_coverage(vocab([0, 1]), counts, weights={"chat": 1})
+    assert other.at(MEAN) == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
+    with pytest.raises(UsageError, match="no source is named 'prose'"):
+        measure_coverage(vocab([0, 1]), counts, weights={"prose": 1})
+
+
+def test_losing_to_the_first_ids_is_warned_about() -> None:
+    counts = TokenCounts((source([1] * 10, [[0, 1]], name="code"), source([1] * 10, [[8, 9]], name="chat")), None)
+    report = measure_coverage(vocab([8, 9]), counts)
+    assert len([warning for warning in report.warnings if "first 2 ids" in warning]) == 1
+    assert report.warnings[0].startswith("source 'code': the ranking covers 0.00%, less than the 100.00%")
+    assert measure_coverage(vocab([0, 1]), counts).warnings == ()
+
+
+def test_forced_ids_are_in_the_baseline_too() -> None:
+    report = measure_coverage(vocab([9, 5], forced=1), token_counts([1] * 10, [[9, 0, 1]]))
+    assert report.sources[0].baseline[-1] == pytest.approx(2 / 3)
+
+
+def test_counted_text_is_named_as_such() -> None:
+    report = measure_coverage(vocab([0, 1]), token_counts([6, 2, 2]), sizes=[1, 2])
+    text = report.sources[0]
+    assert (text.part, text.documents, text.tokens) == ("counted", 0, 10)
+    assert text.coverage.tolist() == pytest.approx([0.6, 0.8])
+    assert text.low is None
+    assert "optimistic" in report.warnings[0]
+    assert "counted" in report.table()
+
+
+def test_ids_beyond_the_target_are_missed() -> None:
+    report = measure_coverage(vocab([0, 1], target_vocab=2), token_counts([1] * 4, [[0, 3]]))
+    assert report.at("text") == pytest.approx(0.5)
+
+
+def test_sizes() -> None:
+    ranked = rank_vocabulary(token_counts(list(range(9000, 0, -1)), [[1, 2, 3]]), size=8000, forced=[5, 6])
+    report = measure_coverage(ranked, token_counts([1] * 9000, [[1, 2, 3], [4]]))
+    assert report.shown == (1024, 2048, 4096, 8000)
+    assert set(report.shown) <= set(report.sizes)
+    assert report.sizes[0] >= 256
+    assert list(report.sizes) == sorted(set(report.sizes))
+    with pytest.raises(UsageError, match="sizes from 2 to 8000"):
+        measure_coverage(ranked, token_counts([1] * 9000, [[1]]), sizes=[1])
+    unranked = DraftVocab(np.arange(10), 0, 20, ranked=False)
+    assert measure_coverage(unranked, token_counts([1] * 20, [[1]])).sizes == (10,)
+
+
+def test_json_and_table() -> None:
+    report = measure_coverage(vocab([5, 0, 7, 3]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]]), sizes=[2, 4])
+    value = json.loads(json.dumps(report.to_json()))
+    assert value["sizes"] == [2, 4]
+    assert value["sources"][0]["coverage"] == [0.5, 0.833333]
+    lines = report.table().splitlines()
+    assert lines[0].split() == ["source", "text", "size", "covered", "95%", "interval", "first", "ids", "difference"]
+    assert "83.33%" in lines[2]
+    assert "+50.00" in lines[2]
+
+
+def test_refusals() -> None:
+    with pytest.raises(TokenizerError, match="made with tokenizer sha256:a"):
+        measure_coverage(vocab([0], tokenizer_hash="sha256:a"), token_counts([1], [[0]], "sha256:b"))
+    with pytest.raises(VocabularyError, match="holds no tokens"):
+        measure_coverage(vocab([0]), token_counts([0, 0]))
+
+
+def test_shares() -> None:
+    counts = TokenCounts(
+        (source([8, 2], [[0]], name="a", weight=1), source([0, 5], [[1, 1]], name="b", weight=3)), None
+    )
+    assert source_shares(counts).tolist() == [0.25, 0.75]
+    assert training_shares(counts).tolist() == pytest.approx([0.2, 0.8])
+    held = held_out_shares(counts)
+    assert held is not None
+    assert held.tolist() == pytest.approx([0.25, 0.75])
+    assert tokens_for_sizing(counts)[1] == "held-out"
+    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b")), None)
+    assert held_out_shares(partly) is None
+    assert tokens_for_sizing(partly)[1] == "counted"
+    # A source that weighs nothing need not have a held-out part.
+    assert tokens_for_sizing(partly, {"b": 0})[1] == "held-out"
+    with pytest.raises(UsageError, match="not all 0"):
+        source_shares(counts, {"a": 0, "b": 0})

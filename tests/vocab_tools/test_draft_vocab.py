@@ -1,0 +1,100 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+
+
+def make(ids: list[int] | None = None, forced: int = 1, **options: object) -> DraftVocab:
+    return DraftVocab(np.array([2, 9, 0, 7] if ids is None else ids), forced, 10, {"method": "counts"}, **options)
+
+
+def test_rows_and_ranks_of_the_worked_example() -> None:
+    vocab = make()
+    assert vocab.ascending_ids.tolist() == [0, 2, 7, 9]
+    assert vocab.rank_of_row.tolist() == [2, 0, 3, 1]
+    assert vocab.target_ids[vocab.rank_of_row].tolist() == vocab.ascending_ids.tolist()
+    assert vocab.prefix(2).target_ids.tolist() == [2, 9]
+    assert vocab.prefix(2).num_forced == 1
+
+
+def test_prefix_bounds() -> None:
+    vocab = make(forced=2)
+    assert vocab.prefix(4) is vocab
+    with pytest.raises(UsageError, match="of 1 asked for, but 2 ids are forced"):
+        vocab.prefix(1)
+    with pytest.raises(UsageError, match="of 5 asked for, but only 4"):
+        vocab.prefix(5)
+    with pytest.raises(UsageError, match="ascending order"):
+        make(ranked=False).prefix(3)
+    with pytest.raises(UsageError, match="of 0 asked for"):
+        make(forced=0).prefix(0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "holds no ids"),
+        ([1, 2, 1], "id 1 appears again at position 2"),
+        ([1, 10], "id 10 at position 1 is outside the target's vocabulary of 10"),
+        ([-1], "id -1 at position 0"),
+    ],
+)
+def test_bad_ids(ids: list[int], message: str) -> None:
+    with pytest.raises(VocabularyError, match=message):
+        make(np.array(ids, np.int64), forced=0)
+
+
+def test_ids_cannot_be_changed_behind_its_back() -> None:
+    ids = np.array([3, 1])
+    vocab = DraftVocab(ids, 0, 10)
+    ids[0] = 1
+    assert vocab.target_ids.tolist() == [3, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        vocab.target_ids[0] = 5
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.json"
+    vocab = make(forced=2)
+    vocab.save(path)
+    again = DraftVocab.load(path)
+    assert again.target_ids.tolist() == vocab.target_ids.tolist()
+    assert (again.num_forced, again.target_vocab, again.ranked) == (2, 10, True)
+    assert again.provenance == {"method": "counts"}
+    assert [file.name for file in tmp_path.iterdir()] == ["vocab.json"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "not an eagle-slim draft vocabulary"),
+        ({"version": 9}, "version 9"),
+        ({"target_ids": [1, 1]}, "appears again"),
+        ({"target_ids": [1.0]}, "flat list of integers"),
+        ({"target_ids": [True]}, "flat list of integers"),
+        ({"target_ids": [2**70]}, "does not fit"),
+        ({"num_forced": 7}, "7 forced ids among 4"),
+        ({"target_vocab": "10"}, "target_vocab: expected int, found str"),
+        ({"provenance": None}, "provenance: expected dict"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, change: dict, message: str) -> None:
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps({**make().to_json(), **change}))
+    with pytest.raises(VocabularyError, match=message) as caught:
+        DraftVocab.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_missing_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(VocabularyError, match="no such file"):
+        DraftVocab.load(tmp_path / "none.json")
+    (tmp_path / "half.json").write_text('{"format": ')
+    with pytest.raises(VocabularyError, match="not readable as JSON"):
+        DraftVocab.load(tmp_path / "half.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(VocabularyError, match="not readable as JSON"):
+        DraftVocab.load(tmp_path / "deep.json")

@@ -1,0 +1,210 @@
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
+from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from support.small_tokenizers import byte_level_bpe, with_reserved, write_folder
+from support.token_counts import source, token_counts
+
+
+def test_the_worked_example() -> None:
+    ranked = rank_vocabulary(token_counts([5, 9, 9, 0, 7]), forced=[3])
+    assert ranked.target_ids.tolist() == [3, 1, 2, 4, 0]
+    assert ranked.num_forced == 1
+
+
+def test_forced_ids_are_ordered_by_count_then_id() -> None:
+    ranked = rank_vocabulary(token_counts([5, 9, 9, 0, 7, 0, 1]), forced=[6, 5, 3, 2])
+    assert ranked.target_ids.tolist() == [2, 6, 3, 5, 1, 4, 0]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    counts = draw(st.lists(st.integers(0, 5), min_size=3, max_size=60))
+    ids = st.integers(0, len(counts) - 1)
+    forced = draw(st.lists(ids, unique=True, max_size=len(counts) - 2))
+    size = draw(st.integers(max(1, len(forced)), len(counts) - 1))
+    return counts, forced, size
+
+
+@given(cases())
+def test_invariants(case: tuple[list[int], list[int], int]) -> None:
+    counts, forced, size = case
+    ranked = rank_vocabulary(token_counts(counts), size=size, forced=forced)
+    ids = ranked.target_ids.tolist()
+    assert len(ids) == len(set(ids)) == size
+    assert set(forced) == set(ids[: len(forced)])
+    for part in (ids[: len(forced)], ids[len(forced) :]):
+        assert part == sorted(part, key=lambda i: (-counts[i], i))
+    left_out = set(range(len(counts))) - set(ids)
+    chosen = ids[len(forced) :]
+    if chosen and left_out:
+        worst = (-counts[chosen[-1]], chosen[-1])
+        assert worst < min((-counts[i], i) for i in left_out)
+
+
+@given(cases(), st.data())
+def test_nesting(case: tuple[list[int], list[int], int], data: st.DataObject) -> None:
+    counts, forced, size = case
+    smaller = data.draw(st.integers(max(1, len(forced)), size))
+    large = rank_vocabulary(token_counts(counts), size=size, forced=forced)
+    small = rank_vocabulary(token_counts(counts), size=smaller, forced=forced)
+    assert large.prefix(smaller).target_ids.tolist() == small.target_ids.tolist()
+
+
+def test_weights_decide_between_sources() -> None:
+    counts = TokenCounts((source([0, 10, 0, 0], name="chat"), source([0, 0, 1000, 0], name="code")), None)
+    even = rank_vocabulary(counts, size=2, forced=[])
+    assert even.target_ids.tolist() == [1, 2]
+    assert rank_vocabulary(counts, size=1, forced=[], weights={"code": 3}).target_ids.tolist() == [2]
+    assert rank_vocabulary(counts, size=1, forced=[], weights={"chat": 3}).target_ids.tolist() == [1]
+
+
+def test_size_errors_name_both_numbers() -> None:
+    counts = token_counts([1, 2, 3, 4])
+    with pytest.raises(UsageError, match="of 1 is smaller than the 2 forced ids"):
+        rank_vocabulary(counts, size=1, forced=[0, 1])
+    with pytest.raises(UsageError, match="of 4 is not smaller than the 4 real tokens"):
+        rank_vocabulary(counts, size=4, forced=[])
+    with pytest.raises(UsageError, match="exclude each other"):
+        rank_vocabulary(counts, size=2, coverage=0.9)
+    with pytest.raises(UsageError, match="at least one id"):
+        rank_vocabulary(counts, size=0, forced=[])
+    with pytest.raises(UsageError, match="forced id 4 is no token"):
+        rank_vocabulary(counts, size=2, forced=[4])
+
+
+def test_a_size_off_64_is_kept_with_a_warning() -> None:
+    counts = token_counts([1] * 300)
+    odd = rank_vocabulary(counts, size=100, forced=[])
+    assert odd.size == 100
+    assert "not a multiple of 64" in odd.warnings[0]
+    assert "128" in odd.warnings[0]
+    assert rank_vocabulary(counts, size=128, forced=[]).warnings == ()
+
+
+def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
+    # 20 rows beyond the tokenizer, with the largest counts of all: a broken corpus must not bring them in.
+    counts = token_counts([1] * tokenizer.vocab_size + [1000] * 20, tokenizer_hash=tokenizer.tokenizer_hash)
+    ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
+    assert ranked.target_ids.max() < tokenizer.vocab_size
+    assert ranked.target_vocab == tokenizer.vocab_size + 20
+    with pytest.raises(UsageError, match=f"not smaller than the {tokenizer.vocab_size} real tokens"):
+        rank_vocabulary(counts, size=tokenizer.vocab_size, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
+    fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
+    assert fewer.target_ids.max() == 279
+
+
+def test_forced_ids_beyond_the_target_are_warned_about(tmp_path: Path) -> None:
+    # As with Gemma-3, whose last token lies outside the embedding rows of the text-only model.
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", with_reserved(byte_level_bpe(300), 1)))
+    forced = forced_ids(tokenizer, extra=[300])
+    ranked = rank_vocabulary(token_counts([1] * 301), tokenizer=tokenizer, forced=forced, target_vocab=300)
+    assert 300 not in ranked.target_ids
+    assert any("300" in warning and "outside" in warning for warning in ranked.warnings)
+
+
+def test_counts_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
+    with pytest.raises(TokenizerError, match="the counts: made with another tokenizer"):
+        rank_vocabulary(token_counts([1] * 300, tokenizer_hash="sha256:other"), tokenizer=tokenizer)
+
+
+def test_coverage_finds_the_smallest_size_on_the_held_out_part() -> None:
+    # Ranked 0, 1, 2, ... by counts; the held-out text has 90 tokens in the first 100 ids and 10 beyond them.
+    counts = token_counts(list(range(400, 0, -1)), [list(range(90)), list(range(110, 120))])
+    found = rank_vocabulary(counts, coverage=0.9, forced=[])
+    assert found.size == 128
+    account = found.provenance["size_from_coverage"]
+    assert account["smallest"] == 90
+    assert account["measured_on"] == "held-out"
+    assert account["reached"] == pytest.approx(1.0)
+    assert rank_vocabulary(counts, coverage=0.901, forced=[]).provenance["size_from_coverage"]["smallest"] == 111
+
+
+def test_coverage_without_a_held_out_part_says_so() -> None:
+    found = rank_vocabulary(token_counts([80, 10, 6, 4, 0]), coverage=0.9, forced=[])
+    assert found.provenance["size_from_coverage"] == {
+        "asked": 0.9,
+        "measured_on": "counted",
+        "smallest": 2,
+        "reached": pytest.approx(1.0),
+    }
+    # 64 would be the rounded size; there are five tokens, so four can be had.
+    assert found.size == 4
+
+
+def test_unreachable_coverage_names_the_best() -> None:
+    with pytest.raises(UsageError, match="the largest draft vocabulary, 2 ids, covers 0.666667"):
+        rank_vocabulary(token_counts([1, 1, 1]), coverage=1.0, forced=[])
+    with pytest.raises(UsageError, match="not a share"):
+        rank_vocabulary(token_counts([1, 1, 1]), coverage=99, forced=[])
+
+
+def test_a_found_size_holds_the_forced_ids() -> None:
+    found = rank_vocabulary(token_counts([100, *[0] * 299]), coverage=0.5, forced=list(range(200, 300)))
+    assert found.size == 128
+    assert found.num_forced == 100
+
+
+def test_repruning_chooses_only_trained_ids() -> None:
+    trained = [1, 3, 5, 7]
+    forced = ForcedIds(np.array([0, 3]), {0: "eos", 3: "bos"})
+    ranked = rank_vocabulary(token_counts([9, 1, 9, 2, 9, 3, 9, 4]), forced=forced, candidates=trained)
+    assert ranked.target_ids.tolist() == [3, 7, 5, 1]
+    assert ranked.provenance["forced_but_untrained"] == [0]
+    assert any("never trained" in warning and "0" in warning for warning in ranked.warnings)
+    whole = rank_vocabulary(token_counts([9] * 8), size=4, forced=forced, candidates=trained)
+    assert whole.ascending_ids.tolist() == trained
+    with pytest.raises(UsageError, match="of 5 asked for, but the head was trained on 4"):
+        rank_vocabulary(token_counts([9] * 8), size=5, forced=[], candidates=trained)
+    with pytest.raises(VocabularyError, match="appears again"):
+        rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
+
+
+def test_order_by_ids_is_the_first_ids_and_the_forced_ones() -> None:
+    ranked = rank_by_order(size=4, forced=[7, 5], target_vocab=10)
+    assert ranked.target_ids.tolist() == [5, 7, 0, 1]
+    with pytest.raises(UsageError, match="needs the tokenizer or the size"):
+        rank_by_order(size=4)
+
+
+def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
+    ranked = rank_by_order([4, 2, 8, 6], forced=[8], target_vocab=10)
+    assert ranked.target_ids.tolist() == [8, 4, 2, 6]
+    added = rank_by_order([4, 2, 8, 6], forced=[9], target_vocab=10)
+    assert added.target_ids.tolist() == [9, 4, 2, 8]
+    assert any("lacks 1 forced ids" in warning for warning in added.warnings)
+    with pytest.raises(UsageError, match="has 4 usable ids"):
+        rank_by_order([4, 2, 8, 6], size=5, forced=[], target_vocab=10)
+    with pytest.raises(VocabularyError, match="outside"):
+        rank_by_order([4, 12], forced=[], target_vocab=10)
+
+
+@given(st.permutations(range(12)), st.sets(st.integers(0, 11), max_size=5))
+def test_order_and_forced_ids(order: list[int], forced: set[int]) -> None:
+    ids = rank_by_order(order, size=11, forced=sorted(forced), target_vocab=12).target_ids.tolist()
+    expected = [i for i in order if i in forced] + [i for i in order if i not in forced]
+    assert ids == expected[:11]
+
+
+def test_provenance_tells_sources_and_reasons(tmp_path: Path) -> None:
+    tokenizer: LoadedTokenizer = load_tokenizer(
+        write_folder(tmp_path / "t", byte_level_bpe(300), eos_token="<|im_end|>")
+    )
+    counts = replace(token_counts([1] * 300), tokenizer_hash=tokenizer.tokenizer_hash)
+    ranked = rank_vocabulary(counts, size=290, tokenizer=tokenizer)
+    assert ranked.provenance["sources"] == [
+        {"name": "text", "weight": 1.0, "tokens": 300, "provenance": {"made": "by hand"}}
+    ]
+    assert ranked.provenance["tokenizer_hash"] == tokenizer.tokenizer_hash
+    assert "eos" in ranked.provenance["forced"]["2"]

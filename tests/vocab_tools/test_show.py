@@ -1,0 +1,90 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools.show import readable_token, show_vocabulary, token_kind
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
+from support.token_counts import token_counts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
+    added = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a\u200bb\x1b[31m"]
+    return load_tokenizer(
+        write_folder(tmp_path_factory.mktemp("t"), byte_level_bpe(360, added), eos_token="<|im_end|>")
+    )
+
+
+@pytest.mark.parametrize(
+    ("token", "shown", "kind"),
+    [
+        ("Ġ", " ", "white space"),
+        ("Ċ", "\\n", "white space"),
+        ("A", "A", "Latin"),
+        ("Ġagain", " again", "Latin"),
+        ("ä", "\\xe4", "part of a character"),
+        ("7", "7", "digits"),
+        ("(", "(", "punctuation and symbols"),
+        ("\\", "\\\\", "punctuation and symbols"),
+        ("Ā", "\\x00", "control characters"),
+        ("<|im_end|>", "<|im_end|>", "special or added"),
+        ("a\u200bb\x1b[31m", "a\\u200bb\\x1b[31m", "special or added"),
+    ],
+)
+def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer, token: str, shown: str, kind: str) -> None:
+    token_id = tokenizer.vocab[token]
+    assert readable_token(tokenizer, token_id) == shown
+    assert token_kind(tokenizer, token_id) == kind
+
+
+def test_sentencepiece_spelling(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_fallback_bpe()))
+    assert readable_token(tokenizer, tokenizer.vocab["▁hell"]) == " hell"
+    assert readable_token(tokenizer, tokenizer.vocab["<0xE4>"]) == "\\xe4"
+
+
+def test_listing(tokenizer: LoadedTokenizer) -> None:
+    counts = token_counts([0] * 300 + list(range(60, 0, -1)))
+    vocab = rank_vocabulary(counts, size=300, tokenizer=tokenizer)
+    listing = show_vocabulary(vocab, tokenizer, counts, limit=3)
+    assert (listing.size, listing.num_forced, listing.real_tokens) == (300, len(listing.forced), 360)
+    assert [row.token_id for row in listing.held] == [300, 301, 302]
+    assert [row.rank for row in listing.held] == [vocab.num_forced, vocab.num_forced + 1, vocab.num_forced + 2]
+    assert [row.count for row in listing.held] == [60.0, 59.0, 58.0]
+    assert listing.last[-1].rank == 299
+    first_out = 300 + (300 - vocab.num_forced)
+    assert [row.token_id for row in listing.left_out] == [first_out, first_out + 1, first_out + 2]
+    assert all(row.reason for row in listing.forced)
+    end = next(row for row in listing.forced if row.text == "<|im_end|>")
+    assert end.reason is not None
+    assert end.reason.startswith("eos")
+    assert sum(entry.existing for entry in listing.composition) == 360
+    assert sum(entry.held for entry in listing.composition) == 300
+    assert {"Latin", "part of a character", "special or added"} <= {entry.kind for entry in listing.composition}
+    json.dumps(listing.to_json())
+    text = listing.text()
+    assert "300 of 360 tokens" in text
+    assert "\x1b" not in text
+
+
+def test_without_counts_left_out_ids_ascend(tokenizer: LoadedTokenizer) -> None:
+    listing = show_vocabulary(DraftVocab(np.array([0, 5, 1]), 0, 400), tokenizer, limit=4)
+    assert [row.token_id for row in listing.left_out] == [2, 3, 4, 6]
+    assert [row.token_id for row in listing.held] == [0, 5, 1]
+    assert listing.last == ()
+    assert listing.held[0].count is None
+
+
+def test_refusals(tokenizer: LoadedTokenizer) -> None:
+    with pytest.raises(TokenizerError, match="id 380 of the vocabulary belongs to no token"):
+        show_vocabulary(DraftVocab(np.array([380]), 0, 400), tokenizer)
+    with pytest.raises(TokenizerError, match="another tokenizer"):
+        show_vocabulary(DraftVocab(np.array([1]), 0, 400, {"tokenizer_hash": "sha256:0"}), tokenizer)
+    with pytest.raises(TokenizerError, match="the counts: made with another tokenizer"):
+        show_vocabulary(DraftVocab(np.array([1]), 0, 400), tokenizer, token_counts([1], None, "sha256:0"))

@@ -1,0 +1,299 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
+from eagle_slim.vocab_tools.forced import forced_ids
+from eagle_slim.vocab_tools.loaded_tokenizer import bytes_of_symbols
+from eagle_slim.vocab_tools.tokenizer import check_tokenizer, load_tokenizer
+from support.small_tokenizers import (
+    CHATML,
+    byte_fallback_bpe,
+    byte_level_bpe,
+    reversed_ids,
+    with_reserved,
+    word_level,
+    write_folder,
+)
+from tokenizers import Tokenizer, normalizers
+
+
+def test_folder_file_and_relative_path_give_one_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "model", byte_level_bpe(), eos_token="<|im_end|>")
+    by_folder, by_file = load_tokenizer(folder), load_tokenizer(folder / "tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    by_name = load_tokenizer("model")
+    assert by_folder.tokenizer_hash == by_file.tokenizer_hash == by_name.tokenizer_hash
+    assert by_file.chat_template == CHATML
+    assert by_file.special_tokens["eos_token"] == "<|im_end|>"
+    assert by_folder.vocab_size == 360
+    assert by_folder.real_ids.tolist() == list(range(360))
+
+
+def test_truncation_and_padding_in_the_file_are_switched_off(tmp_path: Path) -> None:
+    tokenizer = byte_level_bpe()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=50)
+    loaded = load_tokenizer(write_folder(tmp_path / "t", tokenizer))
+    assert loaded.backend.decode(loaded.backend.encode("The quick brown fox").ids) == "The quick brown fox"
+
+
+def test_holes_are_not_real_ids(tmp_path: Path) -> None:
+    state = json.loads(byte_level_bpe().to_str())
+    state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if v not in (10, 11)}
+    state["model"]["merges"] = []
+    loaded = load_tokenizer(write_folder(tmp_path / "t", Tokenizer.from_str(json.dumps(state))))
+    assert 10 not in loaded.real_ids
+    assert loaded.vocab_size == 360
+    assert loaded.token_texts[10] is None
+    assert loaded.token_bytes(10) == b""
+
+
+def test_hash_sees_ids_special_flags_normaliser_and_pre_tokeniser_only(tmp_path: Path) -> None:
+    base = load_tokenizer(write_folder(tmp_path / "base", byte_level_bpe()))
+    same = load_tokenizer(write_folder(tmp_path / "same", byte_level_bpe(), chat_template="{{ messages }}"))
+    assert same.tokenizer_hash == base.tokenizer_hash
+    assert same.chat_template_hash != base.chat_template_hash
+    normalised = byte_level_bpe()
+    normalised.normalizer = normalizers.NFC()
+    unspecial = json.loads(byte_level_bpe().to_str())
+    unspecial["added_tokens"][1]["special"] = False
+    others = [
+        normalised,
+        reversed_ids(byte_level_bpe()),
+        Tokenizer.from_str(json.dumps(unspecial)),
+        byte_level_bpe(359),
+    ]
+    hashes = {
+        load_tokenizer(write_folder(tmp_path / f"other{i}", other)).tokenizer_hash for i, other in enumerate(others)
+    }
+    assert len(hashes) == 4
+    assert base.tokenizer_hash not in hashes
+    assert base.tokenizer_hash.startswith("sha256:")
+
+
+def test_hash_is_the_same_after_saving_again(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_fallback_bpe()))
+    again = load_tokenizer(write_folder(tmp_path / "b", loaded.backend))
+    assert again.tokenizer_hash == loaded.tokenizer_hash
+
+
+def test_check_tokenizer(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe()))
+    assert check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", loaded.chat_template_hash) == []
+    assert "no tokenizer recorded" in check_tokenizer(loaded, None, "x.json")[0]
+    assert "chat template" in check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", "sha256:0")[0]
+    with pytest.raises(TokenizerError, match=r"x.json: made with another tokenizer: expected sha256:0"):
+        check_tokenizer(loaded, "sha256:0", "x.json")
+
+
+def test_merge_order(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_level_bpe(320)))
+    assert loaded.merge_ordered
+    rank = loaded.merge_rank
+    assert rank is not None
+    assert rank[:3].tolist() == [-1, -1, -1]
+    assert rank[3:259].tolist() == list(range(256))
+    assert rank[259:320].tolist() == list(range(61))
+    assert not load_tokenizer(write_folder(tmp_path / "b", reversed_ids(byte_level_bpe()))).merge_ordered
+    assert not load_tokenizer(write_folder(tmp_path / "c", word_level())).merge_ordered
+
+
+def test_characters_behind_the_merges_are_ranked_among_themselves(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_fallback_bpe()))
+    assert loaded.merge_rank is not None
+    assert loaded.merge_rank[loaded.vocab["▁hell"]] == 3
+    # 256 byte tokens come before the characters.
+    assert loaded.merge_rank[loaded.vocab["▁"]] == 256
+
+
+def test_bytes_of_tokens(tmp_path: Path) -> None:
+    table = bytes_of_symbols()
+    assert sorted(table.values()) == list(range(256))
+    assert (table["Ġ"], table["A"], table["Ċ"]) == (32, 65, 10)
+    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_level_bpe()))
+    assert sorted(loaded.byte_of_id.values()) == list(range(256))
+    assert loaded.token_bytes(loaded.vocab["Ġ"]) == b" "
+    assert loaded.token_bytes(1) == b"<|im_start|>"
+    text = "Fuchs über 你\n"
+    assert b"".join(loaded.token_bytes(i) for i in loaded.backend.encode(text).ids) == text.encode()
+    fallback = load_tokenizer(write_folder(tmp_path / "b", byte_fallback_bpe()))
+    assert sorted(fallback.byte_of_id.values()) == list(range(256))
+    assert fallback.token_bytes(fallback.vocab["<0xE4>"]) == b"\xe4"
+    assert fallback.token_bytes(fallback.vocab["▁hell"]) == b" hell"
+
+
+def test_forced_ids_of_a_chat_model(tmp_path: Path) -> None:
+    folder = write_folder(
+        tmp_path / "t",
+        with_reserved(byte_level_bpe(300), 50),
+        generation_config={"eos_token_id": [2, 0], "bos_token_id": 1, "pad_token_id": -1},
+        pad_token="<|endoftext|>",
+    )
+    forced = forced_ids(load_tokenizer(folder))
+    others = {i: reason for i, reason in forced.reasons.items() if not reason.startswith("byte ")}
+    assert others == {
+        0: "eos, pad, end of turn",
+        1: "bos, chat template",
+        2: "eos, end of turn, chat template",
+    }
+    assert len(forced.ids) == 259
+    assert forced.reasons[3] == "byte 0x21"
+    assert np.all(np.diff(forced.ids) > 0)
+    assert forced.warnings == ()
+    assert forced.to_json()["1"] == "bos, chat template"
+    assert len(forced_ids(load_tokenizer(folder), "all").ids) == 309
+
+
+def test_missing_bytes_are_not_invented(tmp_path: Path) -> None:
+    # SmolLM2's vocabulary lacks 21 single bytes.
+    state = json.loads(byte_level_bpe(260).to_str())
+    dropped = ["ñ", "ò", "Ā"]
+    state["model"]["vocab"] = {k: v for k, v in state["model"]["vocab"].items() if k not in dropped}
+    state["model"]["merges"] = []
+    loaded = load_tokenizer(write_folder(tmp_path / "t", Tokenizer.from_str(json.dumps(state))))
+    assert len(loaded.byte_of_id) == 253
+    assert sum("byte" in reason for reason in forced_ids(loaded).reasons.values()) == 253
+
+
+TEMPLATES = {
+    "assembled from the role": "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}",
+    "assembled from constants": "{{ '<|' ~ 'assist' + 'ant|>' }}{{ '<|' + 'user|>' }}",
+    "behind a condition": (
+        "{% if messages[0].never %}<|user|>{% set x = '<|assistant|>' %}{{ x }}{% else %}{{ bos_token }}{% endif %}"
+    ),
+    "refusing most conversations": (
+        "{% if messages | length != 7 %}{{ raise_exception('seven please') }}{% endif %}<|user|>{{'<|assistant|>'}}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_markers_are_found_however_the_template_spells_them(tmp_path: Path, template: str) -> None:
+    added = ["<|endoftext|>", "<|user|>", "<|assistant|>", "<|unused|>"]
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300, added), template))
+    reasons = forced_ids(loaded).reasons
+    assert "chat template" in reasons[1]
+    assert "chat template" in reasons[2]
+    assert 3 not in reasons
+
+
+def test_tool_and_thinking_branches_are_probed(tmp_path: Path) -> None:
+    added = ["<|endoftext|>", "<|call_get_weather|>", "<|think_True|>", "<|tools_1|>", "<|from_tool|>"]
+    template = (
+        "{% if tools %}{{ '<|tools_' + (tools | length | string) + '|>' }}{% endif %}"
+        "{% if enable_thinking %}{{ '<|think_' + (enable_thinking | string) + '|>' }}{% endif %}"
+        "{% for m in messages %}{% for call in m.tool_calls or [] %}"
+        "{{ '<|call_' + call.function.name + '|>' }}{% endfor %}"
+        "{% if m.role == 'tool' %}{{ '<|from_' + m.role + '|>' }}{% endif %}{% endfor %}"
+    )
+    reasons = forced_ids(load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300, added), template))).reasons
+    assert all(reasons[token_id] == "chat template" for token_id in (1, 2, 3, 4))
+
+
+def test_several_templates_and_generation_tags(tmp_path: Path) -> None:
+    added = ["<|endoftext|>", "<|user|>", "<|tool|>", "<|rag|>"]
+    folder = write_folder(tmp_path / "t", byte_level_bpe(300, added), None)
+    (folder / "chat_template.jinja").write_text("{% generation %}<|user|>{% endgeneration %}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "{%- generation -%}<|tool|>{% endgeneration %}"
+    )
+    loaded = load_tokenizer(folder)
+    assert set(loaded.chat_templates) == {"default", "tool_use"}
+    reasons = forced_ids(loaded).reasons
+    assert reasons[1] == "chat template"
+    assert reasons[2] == "chat template 'tool_use'"
+    assert 3 not in reasons
+
+
+def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), None))
+    forced = forced_ids(loaded)
+    assert "no chat template" in forced.warnings[0]
+    assert forced.reasons[2] == "end of turn"
+    with pytest.raises(TokenizerError, match="no chat template"):
+        loaded.apply_chat([{"role": "user", "content": "hi"}])
+
+
+def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300), generation_config={"eos_token_id": 999}))
+    forced = forced_ids(loaded, extra=[299])
+    assert forced.reasons[299] == "by request"
+    assert "id 999" in forced.warnings[0]
+    with pytest.raises(UsageError, match="forced id 300"):
+        forced_ids(loaded, extra=[300])
+    with pytest.raises(UsageError, match="'chat' or 'all'"):
+        forced_ids(loaded, "some")  # type: ignore[arg-type]
+
+
+def test_eos_of_config_json_stands_in(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "t", byte_level_bpe(300), None)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 299, "text_config": {"pad_token_id": 298}}))
+    reasons = forced_ids(load_tokenizer(folder)).reasons
+    assert (reasons[299], reasons[298]) == ("eos", "pad")
+
+
+def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
+    entry = {"content": "<|extra|>", "special": True}
+    folder = write_folder(tmp_path / "a", byte_level_bpe(300), added_tokens_decoder={"300": entry})
+    loaded = load_tokenizer(folder)
+    assert loaded.vocab["<|extra|>"] == 300
+    assert 300 in loaded.special_ids
+    wrong = write_folder(tmp_path / "b", byte_level_bpe(300), added_tokens_decoder={"305": entry})
+    with pytest.raises(TokenizerError, match="should have id 305, but tokenizer.json makes it 300"):
+        load_tokenizer(wrong)
+
+
+def test_chat(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe()))
+    text = loaded.apply_chat([{"role": "user", "content": "hi"}], add_generation_prompt=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    refusing = load_tokenizer(write_folder(tmp_path / "r", byte_level_bpe(), "{{ raise_exception('no system role') }}"))
+    with pytest.raises(TokenizerError, match="refuses this conversation: no system role"):
+        refusing.apply_chat([{"role": "user", "content": "hi"}])
+
+
+def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
+    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), template))
+    with pytest.raises(TokenizerError, match="refuses this conversation"):
+        loaded.apply_chat([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", "{", "not a tokenizer.json"),
+        ("tokenizer.json", '{"version": "1.0"}', "not a tokenizer.json"),
+        ("tokenizer_config.json", "[1]", "expected a JSON object, found list"),
+        ("generation_config.json", "{", "not readable as JSON"),
+    ],
+)
+def test_damaged_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    folder = write_folder(tmp_path / "t", byte_level_bpe())
+    (folder / name).write_text(content)
+    with pytest.raises(TokenizerError, match=message) as caught:
+        load_tokenizer(folder)
+    assert name in str(caught.value)
+
+
+def test_invalid_jinja_is_named(tmp_path: Path) -> None:
+    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), "{% for %}"))
+    with pytest.raises(TokenizerError, match="not valid Jinja"):
+        forced_ids(loaded)
+
+
+def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TokenizerError, match="no such file or folder"):
+        load_tokenizer(tmp_path / "none")
+    with pytest.raises(TokenizerError, match="no such file or folder"):
+        load_tokenizer("./none/tokenizer.json")
+    with pytest.raises(TokenizerError, match=r"not in the cache|no tokenizer there"):
+        load_tokenizer("someone/no-such-model", offline=True)
+    with pytest.raises(TokenizerError, match="neither an existing path nor a valid Hub id"):
+        load_tokenizer("not//valid", offline=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TokenizerError, match="no tokenizer.json"):
+        load_tokenizer(tmp_path / "empty")
