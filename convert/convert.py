@@ -373,7 +373,8 @@ class _Job:
         name = head.source.repo_id or (
             EMBEDDED_HEAD_NAME if self.head_name is None else head.source.folder.resolve().name
         )
-        return {"name": name, "repo_id": head.source.repo_id, "revision": head.source.commit}
+        found = {"name": name, "repo_id": head.source.repo_id, "revision": head.source.commit}
+        return found if self.d2t_form == "auto" else {**found, "d2t_form": self.d2t_form}
 
     def _target_provenance(self, opened: _Opened) -> dict[str, Any]:
         if opened.target is not None:

@@ -1,0 +1,115 @@
+"""`verify_artifact`: every rule of the format, every byte against the manifest, and the source where it is at hand.
+
+Each check stands alone, so that one fault does not hide another. A check that another fault makes impossible, or that
+needs something that is not at hand, is skipped with its reason. The reasons behind the rules are in FORMAT.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from eagle_slim.vocab_tools.errors import EagleSlimError
+
+from .errors import ArtifactError
+from .verify_files import FileChecks
+from .verify_rules import RuleChecks
+from .verify_source import SourceChecks
+from .verify_types import Findings, SkipCheck
+
+Status = Literal["ok", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: its name, how it ended, and what was found."""
+
+    name: str
+    status: Status
+    detail: str
+
+    def to_json(self) -> dict[str, str]:
+        """The check as JSON."""
+        return {"name": self.name, "status": self.status, "detail": self.detail}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The checks of one artifact, in order."""
+
+    folder: Path
+    checks: tuple[Check, ...] = field(default_factory=tuple)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        """The checks that failed."""
+        return tuple(check for check in self.checks if check.status == "failed")
+
+    def __getitem__(self, name: str) -> Check:
+        return next(check for check in self.checks if check.name == name)
+
+    def raise_if_failed(self) -> None:
+        """Raise ArtifactError naming every failed check."""
+        if not self.ok:
+            reasons = "; ".join(f"{check.name}: {check.detail}" for check in self.failed)
+            raise ArtifactError(f"{self.folder}: {reasons}")
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as `eagle-verify --json` prints it."""
+        return {"folder": str(self.folder), "ok": self.ok, "checks": [check.to_json() for check in self.checks]}
+
+
+def verify_artifact(
+    folder: str | Path,
+    *,
+    head: str | Path | None = None,
+    target: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    offline: bool = False,
+) -> Verification:
+    """Check an artifact, and report on every check.
+
+    What it was made from is at hand when it is built in, named here, or in the local Hub cache at the revision that the
+    manifest records; nothing else is fetched.
+
+    Args:
+        folder: the artifact.
+        head: folder or repository of the head it was made from.
+        target: folder or repository of the target; its LM head is compared where the rows came from it.
+        tokenizer: folder, tokenizer.json or repository; default the target's.
+        offline: fetch nothing for `head`, `target` and `tokenizer` either.
+
+    Raises:
+        ArtifactError: there is no such folder. Faults of an artifact are reported, not raised.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder}: no such folder; expected one that eagle-convert wrote")
+    found = Findings(folder)
+    checks: list[Check] = []
+
+    def run(name: str, check: Callable[[], str]) -> None:
+        try:
+            checks.append(Check(name, "ok", check()))
+        except SkipCheck as reason:
+            checks.append(Check(name, "skipped", str(reason)))
+        except EagleSlimError as error:
+            checks.append(Check(name, "failed", str(error)))
+
+    given = {name: None if value is None else str(value) for name, value in
+             {"head": head, "target": target, "tokenizer": tokenizer}.items()}  # fmt: skip
+    for group in (
+        FileChecks(found),
+        RuleChecks(found),
+        SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline),
+    ):
+        for name, check in group.all():
+            run(name, check)
+    return Verification(folder, tuple(checks))

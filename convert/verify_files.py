@@ -1,0 +1,110 @@
+"""Checks of the files of an artifact: present, no others that an engine would read, every byte as in the manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
+from .checkpoint_paths import TORCH_SUFFIXES
+from .errors import ArtifactError
+from .hashing import sha256_file
+from .manifest import MANIFEST_NAME, Manifest
+from .safetensors_file import SafetensorsFile
+from .verify_types import Findings, join, refuse
+
+_WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
+
+
+@dataclass(frozen=True)
+class FileChecks:
+    """The first group: everything later builds on these files."""
+
+    found: Findings
+
+    def all(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Name and function of each check, in order."""
+        yield "manifest", self.manifest
+        yield "config.json", self.config
+        yield "model.safetensors", self.weights
+        yield "stray files", self.stray
+        yield "file checksums", self.checksums
+        yield "tensor checksums", self.tensors
+
+    def manifest(self) -> str:
+        """eagle_slim.json can be read and is of this format."""
+        self.found.manifest = Manifest.load(self.found.folder)
+        tool = self.found.manifest.tool
+        return f"{tool.get('name')} {tool.get('version')}"
+
+    def config(self) -> str:
+        """config.json is a JSON object."""
+        try:
+            value = json.loads((self.found.folder / CONFIG_NAME).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ArtifactError(f"cannot be read as JSON: {error}") from error
+        refuse(not isinstance(value, dict), f"expected a JSON object, found {type(value).__name__}")
+        self.found.config = value
+        return f"{len(value)} keys"
+
+    def weights(self) -> str:
+        """The safetensors header is sound and carries the metadata that loaders ask for."""
+        self.found.weights = SafetensorsFile(self.found.folder / WEIGHTS_NAME)
+        metadata = self.found.weights.header.metadata
+        refuse(metadata.get("format") != "pt", f"metadata: expected format 'pt', found {dict(metadata)}")
+        return f"{len(self.found.weights.tensors)} tensors, {self.found.weights.size_bytes:,} bytes"
+
+    def stray(self) -> str:
+        """No other weights lie in the folder: SafeAILab reads pytorch_model.bin before model.safetensors."""
+        manifest = self.found.manifest
+        own = {WEIGHTS_NAME, MANIFEST_NAME, *(manifest.files if manifest else ())}
+        if manifest is not None and manifest.rank_order_ids is not None:
+            own.add(freq_name(manifest.draft_vocab))
+        others = sorted(
+            path.name
+            for path in self.found.folder.iterdir()
+            if path.name not in own and path.name.endswith(_WEIGHT_SUFFIXES)
+        )
+        refuse(
+            bool(others),
+            f"{', '.join(others)}: some engine reads such a file instead of {WEIGHTS_NAME}; remove it",
+        )
+        return "no other weights"
+
+    def checksums(self) -> str:
+        """Every small file has the size and SHA-256 that the manifest records."""
+        manifest = self.found.need_manifest()
+        problems = []
+        small = {name: entry for name, entry in manifest.files.items() if "sha256" in entry}
+        for name, entry in small.items():
+            path = self.found.folder / name
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif sha256_file(path) != entry["sha256"]:
+                problems.append(f"{name} is not as it was written")
+        if CONFIG_NAME not in small or WEIGHTS_NAME not in manifest.files:
+            problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
+        join(problems)
+        return f"{len(small)} files"
+
+    def tensors(self) -> str:
+        """Header and tensors of the weights have the checksums that the manifest records; the digests are kept."""
+        manifest = self.found.need_manifest()
+        weights = self.found.need_weights()
+        entry = manifest.files.get(WEIGHTS_NAME, {})
+        with weights.path.open("rb") as file:
+            start = file.read(weights.header.data_offset)
+        problems = []
+        if hashlib.sha256(start).hexdigest() != entry.get("header_sha256"):
+            problems.append("the header is not as it was written")
+        recorded = entry.get("tensors", {})
+        for name in sorted(weights.tensors):
+            _, digest = weights.read(name)
+            self.found.digests[name] = digest
+            if recorded.get(name) != digest:
+                problems.append(f"{name} is not as it was written" if name in recorded else f"{name} is not recorded")
+        problems += [f"{name} is missing" for name in sorted(set(recorded) - set(weights.tensors))]
+        join(problems)
+        return f"header and {len(recorded)} tensors"

@@ -1,0 +1,202 @@
+"""Checks against what the artifact was made from and what it is for: source head, target, tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import forced_ids
+
+from . import eagle3, names
+from . import target as targets
+from .checkpoint import open_checkpoint
+from .embedded import EMBEDDED_HEAD_NAME
+from .errors import CheckpointError, SourceError
+from .hashing import row_checksums
+from .head import DraftHead, head_from_checkpoint, open_head
+from .manifest import Manifest
+from .rows import GatheredRows
+from .target import Target, TargetChoice
+from .verify_types import Findings, SkipCheck, join, refuse
+
+
+@dataclass
+class SourceChecks:
+    """The third group: skipped where nothing is at hand to compare with.
+
+    Attributes:
+        found: the artifact.
+        head_name, target_name, tokenizer_name: as the user named them.
+        offline: fetch nothing.
+    """
+
+    found: Findings
+    head_name: str | None
+    target_name: str | None
+    tokenizer_name: str | None
+    offline: bool
+    _target: Target | None = field(default=None, init=False)
+
+    def all(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Name and function of each check, in order."""
+        yield "tensors of the source head", self.source_tensors
+        yield "target", self.target
+        yield "lm_head rows of the source", self.source_rows
+        yield "tokenizer", self.tokenizer
+
+    def source_tensors(self) -> str:
+        """Every tensor that is copied is bit-identical to the source head's."""
+        manifest, weights = self.found.need_manifest(), self.found.need_weights()
+        source = self._source_head(manifest)
+        skipped = {names.LM_HEAD, *names.MAPS}
+        if names.FC_BIAS not in source.tensors:
+            skipped.add(names.FC_BIAS)
+        problems = []
+        copied = [name for name in sorted(weights.tensors) if name not in skipped]
+        for name in copied:
+            if name not in source.tensors:
+                problems.append(f"{name} is not in the source")
+                continue
+            source.tensors.get(name)
+            if source.tensors.digest_of_last_read(name) != weights.read(name)[1]:
+                problems.append(f"{name} differs from the source's")
+        join(problems)
+        return f"{len(copied)} tensors bit-identical to {source.location}"
+
+    def source_rows(self) -> str:
+        """Every lm_head row is the row of its token in the head or the target that it came from."""
+        manifest = self.found.need_eagle3()
+        weights = self.found.need_weights()
+        provenance = manifest.lm_head or {}
+        if provenance.get("from") == "head":
+            source = self._source_head(manifest)
+            stored = source.tensors.stored[names.LM_HEAD]
+            lm_head = eagle3.LmHeadSource(source.tensors.source, stored, "head", source.location)
+            dtype = source.tensors.dtype(names.LM_HEAD)
+        else:
+            if self._target is None:
+                raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
+            source = self._own_head()
+            dtype = source.dtype
+            try:
+                opened = targets.open_lm_head(self._target, self._only_cache)
+            except SourceError as error:
+                if not self._only_cache:
+                    raise
+                raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
+            lm_head = targets.lm_head_rows(source, opened, f"target {self._target.name}")
+        ids = self.found.need_ids() if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
+        rows = eagle3.rows_of_ids(source, ids) if lm_head.origin == "head" else ids
+        gathered = GatheredRows(lm_head.source, lm_head.name, rows, dtype, lm_head.where, ids)
+        written = weights.read(names.LM_HEAD)[0]
+        start, different = 0, []
+        for chunk in gathered.chunks():
+            mine = row_checksums(written[start : start + len(chunk)])
+            different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
+            start += len(chunk)
+        refuse(
+            bool(different),
+            f"{len(different)} rows are not those of their tokens, the first is row {different[:1]}",
+        )
+        how = "rounded from" if gathered.rounded else "bit-identical to"
+        return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+
+    def target(self) -> str:
+        """Widths, vocabulary and tap layers fit the target."""
+        manifest = self.found.need_manifest()
+        choice = self._target_choice(manifest)
+        try:
+            self._target = targets.open_target(choice, self._revision(manifest, choice), self._only_cache)
+        except SourceError as error:
+            if not self._only_cache:
+                raise
+            raise SkipCheck(f"not at hand; name it with --target ({error})") from error
+        head = self._own_head()
+        targets.check_head_fits(head, self._target)
+        return f"{self._target.name}: widths, vocabulary and tap layers fit"
+
+    def tokenizer(self) -> str:
+        """The vocabulary was chosen for this tokenizer, and holds what it forces and nothing that it lacks."""
+        manifest = self.found.need_manifest()
+        loaded = self._tokenizer(manifest)
+        recorded = (manifest.tokenizer or {}).get("hash")
+        if recorded is None:
+            raise SkipCheck("the artifact was made without a tokenizer")
+        refuse(
+            loaded.tokenizer_hash != recorded,
+            f"another vocabulary: expected {recorded}, found {loaded.tokenizer_hash}",
+        )
+        ranked = manifest.rank_order_ids
+        if ranked is not None:
+            outside = np.setdiff1d(ranked, loaded.real_ids)
+            trained = (manifest.vocabulary or {}).get("trained_ids")
+            refuse(bool(len(outside)) and trained is None, f"{len(outside)} ids belong to no token")
+            untrained = (manifest.vocabulary or {}).get("forced_but_untrained", [])
+            forced = forced_ids(loaded).ids
+            needed = np.setdiff1d(forced[forced < manifest.target_vocab], np.array(untrained, np.int64))
+            missing = np.setdiff1d(needed, ranked)
+            refuse(bool(len(missing)), f"{len(missing)} needed ids are missing, the first is {missing[:1].tolist()}")
+        changed = (manifest.tokenizer or {}).get("chat_template_hash") != loaded.chat_template_hash
+        return "hash agrees" + ("; its chat template has changed since" if changed else "")
+
+    @property
+    def _only_cache(self) -> bool:
+        # What the user did not name is looked for on this machine only.
+        return self.offline or self.target_name is None
+
+    def _own_head(self) -> DraftHead:
+        weights = self.found.need_weights()
+        return head_from_checkpoint(
+            open_checkpoint(weights.path), self.found.need_config(), location=str(self.found.folder)
+        )
+
+    def _source_head(self, manifest: Manifest) -> DraftHead:
+        if self.head_name is not None:
+            return open_head(self.head_name, offline=self.offline, **self._reading(manifest))
+        recorded = manifest.head
+        if recorded.get("repo_id") is None:
+            if recorded.get("name") != EMBEDDED_HEAD_NAME:
+                raise SkipCheck("the source head was a local folder; name it with --head")
+            return open_head(None, **self._reading(manifest))
+        try:
+            return open_head(
+                recorded["repo_id"], revision=recorded.get("revision"), offline=True, **self._reading(manifest)
+            )
+        except (SourceError, CheckpointError) as error:
+            raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
+
+    def _reading(self, manifest: Manifest) -> dict[str, Any]:
+        """How the source was read when it was converted."""
+        return {
+            "d2t_form": manifest.head.get("d2t_form", "auto"),
+            "tap_layers": manifest.tap_layers or None,
+        }
+
+    def _target_choice(self, manifest: Manifest) -> TargetChoice:
+        if self.target_name is not None:
+            return TargetChoice(self.target_name, "given")
+        if manifest.target.get("wheel"):
+            return TargetChoice(None, "built in")
+        name = manifest.target.get("repo_id")
+        if name is None:
+            raise SkipCheck("the target is not recorded; name it with --target")
+        return TargetChoice(name, "recorded")
+
+    def _revision(self, manifest: Manifest, choice: TargetChoice) -> str | None:
+        return manifest.target.get("revision") if choice.reason == "recorded" else None
+
+    def _tokenizer(self, manifest: Manifest) -> LoadedTokenizer:
+        if self.tokenizer_name is None and self._target is None:
+            raise SkipCheck("no tokenizer is at hand; name it with --tokenizer or --target")
+        with contextlib.suppress(TokenizerError) if self.tokenizer_name is None else contextlib.nullcontext():
+            loaded = targets.open_tokenizer(
+                self.tokenizer_name, None, self._target, manifest.target_vocab, self.offline
+            )
+            if loaded is not None:
+                return loaded
+        raise SkipCheck("the target has no tokenizer; name it with --tokenizer")

@@ -1,0 +1,88 @@
+"""What the groups of checks share: the parts of an artifact that have been read so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .errors import ArtifactError
+from .manifest import Manifest
+from .safetensors_file import SafetensorsFile
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be made)
+    """The check cannot be made; the message says why."""
+
+
+@dataclass
+class Findings:
+    """Parts of an artifact, None until a check has read them.
+
+    Attributes:
+        folder: the artifact.
+        manifest, config, weights: as read.
+        ids: int64 [draft_vocab], target id of each row, from a map that is sound.
+    """
+
+    folder: Path
+    manifest: Manifest | None = None
+    config: dict[str, Any] | None = None
+    weights: SafetensorsFile | None = None
+    ids: NDArray[np.int64] | None = None
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def need_manifest(self) -> Manifest:
+        """The manifest, or skip the check."""
+        if self.manifest is None:
+            raise SkipCheck("the manifest could not be read")
+        return self.manifest
+
+    def need_config(self) -> dict[str, Any]:
+        """config.json, or skip the check."""
+        if self.config is None:
+            raise SkipCheck("config.json could not be read")
+        return self.config
+
+    def need_weights(self) -> SafetensorsFile:
+        """The weights file, or skip the check."""
+        if self.weights is None:
+            raise SkipCheck("model.safetensors could not be read")
+        return self.weights
+
+    def need_eagle3(self) -> Manifest:
+        """The manifest of an EAGLE-3 artifact, or skip the check."""
+        manifest = self.need_manifest()
+        if manifest.kind != "eagle3":
+            raise SkipCheck("EAGLE-1/2 heads have no map and no LM head of their own")
+        return manifest
+
+    def need_map(self) -> Manifest:
+        """The manifest of an EAGLE-3 artifact with a reduced vocabulary, or skip the check."""
+        manifest = self.need_eagle3()
+        if manifest.rank_order_ids is None:
+            raise SkipCheck("a full vocabulary has no map")
+        return manifest
+
+    def need_ids(self) -> NDArray[np.int64]:
+        """The target id of each row, or skip the check."""
+        if self.ids is None:
+            raise SkipCheck("the map is not sound")
+        return self.ids
+
+
+def refuse(condition: bool, message: str) -> None:
+    """Raise ArtifactError with `message` where `condition` holds."""
+    if condition:
+        raise ArtifactError(message)
+
+
+def join(problems: list[str]) -> None:
+    """Raise ArtifactError with all problems, if there are any."""
+    if problems:
+        raise ArtifactError("; ".join(problems))
