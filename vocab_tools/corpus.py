@@ -1,0 +1,334 @@
+"""A corpus: named, weighted sources, each a Hub dataset or local files, opened as blocks of records.
+
+This is where documents come from and what their index is; which tokenizer reads them is not known here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from .corpus_blocks import BadRecord, Block
+from .corpus_files import (
+    CorpusFile,
+    FileHasher,
+    blocks_of,
+    check_unchanged,
+    find_files,
+    first_row,
+    inner_block,
+    line_of,
+    looks_local,
+)
+from .errors import CorpusError, UsageError
+
+__all__ = ["BadRecord", "Block", "CorpusSource", "OpenCorpus", "open_corpus", "parse_source"]
+
+Roles = Literal["assistant", "all"]
+CHAT_COLUMNS = ("messages", "conversations", "conversation")
+TEXT_COLUMNS = ("text", "content")
+
+
+@dataclass(frozen=True)
+class CorpusSource:
+    """One source of text.
+
+    Attributes:
+        location: id of a Hub dataset, or a local file, folder or glob.
+        name: how counts and reports call it; empty: made from the location.
+        weight: its share when sources are mixed, relative to the others.
+        config: configuration ("subset") of a Hub dataset.
+        split: split of a Hub dataset; None: the only one, or "train".
+        revision: branch, tag or commit of a Hub dataset.
+        column: the column with the text or the chat; None: found by looking at the first record.
+        roles: of chats, what is counted: "assistant" turns with their end-of-turn token, or "all" the rendered text.
+        max_documents: stop after so many documents.
+        max_tokens: stop with the document that reaches so many tokens.
+        sample: share of the documents to take, drawn by the seed; None: all.
+        shuffle: take the files or shards in an order drawn by the seed.
+    """
+
+    location: str
+    name: str = ""
+    weight: float = 1.0
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    column: str | None = None
+    roles: Roles = "assistant"
+    max_documents: int | None = None
+    max_tokens: int | None = None
+    sample: float | None = None
+    shuffle: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.location:
+            raise UsageError("a corpus source needs a location: a dataset id, file, folder or glob")
+        if not self.name:
+            object.__setattr__(self, "name", _default_name(self.location))
+        if not 0 < self.weight < float("inf"):
+            raise UsageError(f"source {self.name}: expected a weight above 0, found {self.weight}")
+        if self.roles not in ("assistant", "all"):
+            raise UsageError(f"source {self.name}: roles are `assistant` or `all`, found {self.roles!r}")
+        for limit in ("max_documents", "max_tokens"):
+            value = getattr(self, limit)
+            if value is not None and value < 1:
+                raise UsageError(f"source {self.name}: {limit} must be at least 1, found {value}")
+        if self.sample is not None and not 0 < self.sample <= 1:
+            raise UsageError(f"source {self.name}: sample must be above 0 and at most 1, found {self.sample}")
+
+
+def _default_name(location: str) -> str:
+    name = Path(location).name if looks_local(location) else location.rsplit("/", 1)[-1]
+    for suffix in (".gz", ".jsonl", ".ndjson", ".json", ".parquet", ".txt"):
+        name = name.removesuffix(suffix)
+    name = name.strip("*?[]. ")
+    return name or "corpus"
+
+
+_CONVERTERS: Mapping[str, Any] = {
+    "weight": float,
+    "max_documents": int,
+    "max_tokens": int,
+    "sample": float,
+    "shuffle": lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text],
+}
+_HUB_ONLY = ("config", "split", "revision")
+_SPEC_KEYS = tuple(item.name for item in fields(CorpusSource) if item.name not in ("location", "name"))
+
+
+def parse_source(spec: str, defaults: Mapping[str, Any] | None = None) -> CorpusSource:
+    """Parse `[NAME=]LOCATION[,KEY=VALUE...]`.
+
+    Example: `chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3` or `code=src/*.jsonl,column=content`.
+    Keys are the fields of `CorpusSource`; a hyphen may stand for an underscore.
+
+    Args:
+        spec: the text above.
+        defaults: fields for what the text leaves out; those of Hub datasets do not apply to local files.
+
+    Raises:
+        UsageError: an unknown key or a value of the wrong kind.
+    """
+    location, *settings = spec.split(",")
+    # A comma may belong to the path: take settings from the right only.
+    while settings and "=" not in settings[0]:
+        location = f"{location},{settings.pop(0)}"
+    name, equals, rest = location.partition("=")
+    if equals and "/" not in name and not Path(location).exists():
+        location = rest
+    else:
+        name = ""
+    chosen: dict[str, Any] = dict(defaults or {})
+    if looks_local(location.strip()):
+        for key in _HUB_ONLY:
+            chosen.pop(key, None)
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        key = key.strip().replace("-", "_")
+        if key not in _SPEC_KEYS:
+            raise UsageError(f"source {spec!r}: unknown key {key!r}; known are {', '.join(_SPEC_KEYS)}")
+        try:
+            chosen[key] = _CONVERTERS.get(key, str)(value.strip())
+        except (ValueError, KeyError) as error:
+            raise UsageError(f"source {spec!r}: {value!r} is no value for {key}") from error
+    return CorpusSource(location=location.strip(), name=name.strip(), **chosen)
+
+
+class _Opened(Protocol):
+    """What a corpus is read from: files or a dataset."""
+
+    @property
+    def num_shards(self) -> int: ...
+
+    def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]: ...
+
+
+@dataclass(frozen=True)
+class OpenCorpus:
+    """A source that was looked at: what it holds, and how to read it.
+
+    Attributes:
+        source: as asked for.
+        kind: "text", or "chat" where the column holds messages.
+        column: column read; "" for plain text files.
+        size: what the blocks' sizes add up to (bytes on disk), None when not known.
+        identity: JSON that changes when the input changes: file names, sizes and times, or the dataset's commit.
+        origin: JSON for provenance, without paths or times.
+    """
+
+    source: CorpusSource
+    kind: Literal["text", "chat"]
+    column: str
+    size: int | None
+    identity: dict[str, Any]
+    origin: dict[str, Any]
+    _opened: _Opened = field(repr=False)
+    _order: tuple[int, ...] = field(repr=False)
+    _files: tuple[CorpusFile, ...] = field(default=(), repr=False)
+
+    def blocks(self, after: tuple[int, int] | None = None) -> Iterator[Block]:
+        """Yield the blocks in the corpus's order, those behind (shard, stop) of a block when given."""
+        first = 0 if after is None else self._order.index(after[0])
+        for visited, shard in enumerate(self._order[first:]):
+            start = after[1] if after is not None and visited == 0 else 0
+            yield from self._opened.blocks_of(shard, start, self.column)
+
+    def shards_until(self, cursor: tuple[int, int]) -> Iterator[tuple[int, int]]:
+        """Yield the shards read up to a cursor, each with the position reached; -1 stands for its end."""
+        last = self._order.index(cursor[0])
+        for shard in self._order[:last]:
+            yield shard, -1
+        yield cursor
+
+    def probe_blocks(self, num_blocks: int = 4) -> Iterator[Block]:
+        """Yield a few blocks from all over the corpus, the first one among them."""
+        for step in range(num_blocks):
+            visited, within = divmod(len(self._order) * step, num_blocks)
+            shard = self._order[visited]
+            block = inner_block(self._files[shard], shard, within / num_blocks) if within and self._files else None
+            if block is None and (step == 0 or len(self._order) >= num_blocks):
+                block = next(self._opened.blocks_of(shard, 0, self.column), None)
+            if block is not None:
+                yield block
+
+    def place_of(self, bad: BadRecord) -> str:
+        """Say where a record stands: file and line, or row."""
+        if not self._files:
+            shard = f" of shard {bad.shard}" if self._opened.num_shards > 1 else ""
+            return f"{self.source.location}, split {self.origin['split']}, row {bad.position}{shard}"
+        file = self._files[bad.shard]
+        if file.format == "parquet":
+            return f"{file.path}, row {bad.position}"
+        return f"{file.path}, line {line_of(file, bad.position)}"
+
+    def hasher(self) -> FileHasher | None:
+        """Start hashing the files beside the counting; None for a dataset, which its commit names."""
+        return FileHasher(self._files) if self._files else None
+
+    def check_unchanged(self) -> None:
+        """Check that the input is what it was when the corpus was opened.
+
+        Raises:
+            CorpusError: a file changed.
+        """
+        check_unchanged(self._files)
+
+
+def open_corpus(source: CorpusSource, seed: int = 0) -> OpenCorpus:
+    """Look at a source: its files or its dataset, and the column to read.
+
+    Raises:
+        CorpusError: there is nothing there, or it cannot be read.
+        UsageError: the settings do not fit what is there; the message names what does.
+    """
+    return _open_files(source, seed) if looks_local(source.location) else _open_dataset(source, seed)
+
+
+def _order_of(num_shards: int, source: CorpusSource, seed: int) -> tuple[int, ...]:
+    order = list(range(num_shards))
+    if source.shuffle:
+        random.Random(f"{seed} {source.name}").shuffle(order)
+    return tuple(order)
+
+
+@dataclass(frozen=True)
+class _Files:
+    files: Sequence[CorpusFile]
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.files)
+
+    def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]:
+        return blocks_of(self.files[shard], shard, start, column)
+
+
+def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
+    for setting in _HUB_ONLY:
+        if getattr(source, setting) is not None:
+            raise UsageError(f"{source.location}: these are local files; {setting} belongs to Hub datasets only")
+    files = find_files(source.location)
+    tables = [file for file in files if file.format != "txt"]
+    column, kind = "", "text"
+    if tables:
+        if len(tables) < len(files):
+            raise UsageError(
+                f"{source.location}: .txt files have no columns, .{tables[0].format} files have. "
+                "Give them as two sources, each with its own pattern."
+            )
+        rows = (first_row(file) for file in tables)
+        column, kind = _choose_column(source, next((row for row in rows if row is not None), None))
+    elif source.column is not None:
+        raise UsageError(f"{source.location}: plain text has no columns; leave out column {source.column!r}")
+    return OpenCorpus(
+        source=source,
+        kind="chat" if kind == "chat" else "text",
+        column=column,
+        size=sum(file.size for file in files),
+        identity={"files": [[file.path, file.size, file.modified_ns] for file in files]},
+        origin={"column": column or None},
+        _opened=_Files(files),
+        _order=_order_of(len(files), source, seed),
+        _files=tuple(files),
+    )
+
+
+def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
+    from .corpus_hub import HubDataset
+
+    dataset = HubDataset(source.location, source.config, source.split, source.revision)
+    column, kind = _choose_column(source, dataset.first_row())
+    origin = {
+        "dataset": source.location,
+        "config": dataset.config,
+        "split": dataset.split,
+        "revision": dataset.commit or source.revision,
+        "column": column,
+    }
+    return OpenCorpus(
+        source=source,
+        kind="chat" if kind == "chat" else "text",
+        column=column,
+        size=None,
+        identity=dict(origin),
+        origin=origin,
+        _opened=dataset,
+        _order=_order_of(dataset.num_shards, source, seed),
+    )
+
+
+def _choose_column(source: CorpusSource, row: Mapping[str, Any] | None) -> tuple[str, str]:
+    if row is None:
+        raise CorpusError(
+            f"{source.location}: no readable record at its beginning. JSON files hold one object per line: "
+            '{"text": "..."} or {"messages": [...]}.'
+        )
+    if source.column is not None:
+        if source.column not in row:
+            raise UsageError(f"{source.location}: no column {source.column!r}; the records have {', '.join(row)}")
+        return source.column, "chat" if isinstance(row[source.column], list) else "text"
+    for column in CHAT_COLUMNS:
+        if isinstance(row.get(column), list):
+            return column, "chat"
+    for column in TEXT_COLUMNS:
+        if isinstance(row.get(column), str):
+            return column, "text"
+    strings = [column for column, value in row.items() if isinstance(value, str)]
+    if len(strings) == 1:
+        return strings[0], "text"
+    raise UsageError(f"{source.location}: say which column holds the text; the records have {', '.join(row)}")
+
+
+def with_unique_names(sources: Sequence[CorpusSource]) -> list[CorpusSource]:
+    """Number the names that sources share: `data`, `data-2`, ..."""
+    taken: dict[str, int] = {}
+    renamed = []
+    for source in sources:
+        taken[source.name] = taken.get(source.name, 0) + 1
+        number = taken[source.name]
+        renamed.append(source if number == 1 else replace(source, name=f"{source.name}-{number}"))
+    return renamed

@@ -1,0 +1,124 @@
+"""Datasets of the Hugging Face Hub, streamed through `datasets` shard by shard.
+
+Nothing is downloaded whole. With HF_HUB_OFFLINE set, a dataset that was prepared in the local cache is read from there.
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_DATASETS_CACHE work as everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from .corpus_blocks import Block, RowsBlock
+from .errors import CorpusError, UsageError
+
+_BATCH_ROWS = 100
+_BLOCK_BYTES = 2 << 20
+_COMMIT = re.compile(r"@([0-9a-f]{40})(?:/|$)")
+_ADVICE = (
+    "Check the spelling. A private or gated dataset needs access: accept its terms on its page, then set HF_TOKEN or "
+    "run `hf auth login`."
+)
+
+
+class HubDataset:
+    """One split of a dataset.
+
+    Attributes:
+        split: the split that was opened.
+        config: the configuration that was opened.
+        commit: commit of the repository, or None where `datasets` does not say.
+        num_shards: number of shards, read one after the other.
+    """
+
+    def __init__(self, dataset_id: str, config: str | None, split: str | None, revision: str | None) -> None:
+        import datasets
+
+        self._id = dataset_id
+        with _readable_errors(dataset_id):
+            builder = datasets.load_dataset_builder(dataset_id, config, revision=revision)
+            found = _COMMIT.search(str(builder.base_path or "")) or _COMMIT.search(str(builder.config.data_files))
+            self.commit = found.group(1) if found else None
+            self.config: str = builder.config.name
+            if datasets.config.HF_HUB_OFFLINE:
+                loaded: Any = datasets.load_dataset(dataset_id, config, revision=revision)
+            else:
+                # The commit, not the branch: what is streamed later is what was looked at now.
+                loaded = datasets.load_dataset(dataset_id, config, revision=self.commit or revision, streaming=True)
+        self.split = _choose_split(dataset_id, split, list(loaded))
+        stream = loaded[self.split]
+        self._stream = stream.to_iterable_dataset() if datasets.config.HF_HUB_OFFLINE else stream
+        self.num_shards: int = self._stream.num_shards
+
+    def first_row(self) -> dict[str, Any] | None:
+        """First row with all its columns, or None for an empty split."""
+        with _readable_errors(self._id):
+            row: dict[str, Any] | None = next(iter(self._stream.with_format("arrow").iter(1)), None)
+        return None if row is None else row.to_pylist()[0]  # type: ignore[attr-defined]
+
+    def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]:
+        """Cut one shard into blocks, from row `start` on."""
+        import pyarrow as pa
+
+        stream = self._stream.shard(num_shards=self.num_shards, index=shard)
+        if stream.column_names and column in stream.column_names:
+            stream = stream.select_columns([column])
+        stream = stream.skip(start) if start else stream
+        held: list[Any] = []
+        row = start
+        with _readable_errors(self._id):
+            for table in stream.with_format("arrow").iter(_BATCH_ROWS):
+                if column not in table.column_names:
+                    raise CorpusError(
+                        f"{self._id}: no column {column!r} in shard {shard}; it has {', '.join(table.column_names)}"
+                    )
+                held.extend(table.column(column).chunks)
+                if sum(chunk.nbytes for chunk in held) >= _BLOCK_BYTES:
+                    values = pa.chunked_array(held)
+                    yield RowsBlock(shard, row, row + len(values), 0, values)
+                    held, row = [], row + len(values)
+            if held:
+                values = pa.chunked_array(held)
+                yield RowsBlock(shard, row, row + len(values), 0, values)
+
+
+def _choose_split(dataset_id: str, split: str | None, present: list[str]) -> str:
+    if split is None:
+        if len(present) == 1:
+            return present[0]
+        if "train" in present:
+            return "train"
+        raise UsageError(f"{dataset_id}: name a split, one of {', '.join(present)}")
+    if split not in present:
+        raise UsageError(f"{dataset_id}: no split {split!r}; it has {', '.join(present)}")
+    return split
+
+
+class _readable_errors:  # noqa: N801 - used as a function
+    """Turn what `datasets` and the network raise into errors a user can act on."""
+
+    def __init__(self, dataset_id: str) -> None:
+        self._id = dataset_id
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or isinstance(error, CorpusError | UsageError) or not isinstance(error, Exception):
+            return
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+        first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        message = f"{self._id}: cannot be read as a dataset: {first_line}"
+        if isinstance(error, DatasetNotFoundError):
+            raise CorpusError(f"{message} {_ADVICE}") from error
+        if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
+            raise UsageError(f"{self._id}: {str(error).strip()}") from error
+        if isinstance(error, ConnectionError | OSError) or "Offline" in type(error).__name__:
+            raise CorpusError(
+                f"{message}. If the network is down or HF_HUB_OFFLINE is set, only a dataset that is already in the "
+                "cache can be read; local files work always."
+            ) from error
+        if isinstance(error, DatasetsError | ValueError | RuntimeError) or "pyarrow" in type(error).__module__:
+            raise CorpusError(message) from error

@@ -1,0 +1,313 @@
+"""One block of a corpus → partial counts: the pure function that every engine maps over the blocks.
+
+    CountPlan + Block → BlockCounts          `BlockCounter.count`, in any process, in any order
+    PartialCounts + PartialCounts            `merge_partial`, associative and commutative
+    PartialCounts → counts and held-out part `PartialCounts.finish`
+
+Only the limits on documents and tokens need an order: whoever runs the blocks applies them in the corpus's order, with
+`BlockCounts.doc_tokens` to see where a limit falls and `limit` to count a block up to there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
+from .corpus_blocks import BadRecord, Block, document_index
+from .counts import HeldOut
+from .encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
+from .errors import TokenizerError
+from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates
+
+# Bad records that a block reports one by one; beyond that it only counts them.
+_MAX_REPORTS = 16
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """How the documents of one source are read.
+
+    Attributes:
+        kind: what the column holds.
+        column: the column.
+        roles: what is counted of a chat.
+        exact: tokenise whole conversations, see `ChatRenderer`.
+        sample: share of the documents to take, or None.
+        sample_key: key of the source for sampling, see `document_keys`.
+        held_out_key: key of the source for holding out.
+    """
+
+    kind: Literal["text", "chat"]
+    column: str
+    roles: Literal["assistant", "all"]
+    exact: bool
+    sample: float | None
+    sample_key: int
+    held_out_key: int
+
+
+@dataclass(frozen=True)
+class CountPlan:
+    """Everything a worker must know; picklable.
+
+    Attributes:
+        encoder: the tokenizer.
+        chat: the chat template; None where no source holds chats.
+        sources: one plan per source.
+        skip_bad: leave out bad records rather than stop at the first of a block.
+        held_out: the held-out rule.
+    """
+
+    encoder: EncoderSpec
+    chat: ChatSpec | None
+    sources: tuple[SourcePlan, ...]
+    skip_bad: bool
+    held_out: HeldOutRule
+
+
+@dataclass(frozen=True, eq=False)
+class PartialCounts:
+    """Counts of a part of a source.
+
+    Attributes:
+        counts: int64 [vocab], of everything but the candidates.
+        documents: documents with at least one token, candidates included.
+        tokens: tokens, candidates included.
+        empty: documents without a token.
+        skipped: bad records.
+        cuts: cuts made in texts too long to be tokenised whole.
+        candidates: documents that may yet be held out.
+    """
+
+    counts: NDArray[np.int64]
+    documents: int
+    tokens: int
+    empty: int
+    skipped: int
+    cuts: int
+    candidates: Candidates
+
+    @classmethod
+    def zero(cls, vocab_size: int) -> PartialCounts:
+        """Return the neutral element of `merge_partial`."""
+        return cls(np.zeros(vocab_size, np.int64), 0, 0, 0, 0, 0, Candidates.empty())
+
+    def finish(self, rule: HeldOutRule) -> tuple[NDArray[np.int64], HeldOut | None]:
+        """Hold out the wanted fraction and count the other candidates.
+
+        Returns:
+            counts, int64 [vocab], and the held-out documents; None when the rule holds nothing out.
+        """
+        held_out, rest = self.candidates.head(rule.documents_of(self.documents))
+        counts = self.counts + np.bincount(rest, minlength=len(self.counts))
+        if not rule.active:
+            return counts, None
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(held_out.lengths, dtype=np.int64)])
+        return counts, HeldOut(held_out.token_ids, offsets)
+
+
+def merge_partial(a: PartialCounts, b: PartialCounts, rule: HeldOutRule) -> PartialCounts:
+    """Add up two parts of one source."""
+    counts = a.counts + b.counts
+    if len(b.candidates.keys) or b.candidates.bound < a.candidates.bound:
+        candidates, given_up = merge_candidates(a.candidates, b.candidates, rule)
+        if len(given_up):
+            counts += np.bincount(given_up, minlength=len(counts))
+    else:
+        candidates = a.candidates
+    return PartialCounts(
+        counts,
+        a.documents + b.documents,
+        a.tokens + b.tokens,
+        a.empty + b.empty,
+        a.skipped + b.skipped,
+        a.cuts + b.cuts,
+        candidates,
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class BlockCounts:
+    """What one block gave.
+
+    Attributes:
+        partial: its counts.
+        doc_tokens: tokens of each document that has any, in order, int32 [documents].
+        bad: the first bad records, at most 16; when they are not skipped, one, and the counts end before it.
+    """
+
+    partial: PartialCounts
+    doc_tokens: NDArray[np.int32]
+    bad: tuple[BadRecord, ...]
+
+
+class BlockCounter:
+    """Counts blocks; holds the tokenizer and the chat template, so one per process."""
+
+    def __init__(self, plan: CountPlan) -> None:
+        self._plan = plan
+        self._encoder = build_encoder(plan.encoder)
+        self._span_encoder: SpanEncoder | None = None
+        self._header_ids: dict[str, NDArray[np.uint32]] = {}
+        self._readers = DocumentReader(plan)
+
+    def count(self, source: int, block: Block, bound: int = NO_BOUND, limit: int | None = None) -> BlockCounts:
+        """Count one block.
+
+        Args:
+            source: ordinal of its source in the plan.
+            block: the block.
+            bound: documents whose key reaches this are known not to be held out. Any bound that the accumulated
+                candidates have, or had before, gives the same counts in the end.
+            limit: count so many documents only, and nothing behind them.
+
+        Raises:
+            TokenizerError: the tokenizer gives ids beyond its vocabulary.
+            CorpusError: the input changed meanwhile.
+        """
+        plan = self._plan
+        positions: list[int] = []
+        documents: list[list[Piece]] = []
+        bad: list[BadRecord] = []
+        for position, document in self._readers.documents(source, block):
+            if isinstance(document, BadRecord):
+                bad.append(document)
+                if not plan.skip_bad:
+                    break
+            else:
+                positions.append(position)
+                documents.append(document)
+        token_ids, offsets, cuts = self._encode(documents)
+        lengths = np.diff(offsets)
+        index = document_index(block.shard, np.array(positions, np.int64))
+        present = np.flatnonzero(lengths)
+        if limit is not None and limit < len(present):
+            stop = int(present[limit - 1]) + 1 if limit else 0
+            last = positions[stop - 1] if stop else -1
+            bad = [record for record in bad if record.position <= last]
+            token_ids, lengths, index = token_ids[: offsets[stop]], lengths[:stop], index[:stop]
+            present, cuts = present[:limit], cuts[:stop]
+        if len(token_ids) and int(token_ids.max()) >= plan.encoder.vocab_size:
+            largest = plan.encoder.vocab_size - 1
+            raise TokenizerError(f"the tokenizer gave id {int(token_ids.max())}, but its largest known is {largest}")
+        keys = document_keys(plan.sources[source].held_out_key, index)
+        candidates, given_up = self._candidates(keys, lengths, token_ids, bound)
+        return BlockCounts(
+            PartialCounts(
+                np.bincount(given_up, minlength=plan.encoder.vocab_size),
+                documents=len(present),
+                tokens=len(token_ids),
+                empty=len(lengths) - len(present),
+                skipped=len(bad),
+                cuts=int(cuts.sum()),
+                candidates=candidates,
+            ),
+            lengths[present].astype(np.int32),
+            tuple(bad[:_MAX_REPORTS]),
+        )
+
+    def encode_document(self, document: list[Piece]) -> NDArray[np.uint32]:
+        """Token ids that are counted of one document, uint32 [tokens]."""
+        return self._encode([document])[0]
+
+    def _candidates(
+        self, keys: NDArray[np.uint64], lengths: NDArray[np.int64], token_ids: NDArray[np.uint32], bound: int
+    ) -> tuple[Candidates, NDArray[np.uint32] | NDArray[np.int32]]:
+        """Part the documents into candidates and token ids to be counted."""
+        rule = self._plan.held_out
+        chosen = (keys < np.uint64(bound)) & (lengths > 0) & (lengths <= rule.max_tokens)
+        if not rule.active or not chosen.any():
+            return Candidates.empty(), token_ids
+        of_candidate = np.repeat(chosen, lengths)
+        raw = Candidates(keys[chosen], lengths[chosen], token_ids[of_candidate].astype(np.int32))
+        candidates, given_up = merge_candidates(Candidates.empty(), raw, rule)
+        return candidates, np.concatenate([token_ids[~of_candidate].astype(np.int32), given_up])
+
+    def _encode(
+        self, documents: Sequence[list[Piece]]
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids of documents one after the other, their offsets (int64 [documents + 1]), and the cuts in each."""
+        pieces = [piece for document in documents for piece in document]
+        encoded, cuts = encode_all(self._encoder, ["" if piece.spans else piece.text for piece in pieces])
+        offsets, token_ids = encoded.offsets, encoded.token_ids
+        if any(piece.header_chars or piece.spans for piece in pieces):
+            parts = [
+                self._counted_part(piece, token_ids[start:stop])
+                for piece, start, stop in zip(pieces, offsets[:-1], offsets[1:], strict=True)
+            ]
+            token_ids = np.concatenate(parts)
+            offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(part) for part in parts], dtype=np.int64)])
+        pieces_before = np.cumsum([0, *map(len, documents)])
+        cuts_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(cuts)])
+        return token_ids, offsets[pieces_before], np.diff(cuts_before[pieces_before])
+
+    def _counted_part(self, piece: Piece, token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        if piece.spans:
+            return self._spans().encode(piece.text, piece.spans)
+        if not piece.header_chars:
+            return token_ids
+        header = piece.text[: piece.header_chars]
+        header_ids = self._header_ids.get(header)
+        if header_ids is None:
+            # Templates have few headers; the bound is for one that writes something new each time.
+            if len(self._header_ids) >= 4096:
+                self._header_ids.clear()
+            header_ids = self._header_ids[header] = self._encoder.encode([header]).token_ids
+        if np.array_equal(token_ids[: len(header_ids)], header_ids):
+            return token_ids[len(header_ids) :]
+        # A token reaches across the beginning of the turn.
+        return self._spans().encode(piece.text, [(piece.header_chars, len(piece.text))])
+
+    def _spans(self) -> SpanEncoder:
+        if self._span_encoder is None:
+            self._span_encoder = SpanEncoder(self._plan.encoder.tokenizer_json)
+        return self._span_encoder
+
+
+class DocumentReader:
+    """Blocks → documents, each as the pieces of text that are counted."""
+
+    def __init__(self, plan: CountPlan) -> None:
+        self._plan = plan
+        self._renderers: dict[bool, ChatRenderer] = {}
+
+    def documents(self, source: int, block: Block) -> Iterator[tuple[int, list[Piece] | BadRecord]]:
+        """Yield position and pieces of every document sampled, or what is wrong with it."""
+        plan = self._plan.sources[source]
+        records = block.read(plan.column)
+        selected = np.arange(len(records.positions))
+        if plan.sample is not None:
+            keys = document_keys(plan.sample_key, document_index(block.shard, records.positions))
+            selected = np.flatnonzero(keys.astype(np.float64) < plan.sample * 2.0**64)
+        renderer = self._renderer(plan.exact) if plan.kind == "chat" else None
+        for position, value in zip(records.positions[selected].tolist(), records.values(selected), strict=True):
+            if isinstance(value, BadRecord):
+                yield position, value
+            elif renderer is None:
+                if isinstance(value, str):
+                    yield position, [Piece(value)]
+                else:
+                    reason = f"column {plan.column!r}: expected a string, found {_kind(value)}"
+                    yield position, BadRecord(block.shard, position, reason)
+            else:
+                try:
+                    messages = normalise_messages(value)
+                    pieces = renderer.all_pieces if plan.roles == "all" else renderer.assistant_pieces
+                    yield position, pieces(messages)
+                except ChatError as error:
+                    yield position, BadRecord(block.shard, position, f"column {plan.column!r}: {error}")
+
+    def _renderer(self, exact: bool) -> ChatRenderer:
+        if exact not in self._renderers:
+            assert self._plan.chat is not None
+            self._renderers[exact] = ChatRenderer(self._plan.chat, exact)
+        return self._renderers[exact]
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__

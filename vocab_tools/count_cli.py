@@ -1,0 +1,241 @@
+"""`eagle-vocab count`, and the corpus options that other commands share with it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+
+if TYPE_CHECKING:
+    from .corpus import CorpusSource
+    from .counts import TokenCounts
+
+    _IntType = click.ParamType[int]
+else:
+    # Not generic before click 8.2.
+    _IntType = click.ParamType
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
+
+SOURCE_HELP = """\b
+A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .parquet, .txt, gzip or not):
+  [NAME=]LOCATION[,KEY=VALUE...]
+KEY is weight, config, split, revision, column, roles, max-tokens, max-documents, sample or shuffle; it goes before
+the option of the same name, which holds for all sources. Quote globs."""
+
+
+class Amount(_IntType):
+    """A whole number, or one with a unit: 500k, 10M, 1.5B."""
+
+    name = "amount"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse it."""
+        if isinstance(value, int):
+            return value
+        found = _AMOUNT.fullmatch(str(value).strip().replace("_", "").replace(",", ""))
+        amount = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+        if amount < 1 or amount != int(amount):
+            self.fail(f"{value!r} is no number above 0 such as 5000, 500k, 10M or 1.5B", param, ctx)
+        return int(amount)
+
+
+_CORPUS_OPTIONS = (
+    click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="A source; may be given often."),
+    click.option("--config", metavar="C", help="Configuration (subset) of Hub datasets."),
+    click.option("--split", metavar="S", help="Split of Hub datasets; default: the only one, or train."),
+    click.option("--dataset-revision", metavar="REV", help="Branch, tag or commit of Hub datasets."),
+    click.option("--column", metavar="COL", help="Column with the text or the chat; default: found by looking."),
+    click.option(
+        "--roles",
+        type=click.Choice(["assistant", "all"]),
+        default="assistant",
+        show_default=True,
+        help="Of chats, count the assistant's turns with their end-of-turn token, or the whole rendered text.",
+    ),
+    click.option(
+        "--chat-template", type=click.Path(dir_okay=False), help="Jinja file in place of the tokenizer's own."
+    ),
+    click.option("--max-tokens", type=Amount(), metavar="N", help="Of each source, stop at so many tokens (10M)."),
+    click.option("--max-documents", type=Amount(), metavar="N", help="Of each source, stop at so many documents."),
+    click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
+    click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
+    click.option("--seed", type=int, default=0, show_default=True, help="Decides sampling and what is held out."),
+    click.option(
+        "--held-out",
+        type=float,
+        default=0.05,
+        show_default=True,
+        metavar="F",
+        help="Share of the documents never counted but kept, to measure coverage on; at most 1M tokens a source.",
+    ),
+    click.option(
+        "--on-error",
+        type=click.Choice(["stop", "skip"]),
+        default="stop",
+        show_default=True,
+        help="At a record that cannot be read, stop, or leave it out and count it as skipped.",
+    ),
+    click.option(
+        "--tokenizer-engine",
+        type=click.Choice(["auto", "tokenizers", "fastokens"]),
+        default="auto",
+        show_default=True,
+        help="Library that tokenizes; auto takes fastokens where it is installed and right on a probe of the corpus.",
+    ),
+    click.option("--workers", type=click.IntRange(min=0), metavar="N", help="Processes; default: one per core."),
+)
+
+
+def corpus_options(function: _Decorated) -> _Decorated:
+    """Add the options that describe a corpus and how it is counted; `corpus_arguments` takes them up again."""
+    for option in reversed(_CORPUS_OPTIONS):
+        function = option(function)
+    return function
+
+
+def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], dict[str, Any]]:
+    """Turn the parsed options into sources and keyword arguments of `count_tokens`.
+
+    Args:
+        options: what click parsed; other commands' options among them are left alone.
+
+    Returns:
+        The sources, an empty list when none was given, and the arguments.
+
+    Raises:
+        UsageError: a source cannot be parsed, or the template file cannot be read.
+    """
+    from .corpus import parse_source, with_unique_names
+    from .errors import UsageError
+    from .held_out import HeldOutRule
+
+    defaults = {
+        "config": options["config"],
+        "split": options["split"],
+        "revision": options["dataset_revision"],
+        "column": options["column"],
+        "roles": options["roles"],
+        "max_tokens": options["max_tokens"],
+        "max_documents": options["max_documents"],
+        "sample": options["sample"],
+        "shuffle": options["shuffle"],
+    }
+    sources = with_unique_names([parse_source(spec, defaults) for spec in options["datasets"]])
+    for setting, option in (("config", "config"), ("split", "split"), ("revision", "dataset-revision")):
+        if sources and defaults[setting] is not None and all(getattr(source, setting) is None for source in sources):
+            raise UsageError(f"--{option} is for Hub datasets, and all sources are local files")
+    template = None
+    if options["chat_template"] is not None:
+        try:
+            template = Path(options["chat_template"]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{options['chat_template']}: the chat template cannot be read: {error}") from error
+    return sources, {
+        "chat_template": template,
+        "seed": options["seed"],
+        "held_out": HeldOutRule(options["held_out"]),
+        "on_error": options["on_error"],
+        "tokenizer_engine": options["tokenizer_engine"],
+        "workers": options["workers"],
+    }
+
+
+@click.command(
+    cls=EagleCommand,
+    epilog="""\b
+Example:
+  eagle-vocab count chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 'code=src/**/*.jsonl,column=content' \\
+    --tokenizer Qwen/Qwen3-8B --max-tokens 10M --out mix.counts.safetensors""",
+)
+@click.argument("sources", nargs=-1, metavar="[SOURCE]...")
+@click.option("--tokenizer", required=True, metavar="T", help="The target's tokenizer: Hub id, folder, tokenizer.json.")
+@click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
+@click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only.")
+@corpus_options
+@click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
+@click.option("--restart", is_flag=True, help="Start over, even where a checkpoint is there.")
+@click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
+@force_option
+@json_option
+def count(
+    sources: tuple[str, ...],
+    tokenizer: str,
+    tokenizer_revision: str | None,
+    offline: bool,
+    out: str,
+    restart: bool,
+    progress: bool | None,
+    force: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Count how often each token occurs in a corpus.
+
+    The count keeps a checkpoint beside the output: after Ctrl-C or a crash the same command goes on from it, and the
+    file in the end is the same, byte for byte.
+    """
+    from .counting import count_tokens
+    from .errors import UsageError
+    from .files import refuse_existing
+    from .tokenizer import load_tokenizer
+
+    path = refuse_existing(out, force)
+    corpus, arguments = corpus_arguments({**options, "datasets": (*sources, *options["datasets"])})
+    if not corpus:
+        raise UsageError("nothing to count: name a file, folder, glob or dataset")
+    counts = count_tokens(
+        corpus,
+        load_tokenizer(tokenizer, tokenizer_revision, offline),
+        checkpoint=path.with_name(f"{path.name}.checkpoint"),
+        restart=restart,
+        progress=progress,
+        notify=note,
+        save_to=path,
+        **arguments,
+    )
+    _report(counts, path, as_json)
+
+
+count.help = f"{inspect.cleandoc(count.help or '')}\n\n{SOURCE_HELP}"
+
+
+def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
+    rows = [
+        {
+            "name": source.name,
+            "weight": source.weight,
+            "tokens": source.num_tokens,
+            "distinct_ids": int((source.counts > 0).sum()),
+            **{key: source.provenance[key] for key in ("documents", "skipped_records", "tokenizer_engine", "held_out")},
+        }
+        for source in counts.sources
+    ]
+    if as_json:
+        emit_json(
+            {
+                "out": str(path),
+                "tokens": counts.num_tokens,
+                "vocab_size": counts.vocab_size,
+                "tokenizer_hash": counts.tokenizer_hash,
+                "sources": rows,
+            }
+        )
+        return
+    for row in rows:
+        held_out = row["held_out"]
+        skipped = f", {row['skipped_records']:,} records skipped" if row["skipped_records"] else ""
+        click.echo(
+            f"{row['name']}: {row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} "
+            f"distinct ids; held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents{skipped}"
+        )
+    click.echo(f"wrote {path}")

@@ -1,0 +1,618 @@
+"""count_tokens: sources and a tokenizer → TokenCounts, over all cores, resumable, the same for any number of workers.
+
+This module runs blocks and keeps their order; what a block gives is `count_block.BlockCounter`'s matter. An engine is
+anything that maps tasks to block counts in the order of the tasks; `_InProcess` and `_Processes` are the two here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from .chat import ChatSpec, chat_spec
+from .checkpoint import SourceState, load_checkpoint, save_checkpoint
+from .corpus import BadRecord, Block, CorpusSource, OpenCorpus, open_corpus
+from .count_block import BlockCounter, BlockCounts, CountPlan, DocumentReader, PartialCounts, SourcePlan, merge_partial
+from .counts import JSON, SourceCounts, TokenCounts
+from .encode import SpanEncoder, build_encoder, choose_engine, encoder_spec
+from .errors import CorpusError, EagleSlimError, UsageError
+from .held_out import HeldOutRule, key_of_source
+
+if TYPE_CHECKING:
+    from .loaded_tokenizer import LoadedTokenizer
+
+_PROBE_TEXTS = 400
+_PROBE_CHARS = 400_000
+_PROBE_CHATS = 50
+_MAX_SKIP_MESSAGES = 10
+# Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
+_SMALL_BYTES = 4 << 20
+_IDENTITY_VERSION = 1
+
+
+class CountingInterruptedError(EagleSlimError):
+    """The user stopped a count; its checkpoint, where there is one, is up to date."""
+
+    exit_code = 130
+
+
+def count_tokens(
+    sources: Sequence[CorpusSource],
+    tokenizer: LoadedTokenizer,
+    *,
+    workers: int | None = None,
+    tokenizer_engine: Literal["auto", "tokenizers", "fastokens"] = "auto",
+    chat_template: str | None = None,
+    seed: int = 0,
+    held_out: HeldOutRule | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    checkpoint: Path | None = None,
+    restart: bool = False,
+    save_to: Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    progress: bool | None = None,
+    notify: Callable[[str], None] | None = None,
+) -> TokenCounts:
+    """Count the tokens of a corpus.
+
+    The result depends on the sources, the tokenizer, `chat_template`, `seed`, `held_out` and `on_error` alone.
+
+    Args:
+        sources: at least one, of unique names.
+        tokenizer: from `load_tokenizer`.
+        workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
+            for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`.
+        tokenizer_engine: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
+            `tokenizers` on a probe of the corpus.
+        chat_template: Jinja source in place of the tokenizer's own template.
+        seed: decides what is sampled, shuffled and held out.
+        held_out: what is held out of each source, see `HeldOutRule`; None: its defaults.
+        on_error: "stop" at a record that cannot be read, or "skip" and count it.
+        checkpoint: file that keeps the count while it runs; the same call goes on from it. It is removed at the end.
+        restart: remove a checkpoint that is there, and start over.
+        save_to: file to write the counts to before the checkpoint is removed, so that neither is ever missing.
+        checkpoint_seconds: time between two checkpoints.
+        progress: show a progress bar on stderr; None: on a terminal.
+        notify: called with messages for the user, such as skipped records.
+
+    Raises:
+        UsageError: no sources, names that repeat, a setting that fits no source, or the checkpoint of another count.
+        CorpusError: a source or record cannot be read, or a file changed meanwhile.
+        TokenizerError: the tokenizer or its chat template cannot be used.
+        CountingInterruptedError: Ctrl-C.
+    """
+    say = notify or (lambda message: None)
+    rule = held_out or HeldOutRule()
+    _check_names(sources)
+    if workers is not None and workers < 0:
+        raise UsageError(f"workers: expected 0 or more, found {workers}")
+    if restart and checkpoint is not None:
+        checkpoint.unlink(missing_ok=True)
+    corpora = [open_corpus(source, seed) for source in sources]
+    plan = _make_plan(corpora, tokenizer, tokenizer_engine, chat_template, seed, rule, on_error == "skip", say)
+    engine_name = build_encoder(plan.encoder).engine
+    identity = _identity(corpora, tokenizer, plan, engine_name, seed)
+    states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
+    if checkpoint is not None and checkpoint.exists():
+        states = load_checkpoint(checkpoint, identity)
+        done = sum(state.partial.tokens for state in states)
+        say(f"going on from the checkpoint {checkpoint}: {done:,} tokens are counted already")
+    keeper = _Checkpoints(checkpoint, identity, states, checkpoint_seconds)
+    num_workers = _default_workers(corpora) if workers is None else workers
+    engine: _Engine = _Processes(plan, num_workers) if num_workers else _InProcess(plan)
+    counted = []
+    with _Bar(corpora, states, progress) as bar:
+        try:
+            with engine:
+                for position, corpus in enumerate(corpora):
+                    run = _SourceRun(position, corpus, engine, rule, on_error == "skip", keeper, bar, say)
+                    counted.append(run.count())
+        except KeyboardInterrupt as error:
+            raise CountingInterruptedError(keeper.interrupted()) from error
+    result = TokenCounts(
+        tuple(
+            _source_counts(corpus, state, plan, position, files, engine_name, tokenizer, seed)
+            for position, (corpus, state, files) in enumerate(zip(corpora, keeper.states, counted, strict=True))
+        ),
+        tokenizer.tokenizer_hash,
+    )
+    if save_to is not None:
+        result.save(save_to)
+    keeper.remove()
+    return result
+
+
+def _check_names(sources: Sequence[CorpusSource]) -> None:
+    if not sources:
+        raise UsageError("nothing to count: name at least one source")
+    names = [source.name for source in sources]
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise UsageError(f"two sources are called {repeated[0]!r}; name them apart, as in chat=...")
+
+
+def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
+    sizes = [corpus.size for corpus in corpora]
+    if all(size is not None for size in sizes) and sum(size or 0 for size in sizes) < _SMALL_BYTES:
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+# Preparing
+
+
+def _make_plan(
+    corpora: Sequence[OpenCorpus],
+    tokenizer: LoadedTokenizer,
+    requested: Literal["auto", "tokenizers", "fastokens"],
+    chat_template: str | None,
+    seed: int,
+    rule: HeldOutRule,
+    skip_bad: bool,
+    say: Callable[[str], None],
+) -> CountPlan:
+    has_chat = any(corpus.kind == "chat" for corpus in corpora)
+    if chat_template is not None and not has_chat:
+        raise UsageError("a chat template was given, but no source holds chats")
+    chat: ChatSpec | None = chat_spec(tokenizer, chat_template) if has_chat else None
+    encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
+    sources = tuple(
+        SourcePlan(
+            kind=corpus.kind,
+            column=corpus.column,
+            roles=corpus.source.roles,
+            exact=False,
+            sample=corpus.source.sample,
+            sample_key=key_of_source(seed, corpus.source.name, "sample"),
+            held_out_key=key_of_source(seed, corpus.source.name, "held out"),
+        )
+        for corpus in corpora
+    )
+    plan = CountPlan(encoder, chat, sources, skip_bad, rule)
+    if any(source.kind == "chat" and source.roles == "assistant" for source in sources):
+        plan = replace(plan, sources=_probe_chats(corpora, plan, say))
+    choice = choose_engine(requested, encoder, _probe_texts(corpora, plan))
+    if requested == "auto":
+        say(f"tokenizing with {choice.engine}: {choice.reason}")
+    return replace(plan, encoder=replace(encoder, engine=choice.engine))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a probed document stands; looked up only when it is printed."""
+
+    corpus: OpenCorpus
+    shard: int
+    position: int
+
+    def __str__(self) -> str:
+        return self.corpus.place_of(BadRecord(self.shard, self.position, ""))
+
+
+def _probe_texts(corpora: Sequence[OpenCorpus], plan: CountPlan) -> Iterator[tuple[object, str]]:
+    reader = DocumentReader(plan)
+    for source, corpus in enumerate(corpora):
+        for block in corpus.probe_blocks():
+            texts = chars = 0
+            for position, document in reader.documents(source, block):
+                if isinstance(document, BadRecord):
+                    continue
+                for piece in document:
+                    yield _Place(corpus, block.shard, position), piece.text
+                    texts, chars = texts + 1, chars + len(piece.text)
+                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
+                    break
+
+
+def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[str], None]) -> tuple[SourcePlan, ...]:
+    """Check on real conversations that tokens do not change where texts are cut at the added tokens."""
+    by_pieces = BlockCounter(plan)
+    sources = list(plan.sources)
+    for position, (corpus, source) in enumerate(zip(corpora, plan.sources, strict=True)):
+        if source.kind != "chat" or source.roles != "assistant":
+            continue
+        exactly = replace(plan, sources=(replace(source, exact=True),))
+        spans = SpanEncoder(plan.encoder.tokenizer_json)
+        for block in corpus.probe_blocks():
+            pairs = zip(
+                DocumentReader(plan).documents(position, block),
+                DocumentReader(exactly).documents(0, block),
+                strict=True,
+            )
+            for number, ((at, pieces), (_, whole)) in enumerate(pairs):
+                if number >= _PROBE_CHATS:
+                    break
+                if isinstance(pieces, BadRecord) or isinstance(whole, BadRecord) or not pieces:
+                    continue
+                expected = [spans.encode(piece.text, piece.spans or ()) for piece in whole]
+                if not np.array_equal(by_pieces.encode_document(pieces), np.concatenate(expected)):
+                    place = _Place(corpus, block.shard, at)
+                    say(
+                        f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives "
+                        f"other tokens when a text is cut at its added tokens (seen at {place})"
+                    )
+                    sources[position] = replace(source, exact=True)
+                    break
+            if sources[position].exact:
+                break
+    return tuple(sources)
+
+
+def _identity(
+    corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, engine_name: str, seed: int
+) -> dict[str, Any]:
+    """Everything that has a say in the counts, as JSON."""
+    rule = plan.held_out
+    return {
+        "version": _IDENTITY_VERSION,
+        "tokenizer": tokenizer.tokenizer_hash,
+        "chat_template": None if plan.chat is None else plan.chat.template,
+        "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
+        "tokenizer_engine": engine_name,
+        "seed": seed,
+        "skip_bad": plan.skip_bad,
+        "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
+        "sources": [
+            {
+                "name": corpus.source.name,
+                "location": corpus.source.location,
+                "column": corpus.column,
+                "roles": corpus.source.roles,
+                "max_documents": corpus.source.max_documents,
+                "max_tokens": corpus.source.max_tokens,
+                "sample": corpus.source.sample,
+                "shuffle": corpus.source.shuffle,
+                "input": corpus.identity,
+            }
+            for corpus in corpora
+        ],
+    }
+
+
+# Running
+
+
+@dataclass(frozen=True)
+class Task:
+    """One block to count; see `BlockCounter.count` for the fields."""
+
+    source: int
+    block: Block
+    bound: int
+    limit: int | None = None
+
+
+class _Engine(Protocol):
+    def __enter__(self) -> _Engine: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
+        """Yield tasks and their results in the order of the tasks."""
+
+
+class _InProcess:
+    def __init__(self, plan: CountPlan) -> None:
+        self._counter = BlockCounter(plan)
+
+    def __enter__(self) -> _InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
+        for task in tasks:
+            yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
+
+
+class _Processes:
+    def __init__(self, plan: CountPlan, workers: int) -> None:
+        from multiprocessing import get_context
+
+        self._in_flight = 2 * workers + 1
+        self._pool = ProcessPoolExecutor(
+            workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(plan,)
+        )
+
+    def __enter__(self) -> _Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
+        waiting: deque[tuple[Task, Future[BlockCounts]]] = deque()
+        try:
+            for task in tasks:
+                waiting.append((task, self._pool.submit(_work, task)))
+                if len(waiting) >= self._in_flight:
+                    yield self._first(waiting)
+            while waiting:
+                yield self._first(waiting)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+    def _first(self, waiting: deque[tuple[Task, Future[BlockCounts]]]) -> tuple[Task, BlockCounts]:
+        task, future = waiting.popleft()
+        try:
+            return task, future.result()
+        except BrokenProcessPool as error:
+            raise EagleSlimError(
+                "a worker process died, perhaps for lack of memory. The same command goes on from the last checkpoint; "
+                "fewer --workers need less memory."
+            ) from error
+
+
+_counter: BlockCounter | None = None
+
+
+def _start_worker(plan: CountPlan) -> None:
+    """Make a worker process ready: one tokenizer thread, no Ctrl-C of its own, and no life after its parent."""
+    import signal
+    from multiprocessing import parent_process
+
+    # Read by rayon when it first makes its threads, which is after this.
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="parent-watch").start()
+    global _counter
+    _counter = BlockCounter(plan)
+
+
+def _end_with(sentinel: int) -> None:
+    from multiprocessing.connection import wait
+
+    wait([sentinel])
+    os._exit(1)
+
+
+def _work(task: Task) -> BlockCounts:
+    assert _counter is not None
+    return _counter.count(task.source, task.block, task.bound, task.limit)
+
+
+class _Checkpoints:
+    """Holds the states of all sources, and writes them down now and then."""
+
+    def __init__(
+        self, path: Path | None, identity: dict[str, Any], states: Sequence[SourceState], seconds: float
+    ) -> None:
+        self.states = list(states)
+        self._path = path
+        self._identity = identity
+        self._seconds = seconds
+        self._saved_at = time.monotonic()
+
+    def update(self, position: int, state: SourceState) -> None:
+        self.states[position] = state
+        if time.monotonic() - self._saved_at >= self._seconds:
+            self.save()
+
+    def save(self) -> None:
+        if self._path is not None:
+            save_checkpoint(self._path, self._identity, self.states)
+            self._saved_at = time.monotonic()
+
+    def remove(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    def interrupted(self) -> str:
+        self.save()
+        tokens = sum(state.partial.tokens for state in self.states)
+        if self._path is None:
+            return f"stopped after {tokens:,} tokens; there is no checkpoint, so the same command starts over"
+        return f"stopped after {tokens:,} tokens. The same command goes on from there (checkpoint {self._path})."
+
+
+class _SourceRun:
+    """Counts one source from its state to its end."""
+
+    def __init__(
+        self,
+        position: int,
+        corpus: OpenCorpus,
+        engine: _Engine,
+        rule: HeldOutRule,
+        skip_bad: bool,
+        keeper: _Checkpoints,
+        bar: _Bar,
+        say: Callable[[str], None],
+    ) -> None:
+        self._position = position
+        self._corpus = corpus
+        self._engine = engine
+        self._rule = rule
+        self._skip_bad = skip_bad
+        self._keeper = keeper
+        self._bar = bar
+        self._say = say
+        self._told = 0
+
+    @property
+    def _state(self) -> SourceState:
+        return self._keeper.states[self._position]
+
+    def count(self) -> list[dict[str, Any]] | None:
+        """Count to the end; returns name, bytes and hash of the files read, or None for a dataset."""
+        hasher = self._corpus.hasher()
+        try:
+            if hasher is not None and self._state.cursor is not None:
+                for shard, stop in self._corpus.shards_until(self._state.cursor):
+                    hasher.reached(shard, stop)
+            if not self._state.done:
+                self._run(hasher.reached if hasher else None)
+                self._corpus.check_unchanged()
+            if not self._state.partial.tokens:
+                raise CorpusError(f"{self._corpus.source.location}: no tokens in this source; {self._hint()}")
+            return hasher.finish() if hasher else None
+        finally:
+            if hasher is not None:
+                hasher.close()
+
+    def _hint(self) -> str:
+        partial = self._state.partial
+        if self._corpus.kind == "chat" and self._corpus.source.roles == "assistant":
+            return f"none of its {partial.empty:,} conversations has an assistant turn (count them with --roles all)"
+        return f"{partial.empty:,} empty documents, {partial.skipped:,} records skipped"
+
+    def _run(self, reached: Callable[[int, int], None] | None) -> None:
+        with contextlib.closing(self._engine.map(self._tasks())) as results:  # type: ignore[type-var]
+            for task, result in results:
+                allowed = self._documents_allowed(result)
+                limited = allowed is not None
+                if allowed is not None and allowed < len(result.doc_tokens):
+                    again = replace(task, limit=allowed)
+                    ((_, result),) = self._engine.map(iter([again]))
+                if result.bad:
+                    self._report(result.bad)
+                state = self._state
+                state = SourceState(
+                    merge_partial(state.partial, result.partial, self._rule),
+                    cursor=(task.block.shard, task.block.stop),
+                    done=limited,
+                    limited=limited,
+                )
+                if reached is not None:
+                    reached(task.block.shard, task.block.stop)
+                self._keeper.update(self._position, state)
+                self._bar.moved(task.block.size, result.partial.tokens)
+                if limited:
+                    return
+        self._keeper.update(self._position, replace(self._state, done=True))
+        self._tell_rest()
+
+    def _tasks(self) -> Iterator[Task]:
+        for block in self._corpus.blocks(self._state.cursor):
+            yield Task(self._position, block, self._state.partial.candidates.bound)
+
+    def _documents_allowed(self, result: BlockCounts) -> int | None:
+        """How many of a block's documents the limits let in; None when they end elsewhere."""
+        source, partial = self._corpus.source, self._state.partial
+        limits = []
+        if source.max_documents is not None and partial.documents + len(result.doc_tokens) >= source.max_documents:
+            limits.append(source.max_documents - partial.documents)
+        if source.max_tokens is not None:
+            reached = np.flatnonzero(partial.tokens + np.cumsum(result.doc_tokens, dtype=np.int64) >= source.max_tokens)
+            if len(reached):
+                limits.append(int(reached[0]) + 1)
+        return min(limits) if limits else None
+
+    def _report(self, bad: Sequence[BadRecord]) -> None:
+        if not self._skip_bad:
+            raise CorpusError(
+                f"{self._corpus.place_of(bad[0])}: {bad[0].reason}. Mend it, or leave such records out with "
+                "--on-error skip."
+            )
+        for record in bad[: _MAX_SKIP_MESSAGES - self._told]:
+            self._say(f"skipped {self._corpus.place_of(record)}: {record.reason}")
+        self._told += len(bad[: _MAX_SKIP_MESSAGES - self._told])
+
+    def _tell_rest(self) -> None:
+        skipped = self._state.partial.skipped
+        if skipped:
+            self._say(f"{self._corpus.source.name}: {skipped:,} records skipped in all")
+
+
+class _Bar:
+    """Progress on stderr: share of the corpus, tokens, tokens per second."""
+
+    def __init__(self, corpora: Sequence[OpenCorpus], states: Sequence[SourceState], progress: bool | None) -> None:
+        from tqdm import tqdm
+
+        sizes = [corpus.size for corpus in corpora]
+        self._known = all(size is not None for size in sizes)
+        total = sum(size or 0 for size in sizes) if self._known else None
+        self._tokens = 0
+        self._started = time.monotonic()
+        # A limit on tokens ends a source before its last byte; then the tokens are what the bar shows.
+        caps = [corpus.source.max_tokens for corpus in corpora]
+        if all(cap is not None for cap in caps):
+            self._known, total = False, sum(cap or 0 for cap in caps)
+        self._bar = tqdm(
+            total=total,
+            unit="B" if self._known else "tok",
+            unit_scale=True,
+            desc="counting",
+            disable=None if progress is None else not progress,
+            delay=0 if progress else 1,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+            if total
+            else "{desc}: {elapsed}{postfix}",
+        )
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def moved(self, size: int, tokens: int) -> None:
+        self._tokens += tokens
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = self._tokens / seconds
+        self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
+        self._bar.update(size if self._known else tokens)
+
+
+def _source_counts(
+    corpus: OpenCorpus,
+    state: SourceState,
+    plan: CountPlan,
+    position: int,
+    files: list[dict[str, Any]] | None,
+    engine_name: str,
+    tokenizer: LoadedTokenizer,
+    seed: int,
+) -> SourceCounts:
+    partial, rule, source = state.partial, plan.held_out, corpus.source
+    counts, held_out = partial.finish(rule)
+    num_held_out = held_out.num_documents if held_out else 0
+    is_chat = corpus.kind == "chat"
+    provenance: dict[str, JSON] = {
+        **corpus.origin,
+        **({} if files is None else {"files": files}),
+        "text": source.roles if is_chat else "all",
+        "chat": is_chat,
+        "chat_template_hash": tokenizer.chat_template_hash if is_chat else None,
+        "documents": partial.documents - num_held_out,
+        "tokens": int(counts.sum()),
+        "empty_documents": partial.empty,
+        "skipped_records": partial.skipped,
+        "cuts_in_long_texts": partial.cuts,
+        "max_documents": source.max_documents,
+        "max_tokens": source.max_tokens,
+        "ended_by_limit": state.limited,
+        "sample": source.sample,
+        "shuffle": source.shuffle,
+        "seed": seed,
+        "tokenizer_engine": engine_name,
+        "held_out": {
+            "documents": num_held_out,
+            "tokens": held_out.num_tokens if held_out else 0,
+            "rule": "smallest hash of (seed, source, document index)",
+            "fraction": rule.fraction,
+            "max_documents": rule.max_documents,
+            "max_tokens": rule.max_tokens,
+        },
+    }
+    return SourceCounts(source.name, source.weight, counts, held_out, provenance)

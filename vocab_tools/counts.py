@@ -1,0 +1,331 @@
+"""TokenCounts: how often each target id occurs in a corpus, where that corpus came from, and a part held out of it.
+
+File format (`save`, `load`): one safetensors file with, for source number s in order,
+
+    counts.<s>                   int64 [vocab]          count of id i at position i
+    held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, one after the other
+    held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
+
+and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, and per source name, weight
+and provenance. The same counts give the same bytes: nothing in the file is a time or a path.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TokenizerError, UsageError, VocabularyError
+from .files import write_file
+
+JSON = Any
+
+_KEY = "eagle_slim.token_counts"
+_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Documents that were never counted, kept for measuring coverage.
+
+    Attributes:
+        token_ids: int32 [tokens].
+        doc_offsets: int64 [documents + 1]; document d is `token_ids[doc_offsets[d] : doc_offsets[d + 1]]`.
+    """
+
+    token_ids: NDArray[np.int32]
+    doc_offsets: NDArray[np.int64]
+
+    def __post_init__(self) -> None:
+        if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
+            raise VocabularyError(f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}")
+        offsets = self.doc_offsets
+        if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 1:
+            raise VocabularyError(f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}")
+        if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
+            raise VocabularyError(
+                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens"
+            )
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.doc_offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class SourceCounts:
+    """Counts of one source.
+
+    Attributes:
+        name: unique within a TokenCounts.
+        weight: share of the source in `TokenCounts.weighted`, relative to the other sources; above 0.
+        counts: int64 [vocab] by target id.
+        held_out: documents of the source that are not in `counts`, or None.
+        provenance: where the text came from and how it was taken.
+    """
+
+    name: str
+    weight: float
+    counts: NDArray[np.int64]
+    held_out: HeldOut | None
+    provenance: dict[str, JSON]
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise VocabularyError("a source of counts needs a name")
+        _check_weight(self.name, self.weight, VocabularyError)
+        if self.counts.dtype != np.int64 or self.counts.ndim != 1:
+            raise VocabularyError(f"source {self.name}: counts must be int64 [vocab], found {_kind(self.counts)}")
+        if len(self.counts) and self.counts.min() < 0:
+            token_id = int(np.argmin(self.counts))
+            raise VocabularyError(f"source {self.name}: count of id {token_id} is {self.counts[token_id]}, below 0")
+        ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
+            raise VocabularyError(f"source {self.name}: held-out ids must lie in 0 to {len(self.counts) - 1}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens counted, held-out ones left out."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCounts:
+    """Counts of several sources by one tokenizer; mergeable, weightable.
+
+    Attributes:
+        sources: at least one, of unique names and one vocabulary size.
+        tokenizer_hash: `LoadedTokenizer.tokenizer_hash` of the tokenizer that counted, or None when not known.
+    """
+
+    sources: tuple[SourceCounts, ...]
+    tokenizer_hash: str | None
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise VocabularyError("token counts need at least one source")
+        names = [source.name for source in self.sources]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise VocabularyError(f"source names must be unique; found more than once: {', '.join(repeated)}")
+        sizes = {source.name: len(source.counts) for source in self.sources}
+        if len(set(sizes.values())) > 1:
+            raise VocabularyError(f"all sources must have one vocabulary size; found {sizes}")
+
+    @property
+    def vocab_size(self) -> int:
+        """Length of every count array: the largest token id + 1."""
+        return len(self.sources[0].counts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens counted in all sources."""
+        return sum(source.num_tokens for source in self.sources)
+
+    def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+        """Mix the sources into one count per id.
+
+        Each source is first normalised to its share, so that its size has no say: with weights w_s, counts c_s and
+        totals T_s, the result is T · Σ_s (w_s / Σ w) · c_s / T_s, where T is the total of all tokens and the sums run
+        over sources with any token. A single source gives its counts exactly.
+
+        Args:
+            weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
+
+        Returns:
+            float64 [vocab].
+
+        Raises:
+            UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+        """
+        chosen = {source.name: source.weight for source in self.sources}
+        for name, weight in (weights or {}).items():
+            if name not in chosen:
+                raise UsageError(f"no source named {name!r} in these counts; they have: {', '.join(chosen)}")
+            if weight != 0:
+                _check_weight(name, weight, UsageError)
+            chosen[name] = float(weight)
+        if not any(chosen.values()):
+            raise UsageError("every source has weight 0; at least one must count")
+        used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
+        if len(used) <= 1:
+            return (used[0] if used else self.sources[0]).counts.astype(np.float64)
+        total_weight = sum(chosen[source.name] for source in used)
+        total_tokens = sum(source.num_tokens for source in used)
+        mixed = np.zeros(self.vocab_size, np.float64)
+        for source in used:
+            mixed += source.counts * (total_tokens * (chosen[source.name] / total_weight) / source.num_tokens)
+        return mixed
+
+    def save(self, path: str | Path) -> None:
+        """Write the file described at the top of this module, whole or not at all.
+
+        Raises:
+            OSError: the folder is missing or read-only, the disk is full.
+        """
+        write_file(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the file described at the top of this module."""
+        from safetensors.numpy import save
+
+        tensors: dict[str, NDArray[Any]] = {}
+        for position, source in enumerate(self.sources):
+            tensors[f"counts.{position}"] = np.ascontiguousarray(source.counts)
+            if source.held_out is not None:
+                tensors[f"held_out.{position}.token_ids"] = np.ascontiguousarray(source.held_out.token_ids)
+                tensors[f"held_out.{position}.doc_offsets"] = np.ascontiguousarray(source.held_out.doc_offsets)
+        header = {
+            "version": _VERSION,
+            "tokenizer_hash": self.tokenizer_hash,
+            "sources": [
+                {"name": source.name, "weight": source.weight, "provenance": source.provenance}
+                for source in self.sources
+            ],
+        }
+        # One metadata entry only: safetensors writes several in no fixed order.
+        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> TokenCounts:
+        """Read and check a file written by `save`.
+
+        Raises:
+            VocabularyError: missing, not a counts file, of a newer version, or damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise VocabularyError(f"{path}: no such counts file. Make one with `eagle-vocab count`.")
+        try:
+            with safe_open(path, "numpy") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError) as error:
+            raise VocabularyError(f"{path}: not a readable safetensors file: {error}") from error
+        if _KEY not in metadata:
+            raise VocabularyError(
+                f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
+                "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`."
+            )
+        try:
+            return _from_parts(json.loads(metadata[_KEY]), tensors)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise VocabularyError(f"{path}: damaged counts file: {error!r}") from error
+        except VocabularyError as error:
+            raise VocabularyError(f"{path}: {error}") from error
+
+
+def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:
+    """Unite counts made by one tokenizer.
+
+    Sources of different names stand side by side. Sources of one name are parts of one corpus, counted apart: their
+    counts add up, their held-out documents are strung together, and their provenance is listed under "parts".
+
+    Args:
+        items: at least one.
+        weights: by source name, replacing the stored weights.
+
+    Raises:
+        TokenizerError: the tokenizers differ.
+        VocabularyError: the vocabulary sizes differ, or the very same part is given twice.
+        UsageError: nothing to merge, an unknown name in `weights`, a weight that is not above 0, or parts of one name
+            with different weights.
+    """
+    if not items:
+        raise UsageError("nothing to merge: name at least one counts file")
+    hashes = {item.tokenizer_hash for item in items}
+    if len(hashes) > 1:
+        found = ", ".join(sorted(str(value) for value in hashes))
+        raise TokenizerError(f"counts of different tokenizers cannot be merged; found {found}")
+    sizes = sorted({item.vocab_size for item in items})
+    if len(sizes) > 1:
+        raise VocabularyError(f"counts of different vocabulary sizes cannot be merged; found {sizes}")
+    parts: dict[str, list[SourceCounts]] = {}
+    for item in items:
+        for source in item.sources:
+            parts.setdefault(source.name, []).append(source)
+    for name, weight in (weights or {}).items():
+        if name not in parts:
+            raise UsageError(f"no source named {name!r} in these counts; they have: {', '.join(parts)}")
+        _check_weight(name, weight, UsageError)
+    sources = []
+    for name, same_name in parts.items():
+        given = (weights or {}).get(name)
+        stored = sorted({source.weight for source in same_name})
+        if given is None and len(stored) > 1:
+            raise UsageError(f"source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}")
+        merged = _add_parts(name, same_name)
+        sources.append(merged if given is None else replace(merged, weight=float(given)))
+    return TokenCounts(tuple(sources), items[0].tokenizer_hash)
+
+
+def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
+    if len(parts) == 1:
+        return parts[0]
+    provenances = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
+    seen: list[JSON] = []
+    for provenance in provenances:
+        if provenance in seen:
+            raise VocabularyError(
+                f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
+                "Merge each counts file once; name the sources apart if they really differ."
+            )
+        seen.append(provenance)
+    held_out = [source.held_out for source in parts if source.held_out is not None]
+    return SourceCounts(
+        name=name,
+        weight=parts[0].weight,
+        counts=np.sum([source.counts for source in parts], axis=0, dtype=np.int64),
+        held_out=_concatenate(held_out) if held_out else None,
+        provenance={"parts": provenances},
+    )
+
+
+def _concatenate(parts: Sequence[HeldOut]) -> HeldOut:
+    lengths = np.concatenate([np.diff(part.doc_offsets) for part in parts])
+    return HeldOut(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)]),
+    )
+
+
+def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
+    if header["version"] != _VERSION:
+        raise VocabularyError(
+            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}; update it"
+        )
+    sources = []
+    for position, entry in enumerate(header["sources"]):
+        ids = tensors.pop(f"held_out.{position}.token_ids", None)
+        offsets = tensors.pop(f"held_out.{position}.doc_offsets", None)
+        if (ids is None) != (offsets is None):
+            raise VocabularyError(f"source {entry['name']}: held-out ids and offsets belong together; one is missing")
+        held_out = None if ids is None or offsets is None else HeldOut(ids, offsets)
+        counts = tensors.pop(f"counts.{position}")
+        sources.append(SourceCounts(entry["name"], float(entry["weight"]), counts, held_out, entry["provenance"]))
+    if tensors:
+        raise VocabularyError(f"tensors that belong to no source: {', '.join(sorted(tensors))}")
+    return TokenCounts(tuple(sources), header["tokenizer_hash"])
+
+
+def _check_weight(name: str, weight: float, error_type: type[UsageError | VocabularyError]) -> None:
+    if not (math.isfinite(weight) and weight > 0):
+        raise error_type(f"source {name}: expected a weight above 0, found {weight}")
+
+
+def _kind(array: NDArray[Any]) -> str:
+    return f"{array.dtype} {list(array.shape)}"
