@@ -1,1 +1,91 @@
-"""Draft heads in, slim artifacts out."""
+"""Draft heads in, slim artifacts out.
+
+    from eagle_slim.convert import convert_head, verify_artifact
+
+    (conversion,) = convert_head(draft_vocab=32000, out="slim-head")
+    verify_artifact(conversion.folder).raise_if_failed()
+
+Names are loaded when first used, so that importing this package stays quick.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .artifact import Artifact
+    from .checkpoint import Checkpoint, open_checkpoint
+    from .convert import Conversion, convert_head
+    from .embedded import embedded_head, embedded_target_folder, export_embedded_target
+    from .errors import (
+        ArtifactError,
+        CheckpointError,
+        ConvertError,
+        MismatchError,
+        OutputError,
+        OutputExistsError,
+        SourceError,
+        UnsupportedHeadError,
+    )
+    from .head import DraftHead, LazyTensors, open_head
+    from .manifest import Manifest
+    from .source import push_folder
+    from .verify import Check, Verification, verify_artifact
+    from .vocab_choice import VocabRequest
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "Check",
+    "Checkpoint",
+    "CheckpointError",
+    "Conversion",
+    "ConvertError",
+    "DraftHead",
+    "LazyTensors",
+    "Manifest",
+    "MismatchError",
+    "OutputError",
+    "OutputExistsError",
+    "SourceError",
+    "UnsupportedHeadError",
+    "Verification",
+    "VocabRequest",
+    "convert_head",
+    "embedded_head",
+    "embedded_target_folder",
+    "export_embedded_target",
+    "open_checkpoint",
+    "open_head",
+    "push_folder",
+    "verify_artifact",
+]
+
+_MODULES = {
+    "Artifact": "artifact",
+    "Check": "verify",
+    "Checkpoint": "checkpoint",
+    "Conversion": "convert",
+    "DraftHead": "head",
+    "LazyTensors": "head",
+    "Manifest": "manifest",
+    "Verification": "verify",
+    "VocabRequest": "vocab_choice",
+    "convert_head": "convert",
+    "embedded_head": "embedded",
+    "embedded_target_folder": "embedded",
+    "export_embedded_target": "embedded",
+    "open_checkpoint": "checkpoint",
+    "open_head": "head",
+    "push_folder": "source",
+    "verify_artifact": "verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES.get(name, 'errors')}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -115,6 +115,12 @@ class Ranking:
             UsageError: the size does not fit (see `rank_vocabulary`).
             TokenizerError, VocabularyError: counts or map belong to another tokenizer or break a rule.
         """
+        if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
+            # The counts hold nothing out: the size is found where the text to be covered made no ranking.
+            sized = self._cut(self.measured[0], None, coverage)
+            vocab = self._cut(self.counts, len(sized), None)
+            found = {"size_from_coverage": sized.provenance["size_from_coverage"]}
+            return replace(vocab, provenance={**vocab.provenance, **found})
         vocab = self._cut(self.counts, size, coverage)
         trained = self.head.trained_ids
         if size is not None and trained is not None and len(vocab) < size == len(trained):

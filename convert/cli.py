@@ -1,0 +1,266 @@
+"""eagle-convert: parses, calls `convert_head`, prints what it wrote."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import click
+from click.core import ParameterSource
+from eagle_slim.vocab_tools.base_cli import (
+    EagleCommand,
+    emit_json,
+    force_option,
+    json_option,
+    note,
+    run_cli,
+    version_option,
+    warn,
+)
+from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options
+from eagle_slim.vocab_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from .convert import Conversion
+
+# Options that describe a corpus: without --dataset there is nothing for them to describe.
+_DESCRIBES_DATASET = (
+    "config",
+    "split",
+    "dataset_revision",
+    "column",
+    "roles",
+    "max_tokens",
+    "max_documents",
+    "sample",
+    "shuffle",
+)
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
+    """Read `32000`, `8192,16384,32000` or `full`."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
+        raise click.BadParameter(f"{value!r} is no size such as 32000 or 8192,16384,32000, and not `full`", ctx, param)
+    return tuple("full" if part == "full" else int(part) for part in parts)
+
+
+def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read `2,15,27`."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in value.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise click.BadParameter(f"{value!r} is no list of layers such as 2,15,27", ctx, param)
+    return tuple(int(part) for part in parts)
+
+
+def _smooth(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
+    """Read `off`, `auto` or a strength."""
+    if value == "off":
+        return None
+    if value == "auto":
+        return "auto"
+    try:
+        return float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
+
+
+@click.command(
+    cls=EagleCommand,
+    epilog="""\b
+Examples:
+  eagle-convert --draft-vocab 32000
+  eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
+    --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 --dataset 'code=src/*.jsonl' --max-tokens 10M
+  eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
+)
+@click.argument("head", required=False, metavar="[HEAD]")
+@click.option(
+    "--draft-vocab",
+    callback=_sizes,
+    metavar="N",
+    help="Rows to keep, several sizes at once, or `full` to normalise only.",
+)
+@click.option(
+    "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
+)
+@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
+@click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
+@click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
+@click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
+@click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
+@click.option(
+    "--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; may be given often."
+)
+@click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Share of a source of counts: `chat=3,code=2`.")
+@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, or JSON.")
+@click.option(
+    "--order", type=click.Choice(["ids"]), help="Rank by id, the merge order of BPE: the baseline of no corpus."
+)
+@corpus_options
+@click.option("--save-counts", metavar="FILE", help="Keep the counts of --dataset in a file for later.")
+@click.option(
+    "--smooth",
+    callback=_smooth,
+    default="off",
+    show_default=True,
+    metavar="off|auto|X",
+    help="Mix in the id order of BPE where counts are small.",
+)
+@click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
+              help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
+@click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
+@click.option("--for", "flavour", type=click.Choice(["lmdeploy"]), help="Write config.json for this engine.")
+@click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
+              help="Form of the head's own map, where it cannot be told.")  # fmt: skip
+@click.option(
+    "--tap-layers",
+    callback=_layers,
+    metavar="L,L,...",
+    help="Target layers whose inputs the head reads, where its files are wrong.",
+)
+@click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
+@force_option
+@click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
+@click.option("--push-to-hub", metavar="REPO", help="Upload the result to this repository.")
+@click.option("--private/--public", default=None, help="Visibility of a new repository; default: your account's.")
+@click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
+@json_option
+@version_option()
+def convert(head: str | None, **options: Any) -> None:
+    """Cut the draft vocabulary of an EAGLE head to the tokens that matter.
+
+    HEAD is a folder or a repository of the Hugging Face Hub; without it, the built-in EAGLE-3 head of
+    SmolLM2-135M-Instruct. The result is a folder that vLLM, SGLang, TensorRT-LLM and SafeAILab's EAGLE load as it is.
+
+    The tokens come from --counts, --token-map, --dataset or --order; without any of them from the built-in counts
+    (built-in head) or from a public chat dataset.
+    """
+    from .convert import convert_head
+    from .vocab_choice import VocabRequest
+
+    sources, counting = corpus_arguments(options)
+    if not sources:
+        ctx = click.get_current_context()
+        given = [name for name in _DESCRIBES_DATASET if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given")
+    sizes = options["draft_vocab"]
+    if options["push_to_hub"] and sizes is not None and len(sizes) > 1:
+        raise UsageError("--push-to-hub takes one size: give each size a repository of its own")
+    if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
+        raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here")
+    request = VocabRequest(
+        counts=options["counts"],
+        token_map=options["token_map"],
+        corpus=tuple(sources),
+        order=options["order"],
+        weights=_weights(options["weights"]),
+        smooth=options["smooth"],
+        force_added=options["force_added"],
+        force_ids=options["force_ids"],
+    )
+    done = convert_head(
+        head,
+        draft_vocab=sizes,
+        coverage=options["coverage"],
+        vocabulary=request,
+        target=options["target"],
+        tokenizer=options["tokenizer"],
+        revision=options["revision"],
+        target_revision=options["target_revision"],
+        tokenizer_revision=options["tokenizer_revision"],
+        out=options["out"],
+        force=options["force"],
+        flavour=options["flavour"] or "default",
+        d2t_form=options["d2t_form"],
+        tap_layers=options["tap_layers"],
+        offline=options["offline"],
+        count=partial(_count, options["save_counts"], options["progress"], options["force"], counting),
+        say=note,
+    )
+    pushed = _push(done[0], options["push_to_hub"], options["private"]) if options["push_to_hub"] else None
+    for conversion in done:
+        warn(conversion.warnings)
+    if options["as_json"]:
+        results = [conversion.to_json() for conversion in done]
+        if pushed is not None:
+            results[0]["pushed_to"] = pushed
+        emit_json(results if len(results) > 1 else results[0])
+        return
+    for conversion in done:
+        _print(conversion)
+    if pushed is not None:
+        click.echo(f"uploaded to {pushed}")
+
+
+convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
+
+
+def _count(
+    save_counts: str | None, progress: bool | None, force: bool, arguments: dict[str, Any], sources: Any, tokenizer: Any
+) -> Any:
+    from eagle_slim.vocab_tools.counting import count_tokens
+    from eagle_slim.vocab_tools.files import refuse_existing
+
+    where: dict[str, Any] = {}
+    if save_counts is not None:
+        path = refuse_existing(save_counts, force)
+        where = {"save_to": path, "checkpoint": path.with_name(f"{path.name}.checkpoint")}
+    return count_tokens(sources, tokenizer, progress=progress, notify=note, **where, **arguments)
+
+
+def _weights(values: tuple[str, ...]) -> dict[str, float] | None:
+    found: dict[str, float] = {}
+    for entry in ",".join(values).split(",") if values else ():
+        name, _, share = entry.rpartition("=")
+        try:
+            found[name.strip()] = float(share)
+        except ValueError:
+            name = ""
+        if not name.strip():
+            raise UsageError(f"--weights {entry!r}: expected NAME=SHARE, such as chat=3")
+    return found or None
+
+
+def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:
+    from .source import push_folder
+
+    note(f"uploading {conversion.folder} to {repo_id}")
+    return push_folder(conversion.folder, repo_id, private=private)
+
+
+def _print(conversion: Conversion) -> None:
+    from .convert import coverage_summary
+
+    click.echo(f"wrote {conversion.folder}")
+    click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")
+    ratio = conversion.bytes_after / conversion.bytes_before
+    click.echo(
+        f"  bytes per draft step  {_megabytes(conversion.bytes_before)} → {_megabytes(conversion.bytes_after)} "
+        f"({ratio:.0%})"
+    )
+    for entry in coverage_summary(conversion.manifest):
+        interval = ""
+        if entry["interval"] is not None:
+            low, high = entry["interval"]
+            interval = f", 95% interval {low:.2%} to {high:.2%}"
+        click.echo(
+            f"  coverage of {entry['source']}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
+            f"tokens{interval}; "
+            f"the first ids would cover {entry['first_ids_instead']:.2%}"
+        )
+
+
+def _megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB"
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run eagle-convert and leave the process."""
+    run_cli(convert, args, "eagle-convert")

@@ -1,0 +1,54 @@
+"""eagle-verify: parses, calls `verify_artifact`, prints every check."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import click
+from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, run_cli, version_option
+
+
+@click.command(
+    cls=EagleCommand,
+    epilog="""\b
+Examples:
+  eagle-verify smollm2-135m-instruct-eagle3-v32000
+  eagle-verify ./slim-head --target meta-llama/Llama-3.1-8B-Instruct --json""",
+)
+@click.argument("folder", metavar="DIR")
+@click.option(
+    "--head", metavar="H", help="Head it was made from: Hub id or folder. Default: as recorded, if in the cache."
+)
+@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, if in the cache.")
+@click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
+@click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
+@json_option
+@version_option()
+def verify(
+    folder: str, head: str | None, target: str | None, tokenizer: str | None, offline: bool, as_json: bool
+) -> int:
+    """Check a converted head against its manifest, its source, its target and its tokenizer.
+
+    Lists every check as ok, failed or skipped, with what was found. The exit code is 1 when one failed.
+    """
+    from .verify import verify_artifact
+
+    result = verify_artifact(folder, head=head, target=target, tokenizer=tokenizer, offline=offline)
+    if as_json:
+        emit_json(result.to_json())
+    else:
+        width = max(len(check.name) for check in result.checks)
+        colours = {"ok": "green", "failed": "red", "skipped": "yellow"}
+        for check in result.checks:
+            status = click.style(f"{check.status:<7}", fg=colours[check.status])
+            click.echo(f"{status}  {check.name:<{width}}  {check.detail}")
+        counted = {status: sum(check.status == status for check in result.checks) for status in colours}
+        click.echo(f"{folder}: " + ", ".join(f"{number} {status}" for status, number in counted.items()))
+    sys.stdout.flush()
+    return 0 if result.ok else 1
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run eagle-verify and leave the process."""
+    run_cli(verify, args, "eagle-verify")
