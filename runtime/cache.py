@@ -28,6 +28,13 @@ class SlotRows:
         self.keys = like_key.new_zeros((num_slots, like_key.shape[1], capacity, like_key.shape[3]))
         self.values = like_value.new_zeros((num_slots, like_value.shape[1], capacity, like_value.shape[3]))
 
+    @classmethod
+    def over(cls, keys: Tensor, values: Tensor) -> SlotRows:
+        """Use buffers that exist: twice [slots, kv_heads, capacity, head_dim]."""
+        rows = cls.__new__(cls)
+        rows.keys, rows.values = keys, values
+        return rows
+
     def write_(self, active: ActiveSlots, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Store ``keys``/``values`` [active, kv_heads, new, head_dim] at ``rows`` int64 [active, new]."""
         slots = active.active_slots[: active.num_active, None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from eagle_slim.convert.artifact import Artifact
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+MapForm = Literal["auto", "offset", "absolute"]
 DRAFTERS = ("reference", "triton")
 DrafterFactory = Callable[[HeadWeights, TreeConfig], Drafter]
 
@@ -49,7 +50,7 @@ def open_any_head(
     head: str | Path | DraftHead | Artifact | None,
     revision: str | None = None,
     offline: bool = False,
-    d2t_form: str = "auto",
+    d2t_form: MapForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> OpenedHead:
     """Open an artifact, an unconverted head or a public one; None is the head built into the package.

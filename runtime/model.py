@@ -25,6 +25,7 @@ from .errors import AcceptanceWarning, PromptError, UsageError
 from .generate import OnTokens, generate
 from .loading import (
     DrafterFactory,
+    MapForm,
     build_drafter,
     load_target,
     load_target_config,
@@ -117,7 +118,7 @@ class SpeculativeModel:
         revision: str | None = None,
         head_revision: str | None = None,
         tap_layers: Sequence[int] | None = None,
-        d2t_form: str = "auto",
+        d2t_form: MapForm = "auto",
         offline: bool = False,
     ) -> SpeculativeModel:
         """Load a head with its target.

@@ -77,8 +77,8 @@ def choose_draft_ids(
     """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
 
     ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
-    first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself. Raises `UsageError`
-    when that cannot be had.
+    first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself.
+    Raises `UsageError` when that cannot be had.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:

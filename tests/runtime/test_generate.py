@@ -1,0 +1,188 @@
+"""Speculative output against the target's own: greedy, sampled, batched, on every kind of target and head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+TREES = {
+    "tree": {"depth": 3, "top_k": 4, "total_tokens": 25},
+    "chain": {"depth": 3, "top_k": 1, "total_tokens": 5},
+    "flat": {"depth": 0, "top_k": 6, "total_tokens": 7},
+    "deep": {"depth": 6, "top_k": 2, "total_tokens": 20},
+}
+PROMPTS = random_prompts([1, 2, 9, 17])
+DRAFT_IDS = [19, 2, 5, 7, 8, 3, 11, 12, 14, 17, 23, 20]
+
+
+def build(tmp_path: Path, kind: str = "llama", tree: str = "tree", head: dict[str, Any] | None = None, **options: Any):
+    folder = write_head(tmp_path / "head", **(head or {}))
+    return SpeculativeModel.from_pretrained(tiny_target(kind), folder, **TREES[tree], **options)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_equals_the_targets_own(tmp_path: Path, kind: str, tree: str) -> None:
+    model = build(tmp_path, kind, tree)
+    passes = []
+    for prompt in PROMPTS:
+        output = model.generate(prompt, max_new_tokens=24)
+        assert output.token_ids == [plain_greedy(model.target.model, prompt, 24)]
+        passes.append(output.stats)
+    # The drafts must have mattered: some drafted tokens were accepted, on the tree at least.
+    if tree in ("tree", "flat"):
+        assert max(max(s.accepted_lengths, default=1) for s in passes) > 1
+    if kind in ("qwen2", "mistral"):
+        assert max(map(len, PROMPTS)) > WINDOW
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"draft_ids": DRAFT_IDS},
+        {"own_lm_head": True},
+        {"attention_bias": True},
+        {"kind": "eagle"},
+        {"taps": 2, "eagle_aux_hidden_state_layer_ids": [1, 6]},
+        {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
+    ],
+    ids=["map", "own-lm-head", "attention-bias", "eagle-1", "two-taps", "one-tap"],
+)
+def test_every_kind_of_head(tmp_path: Path, head: dict[str, Any]) -> None:
+    model = build(tmp_path, head=head)
+    output = model.generate(PROMPTS, max_new_tokens=24)
+    assert output.token_ids == [plain_greedy(model.target.model, prompt, 24) for prompt in PROMPTS]
+    if "draft_ids" in head:
+        assert model.drafter.weights.draft_to_target.tolist() == sorted(DRAFT_IDS)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str, sampling: dict[str, Any]) -> None:
+    model = build(tmp_path, kind)
+    together = model.generate(PROMPTS, max_new_tokens=20, **sampling)
+    two_slots = model.generate(PROMPTS, max_new_tokens=20, max_slots=2, **sampling)
+    assert two_slots.token_ids == together.token_ids
+    assert [r.stats.accepted_lengths for r in two_slots.results] == [r.stats.accepted_lengths for r in together.results]
+    if not sampling:
+        alone = [model.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        assert together.token_ids == [output.token_ids[0] for output in alone]
+        assert [r.stats.accepted_lengths for r in together.results] == [o.stats.accepted_lengths for o in alone]
+        assert together.stats.num_passes == sum(output.stats.num_passes for output in alone)
+
+
+@pytest.mark.parametrize("tree", ["tree", "chain"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("warpers", [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 7}])
+def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
+    tmp_path: Path, tree: str, temperature: float, warpers: dict[str, Any]
+) -> None:
+    model = build(tmp_path, tree=tree)
+    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 11, **warpers}
+    drafted = model.generate(PROMPTS, **options)
+    plain = model.generate(PROMPTS, speculative=False, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert set(plain.stats.accepted_lengths) == {1}
+    assert drafted.token_ids != model.generate(PROMPTS, **{**options, "seed": 12}).token_ids
+
+
+def test_padded_tensor_with_attention_mask(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    prompts = random_prompts([3, 5])
+    padded = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    output = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=8)
+    assert output.token_ids == model.generate(prompts, max_new_tokens=8).token_ids
+    longest = max(3 + len(output.token_ids[0]), 5 + len(output.token_ids[1]))
+    assert output.sequences.shape == (2, longest)
+    assert output.sequences[0, : 3 + len(output.token_ids[0])].tolist() == prompts[0] + output.token_ids[0]
+
+
+def test_the_target_keeps_its_own_generate(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    before = plain_greedy(target, PROMPTS[2], 8)
+    implementation = target.config._attn_implementation
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
+    model.generate(PROMPTS[2], max_new_tokens=8)
+    assert target.config._attn_implementation == implementation
+    assert plain_greedy(target, PROMPTS[2], 8) == before
+
+
+def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tmp_path, "mistral")
+    prompt = random_prompts([50], seed=3)[0]
+    whole = model.generate(prompt, max_new_tokens=12)
+    prefill, draft_prefill = model.target.prefill, model.drafter.prefill
+    monkeypatch.setattr(model.target, "prefill", lambda *args: prefill(*args, chunk=7))
+    monkeypatch.setattr(model.drafter, "prefill", lambda *args: draft_prefill(*args, chunk=11))
+    assert model.generate(prompt, max_new_tokens=12).token_ids == whole.token_ids
+    assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
+
+
+def test_a_finished_slot_costs_no_draft_work(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    drafter = model.drafter
+    tree = drafter.tree
+    lengths = []
+    original = drafter.draft
+
+    def counting(active, pairs):
+        before = drafter.num_computed
+        result = original(active, pairs)
+        # Extend positions come in the fixed width; then depth levels of top_k nodes, for active slots alone.
+        expected = active.num_active * (tree.path_width + tree.depth * tree.top_k)
+        assert drafter.num_computed - before == expected
+        lengths.append(active.num_active)
+        for slot in set(range(active.num_slots)) - set(active.indices):
+            assert result.draft_tokens[slot].eq(-1).all()
+            assert result.num_leaves[slot] == 0
+        return result
+
+    drafter.draft = counting
+    prompts = random_prompts([4, 6, 5])
+    output = model.generate(prompts, max_new_tokens=24, ignore_eos=True)
+    assert lengths[0] == 3
+    assert lengths[-1] < 3
+    assert output.stats.num_passes == sum(lengths)
+
+
+def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    prompt = random_prompts([12])[0]
+    output = model.generate(prompt, max_new_tokens=24, ignore_eos=True)
+    tree, passes = model.drafter.tree, output.stats.num_passes
+    assert model.drafter.num_computed == len(prompt) - 1 + passes * (tree.path_width + tree.depth * tree.top_k)
+
+
+def test_bfloat16_runs_and_stays_close(tmp_path: Path) -> None:
+    target = tiny_target("llama").to(torch.bfloat16)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
+    drafted = model.generate(PROMPTS, max_new_tokens=16)
+    plain = model.generate(PROMPTS, max_new_tokens=16, speculative=False)
+    equal = sum(a == b for a, b in zip(drafted.token_ids, plain.token_ids, strict=True))
+    assert model.drafter.weights.dtype == torch.bfloat16
+    assert equal >= len(PROMPTS) - 1
+
+
+def test_draft_ids_are_target_ids(tmp_path: Path) -> None:
+    model = build(tmp_path, head={"draft_ids": DRAFT_IDS})
+    seen: set[int] = set()
+    original = model.drafter.draft
+
+    def watch(active, pairs):
+        tree = original(active, pairs)
+        seen.update(tree.draft_tokens[0, 1:].tolist())
+        return tree
+
+    model.drafter.draft = watch
+    model.generate(PROMPTS[2], max_new_tokens=20)
+    assert seen <= set(DRAFT_IDS)
+    assert len(seen) > len(DRAFT_IDS) // 2
+    assert max(seen) < VOCAB

@@ -1,0 +1,154 @@
+"""Tiny random targets and draft heads: seconds to build, peaked enough that greedy has no near-ties."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+VOCAB = 24
+HIDDEN = 32
+LAYERS = 6
+WINDOW = 6
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
+    """A random causal LM in fp32: "llama", "qwen2" (mixed windows), "qwen3" or "mistral" (window in all layers)."""
+    import transformers
+
+    torch.manual_seed(seed)
+    sizes = {**_SIZES, **overrides}
+    if kind == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    elif kind == "qwen2":
+        layer_types = ["full_attention", "sliding_attention"] * (sizes["num_hidden_layers"] // 2)
+        config = transformers.Qwen2Config(
+            **sizes, use_sliding_window=True, sliding_window=WINDOW, layer_types=layer_types
+        )
+        model = transformers.Qwen2ForCausalLM(config)
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, head_dim=16))
+    elif kind == "mistral":
+        model = transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, sliding_window=WINDOW))
+    else:
+        raise ValueError(kind)
+    widen(model.named_parameters())
+    return model.eval()
+
+
+def widen(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Draw matrices wide enough that next tokens are decided clearly; norms stay near one."""
+    with torch.no_grad():
+        for name, parameter in parameters:
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5 * (3.0 if "head" in name else 1.5))
+            elif "norm" in name:
+                nn.init.normal_(parameter, mean=1.0, std=0.1)
+
+
+def write_head(
+    folder: Path,
+    kind: str = "eagle3",
+    seed: int = 1,
+    draft_ids: list[int] | None = None,
+    own_lm_head: bool = False,
+    taps: int = 3,
+    attention_bias: bool = False,
+    vocab: int = VOCAB,
+    hidden: int = HIDDEN,
+    extra: dict[str, Tensor] | None = None,
+    **config: Any,
+) -> Path:
+    """Write a random head as its authors would: ``draft_ids`` gives it an LM head and a map, in that order."""
+    heads, kv_heads, head_dim, middle = 4, 2, 8, 48
+    width = 2 * hidden if kind == "eagle3" else hidden
+    layer = "midlayer." if kind == "eagle3" else "layers.0."
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, (taps if kind == "eagle3" else 2) * hidden),
+        f"{layer}self_attn.q_proj.weight": (heads * head_dim, width),
+        f"{layer}self_attn.k_proj.weight": (kv_heads * head_dim, width),
+        f"{layer}self_attn.v_proj.weight": (kv_heads * head_dim, width),
+        f"{layer}self_attn.o_proj.weight": (hidden, heads * head_dim),
+        f"{layer}mlp.gate_proj.weight": (middle, hidden),
+        f"{layer}mlp.up_proj.weight": (middle, hidden),
+        f"{layer}mlp.down_proj.weight": (hidden, middle),
+        f"{layer}post_attention_layernorm.weight": (hidden,),
+    }
+    if kind == "eagle3":
+        shapes |= {"midlayer.input_layernorm.weight": (hidden,), "midlayer.hidden_norm.weight": (hidden,)}
+        shapes["norm.weight"] = (hidden,)
+    else:
+        shapes["fc.bias"] = (hidden,)
+    if attention_bias:
+        for projection, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            shapes[f"{layer}self_attn.{projection}_proj.bias"] = (rows * head_dim,)
+    rows = len(draft_ids) if draft_ids else vocab
+    if draft_ids or own_lm_head:
+        shapes["lm_head.weight"] = (rows, hidden)
+    torch.manual_seed(seed)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    widen(tensors.items())
+    for name, tensor in tensors.items():
+        if name.endswith("bias"):
+            nn.init.normal_(tensor, std=0.3)
+    tensors |= extra or {}
+    if draft_ids:
+        tensors["d2t"] = torch.tensor(draft_ids) - torch.arange(rows)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, torch.tensor(draft_ids), True)
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3" if kind == "eagle3" else "LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": middle,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 256,
+        "hidden_act": "silu",
+        "attention_bias": attention_bias,
+        "torch_dtype": "float32",
+    }
+    if kind == "eagle3":
+        settings["draft_vocab_size"] = rows
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(settings | config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> list[list[int]]:
+    """Prompts of the given lengths, without special ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def plain_greedy(model: nn.Module, prompt: list[int], max_new_tokens: int, eos: int | None = 2) -> list[int]:
+    """What transformers' own generate gives: new tokens only."""
+    ids = torch.tensor([prompt])
+    output = model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos,
+        pad_token_id=0,
+    )  # fmt: skip
+    return output[0, len(prompt) :].tolist()
