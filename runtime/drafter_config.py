@@ -1,0 +1,236 @@
+"""Dimensions of one draft and the buffers it works in, for the persistent drafter and its reference twin."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .config import TreeConfig
+from .errors import UnsupportedModelError, UsageError
+from .weights import HeadWeights
+
+MAX_NEW_TOKENS = 16
+"""Newly accepted tokens that one draft takes in, per slot."""
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
+
+    ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together; ``draft_vocab``
+    rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV cache per slot, the
+    tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests); ``weight_dtype`` the same or
+    float8_e4m3fn. Raises `UsageError` outside the limits: hidden up to 8192, head_dim 64 to 192 on a GPU, draft_vocab 2
+    to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to 131,072 and a tree.
+    """
+
+    kind: str
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    feature_width: int
+    target_vocab: int
+    draft_vocab: int
+    depth: int
+    top_k: int
+    total_tokens: int
+    norm_eps: float
+    num_slots: int
+    max_positions: int
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
+    has_fc: bool = True
+    has_fc_bias: bool = False
+    has_qkv_bias: bool = False
+
+    def __post_init__(self) -> None:
+        tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
+        bounds = {
+            "hidden": (16, 8192), "intermediate": (16, 65536), "head_dim": (2, 256), "draft_vocab": (self.top_k, 262144),
+            "depth": (1, 10), "top_k": (1, 16), "total_tokens": (2, 128), "num_slots": (1, 16),
+            "max_positions": (tree.depth * tree.top_k + 1, 131072 + 256),
+        }  # fmt: skip
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value}.")
+        for name in ("hidden", "intermediate", "feature_width"):
+            if getattr(self, name) % 16:
+                raise UsageError(f"The persistent drafter needs {name} to be a multiple of 16; got {getattr(self, name)}.")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % 16:
+            raise UsageError(
+                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their product "
+                "a multiple of 16."
+            )
+        if self.kind not in ("eagle3", "eagle"):
+            raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.')
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UsageError(f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.")
+        if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise UsageError(f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.")
+
+    @classmethod
+    def of(
+        cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
+    ) -> DrafterConfig:
+        """Read a head's dimensions; ``capacity`` tokens per slot, room for the tree comes on top.
+
+        Raises `UnsupportedModelError` for options of a head that the kernel does not compute; the reference does.
+        """
+        w = head.tensors
+        for name in ("input_norm.weight", "fc_norm.0.weight", "self_attn.o_proj.bias", "mlp.gate_proj.bias"):
+            if name in w:
+                raise UnsupportedModelError(f'drafter="triton" does not compute {name}. Use drafter="reference".')
+        for option in ("norm_before_residual", "norm_output"):
+            if getattr(head, option):
+                raise UnsupportedModelError(f'drafter="triton" does not compute {option}. Use drafter="reference".')
+        if head.activation != "silu":
+            raise UnsupportedModelError(f'drafter="triton" computes silu only, the head has {head.activation}.')
+        has_fc = head.kind == "eagle" or head.feature_width != head.hidden
+        return cls(
+            kind=head.kind, hidden=head.hidden, intermediate=w["mlp.gate_proj.weight"].shape[0],
+            num_heads=head.num_heads, num_kv_heads=head.num_kv_heads, head_dim=head.head_dim,
+            feature_width=head.feature_width, target_vocab=head.embedding.shape[0], draft_vocab=head.draft_vocab,
+            depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens, norm_eps=head.norm_eps,
+            num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k, dtype=head.dtype,
+            weight_dtype=weight_dtype or head.dtype, has_fc=has_fc, has_fc_bias=has_fc and "fc.bias" in w,
+            has_qkv_bias="self_attn.q_proj.bias" in w,
+        )  # fmt: skip
+
+    @property
+    def tree(self) -> TreeConfig:
+        """The tree's three numbers."""
+        return TreeConfig(self.depth, self.top_k, self.total_tokens)
+
+    @property
+    def qkv_size(self) -> int:
+        """Outputs of the fused q, k, v projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def qkv_in(self) -> int:
+        """Inputs of the q, k, v projection: (embedding, feature) in EAGLE-3, the fused feature in EAGLE-1/2."""
+        return 2 * self.hidden if self.kind == "eagle3" else self.hidden
+
+    @property
+    def fc_in(self) -> int:
+        """Inputs of ``fc``."""
+        return self.feature_width if self.kind == "eagle3" else 2 * self.hidden
+
+    @property
+    def max_k(self) -> int:
+        """Power of two that holds top_k."""
+        return max(2, 1 << (self.top_k - 1).bit_length())
+
+    @property
+    def embed_rows(self) -> int:
+        """Embedding rows kept per sequence: the new tokens, or every child of a level."""
+        return max(MAX_NEW_TOKENS, self.top_k**2)
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of weights that one level must read: the floor's larger part."""
+        layer = self.qkv_size * self.qkv_in + self.num_heads * self.head_dim * self.hidden
+        layer += 3 * self.intermediate * self.hidden + self.draft_vocab * self.hidden
+        layer += self.fc_in * self.hidden if self.kind == "eagle" else 0
+        return layer * self.weight_dtype.itemsize
+
+    def draft_bytes(self, prefixes: list[int]) -> int:
+        """Least bytes of weights and KV that one draft of sequences with these prefixes must read."""
+        fc = self.fc_in * self.hidden * self.weight_dtype.itemsize if self.kind == "eagle3" and self.has_fc else 0
+        kv = sum(prefixes) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return fc + (self.depth + 1) * (self.level_bytes + kv)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
+
+    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 16], the token after each new feature
+    (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in the
+    KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
+    State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is the
+    kernel's own.
+    """
+
+    new_tokens: Tensor
+    num_new: Tensor
+    prefix: Tensor
+    active_slots: Tensor
+    active_inverse: Tensor
+    active_count: Tensor
+    keys: Tensor
+    values: Tensor
+    draft_tokens: Tensor
+    parents: Tensor
+    tree_mask: Tensor
+    tree_position_ids: Tensor
+    retrieve_indices: Tensor
+    num_leaves: Tensor
+    tree_rows: int
+    """KV rows that a tree takes behind its prefix: depth * top_k."""
+    workspace: dict[str, Tensor]
+
+    @classmethod
+    def allocate(cls, cfg: DrafterConfig, device: torch.device | str) -> Buffers:
+        """Allocate for a configuration; outputs start as -2, a value no draft writes."""
+        slots, total = cfg.num_slots, cfg.total_tokens
+        int32 = {"dtype": torch.int32, "device": device}
+        int64 = {"dtype": torch.int64, "device": device}
+        cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
+        return cls(
+            new_tokens=torch.zeros(slots, MAX_NEW_TOKENS, **int32),
+            num_new=torch.ones(slots, **int32),
+            prefix=torch.zeros(slots, **int32),
+            active_slots=torch.arange(slots, **int32),
+            active_inverse=torch.arange(slots, **int32),
+            active_count=torch.full((1,), slots, **int32),
+            keys=torch.zeros(cache, dtype=cfg.dtype, device=device),
+            values=torch.zeros(cache, dtype=cfg.dtype, device=device),
+            draft_tokens=torch.full((slots, total), -2, **int64),
+            parents=torch.full((slots, total), -2, **int64),
+            tree_mask=torch.zeros(slots, 1, total, total, dtype=torch.bool, device=device),
+            tree_position_ids=torch.full((slots, total), -2, **int64),
+            retrieve_indices=torch.full((slots, total, cfg.tree.path_width), -2, **int64),
+            num_leaves=torch.full((slots,), -2, **int64),
+            tree_rows=cfg.depth * cfg.top_k,
+            workspace={},
+        )
+
+    def set_step(self, active: list[int], new_tokens: list[list[int]], prefix: list[int]) -> None:
+        """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
+
+        Raises `UsageError` for no or more than 16 new tokens, a slot out of range or twice, and a sequence that the KV
+        cache cannot hold together with its tree; nothing is written then.
+        """
+        slots, positions = self.keys.shape[0], self.keys.shape[2]
+        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+            raise UsageError(f"active slots {active} must be different and below {slots}.")
+        for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
+            if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
+                raise UsageError(f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.")
+            check_room(slot, past, len(tokens), self.tree_rows, positions)
+        blank = [-1] * slots
+        inverse, rows, counts, pasts = list(blank), [[0] * MAX_NEW_TOKENS for _ in blank], [1] * slots, [0] * slots
+        for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
+            inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
+            rows[slot][: len(tokens)] = tokens
+        for target, value in (
+            (self.new_tokens, rows), (self.num_new, counts), (self.prefix, pasts),
+            (self.active_slots, [*active, *blank][:slots]), (self.active_inverse, inverse),
+            (self.active_count, [len(active)]),
+        ):  # fmt: skip
+            target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
+
+
+def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:
+    """Raise `UsageError` when a sequence and its tree do not fit the KV cache."""
+    if prefix < 0 or prefix + num_new + tree_rows > positions:
+        raise UsageError(
+            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV cache of "
+            f"{positions} positions. Allocate more, or end this sequence."
+        )

@@ -1,0 +1,294 @@
+"""Host side of the persistent drafter: pack the weights, lay out the workspace, launch.
+
+Everything that takes time or memory happens in `pack_head` and `allocate_workspace`; `launch` only starts the kernel, so
+it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig
+from ..errors import DrafterError
+from ..weights import HeadWeights
+from .ancestor_attention import heads_per_attention_unit
+from .grid_barrier import ERROR
+from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows, in_features
+from .lm_topk import head_tiles
+from .persistent import draft_kernel
+from .weight_stream import assign_rows, cut_chunks, cut_tiles, quantize_rows, rows_per_program
+
+TAIL_BYTES = 1 << 20
+"""Spare bytes behind the last stream, so that a prefetch never leaves the allocation."""
+
+
+@dataclass(frozen=True)
+class PackedHead:
+    """A head's matrices as streams, one per program, and the small tensors that the kernel reads beside them."""
+
+    stream: Tensor
+    """weight dtype [programs * stream_size + spare]."""
+    scales: Tensor
+    """float32 [programs, rows]: one per row of the stream; [1] when the weights are not FP8."""
+    row_ids: Tensor
+    """int32 [programs, head rows]: target id of each LM-head row."""
+    embedding: Tensor
+    norms: dict[str, Tensor]
+    fc_bias: Tensor
+    qkv_bias: Tensor
+    cos: Tensor
+    sin: Tensor
+    offsets: dict[str, int]
+    """Element offset of each matrix in a stream, and its ``size``."""
+    params: LaunchParams
+    draft_vocab: int
+    """LM-head rows packed; a launch may use the first N of them."""
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Describe the device kernels will run on."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    return Chip(
+        properties.name,
+        properties.major * 10 + properties.minor,
+        properties.shared_memory_per_block_optin,
+        properties.multi_processor_count,
+    )
+
+
+def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order: Tensor | None = None) -> PackedHead:
+    """Lay a head out for the kernel.
+
+    ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
+    packed (`DraftVocab` in rank order); default the head's own order.
+    """
+    w, programs, tiles = head.tensors, params.num_programs, params.tiles
+    device = head.device
+    empty = torch.zeros(1, dtype=cfg.dtype, device=device)
+    order = torch.arange(head.draft_vocab, device=device) if order is None else order
+    tile_rows, head_rows = head_tiles(head.draft_vocab, programs, tiles["head"].block_n)
+    projections = [f"self_attn.{x}_proj" for x in "qkv"]
+    matrices = {
+        "fc": [w["fc.weight"]] if cfg.has_fc else [],
+        "qkv": [torch.cat([w[f"{name}.weight"] for name in projections])],
+        "o": [w["self_attn.o_proj.weight"]],
+        "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
+        "down": [w["mlp.down_proj.weight"]],
+        "head": [head.lm_head[order]],
+    }
+    offsets, sizes = {}, {"fc": 0}
+    at = 0
+    for name, size in in_features(cfg).items():
+        rows = head_rows if name == "head" else sum(rows_per_program(m.shape[0], programs) for m in matrices[name])
+        offsets[name], sizes[name] = at, rows * size
+        at += -(-rows * size // 128) * 128
+    offsets["size"] = at
+    element = cfg.weight_dtype.itemsize
+    stream = torch.zeros(programs * at + TAIL_BYTES // element, dtype=cfg.weight_dtype, device=device)
+    by_program = stream[: programs * at].view(torch.uint8).view(programs, at * element)
+    scales = []
+    for name in matrices:
+        parts = []
+        block_k = tiles[name].block_k
+        for matrix in matrices[name]:
+            matrix = matrix.to(cfg.dtype)
+            if cfg.weight_dtype != cfg.dtype:
+                matrix, scale = quantize_rows(matrix)
+                dealt = name == "head"
+                scales.append(assign_rows(scale, programs, dealt, head_rows if dealt else None))
+            if name == "head":
+                parts.append(cut_tiles(assign_rows(matrix, programs, True, head_rows), tile_rows, block_k))
+            else:
+                parts.append(cut_chunks(assign_rows(matrix, programs), block_k))
+        if parts:
+            # gate and up go side by side within each chunk, so that one piece of the stream serves both.
+            packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
+            packed = packed.reshape(programs, -1).view(torch.uint8)
+            first = offsets[name] * element
+            by_program[:, first : first + packed.shape[1]] = packed
+        elif cfg.weight_dtype != cfg.dtype:
+            scales.append(torch.zeros(programs, rows_per_program(cfg.hidden, programs), device=device))
+    cos, sin = head.rotary.tables(cfg.max_positions + cfg.depth)
+    half = cfg.head_dim // 2
+    biases = [w[f"{name}.bias"] for name in projections] if cfg.has_qkv_bias else []
+    return PackedHead(
+        stream=stream,
+        scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
+        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True, head_rows).contiguous(),
+        embedding=head.embedding.to(cfg.dtype),
+        norms={
+            "in": w.get("input_layernorm.weight", empty),
+            "hidden": w.get("hidden_norm.weight", empty),
+            "post": w["post_attention_layernorm.weight"],
+            "out": w.get("norm.weight", empty),
+        },
+        fc_bias=w["fc.bias"] if cfg.has_fc_bias else empty,
+        qkv_bias=torch.cat(biases) if biases else empty,
+        cos=cos[:, :half].contiguous(),
+        sin=sin[:, :half].contiguous(),
+        offsets=offsets,
+        params=params,
+        draft_vocab=head.draft_vocab,
+    )
+
+
+def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.device | str) -> dict[str, Tensor]:
+    """Allocate what the kernel passes between phases, NaN at first; nothing grows with draft_vocab times nodes."""
+    slots, programs, rows = cfg.num_slots, params.num_programs, block_rows(cfg)
+    slot_rows = slots * MAX_NEW_TOKENS
+    candidates = cfg.tree.num_candidates
+    group = cfg.num_heads // cfg.num_kv_heads
+    per_unit = heads_per_attention_unit(group, cfg.head_dim)
+    groups = slots * cfg.num_kv_heads * -(-group // per_unit)
+    parts = max(programs, groups) * per_unit * MAX_NEW_TOKENS
+    block_d = triton.next_power_of_2(cfg.head_dim)
+    activations = {
+        "x_embed": (slots * cfg.embed_rows + slot_rows, cfg.hidden), "x_attn": (slot_rows, cfg.num_heads * cfg.head_dim),
+        "x_post": (slot_rows, cfg.hidden), "x_mlp": (slot_rows, cfg.intermediate), "x_head": (slot_rows, cfg.hidden),
+        "x_fused": (slot_rows, cfg.hidden),
+    }  # fmt: skip
+    floats = {
+        "hidden": (slot_rows, cfg.hidden), "middle": (slot_rows, cfg.hidden), "qkv": (slot_rows, cfg.qkv_size),
+        "squares_post": (programs, rows), "squares_out": (programs, rows),
+        "scratch": (programs, rows, params.tiles["head"].block_n), "best_value": (programs, rows, cfg.max_k),
+        "best_max": (programs, rows), "best_sum": (programs, rows), "score": (slots, candidates),
+        "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,),
+    }  # fmt: skip
+    ints = {
+        "best_id": (programs, rows, cfg.max_k), "token": (slots, candidates), "parent": (slots, candidates),
+        "node_of": (slots, candidates), "chosen": (slots, cfg.total_tokens), "frontier_candidate": (slot_rows,),
+        "frontier_parent": (slot_rows,), "frontier_child": (slot_rows,), "chain": (2, slot_rows, MAX_DEPTH),
+        "node_arrivals": (slots,), "part_arrivals": (groups,), "barrier": (4,),
+    }  # fmt: skip
+    nan = float("nan")
+    return {
+        **{name: torch.full(shape, nan, dtype=cfg.dtype, device=device) for name, shape in activations.items()},
+        **{name: torch.full(shape, nan, dtype=torch.float32, device=device) for name, shape in floats.items()},
+        **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in ints.items()},
+    }
+
+
+MAX_DEPTH = 16
+"""Columns of the ancestor chains: a power of two above the largest depth."""
+
+
+def kernel_constants(cfg: DrafterConfig, packed: PackedHead) -> dict[str, Any]:
+    """Compile-time constants of `persistent.draft_kernel` for a configuration."""
+    params, tiles = packed.params, packed.params.tiles
+    programs = params.num_programs
+    rows = block_rows(cfg)
+    separate = tap_segments(cfg)
+    ahead, element = {}, cfg.weight_dtype.itemsize
+    r_hidden = rows_per_program(cfg.hidden, programs)
+    r_qkv, r_mlp = rows_per_program(cfg.qkv_size, programs), rows_per_program(cfg.intermediate, programs)
+    tile_head, r_head = head_tiles(packed.draft_vocab, programs, tiles["head"].block_n)
+    slab_rows = {"fc": r_hidden, "qkv": r_qkv, "o": r_hidden, "mlp": 2 * r_mlp, "down": r_hidden, "head": tile_head}
+    for name, tile in tiles.items():
+        chunk = slab_rows[name] * tile.block_k * element
+        ahead[f"A_{name.upper()}"] = -(-params.prefetch_bytes // chunk) if params.prefetch_bytes else 0
+    shapes = {}
+    for name, tile in tiles.items():
+        shapes |= {f"N_{name.upper()}": tile.block_n, f"K_{name.upper()}": tile.block_k, f"S_{name.upper()}": tile.stages}
+    group = cfg.num_heads // cfg.num_kv_heads
+    block_d = triton.next_power_of_2(cfg.head_dim)
+    return {
+        "NUM_CTAS": programs, "CTAS": max(2, triton.next_power_of_2(programs)), "SLOTS": cfg.num_slots, "BLOCK_M": rows,
+        "FUSED_EVERY_LEVEL": cfg.kind == "eagle", "HAS_FC": cfg.has_fc, "HAS_FC_BIAS": cfg.has_fc_bias,
+        "HAS_QKV_BIAS": cfg.has_qkv_bias, "SCALED": cfg.weight_dtype != cfg.dtype, "HIDDEN": cfg.hidden,
+        "TAPS": separate, "TAP_SIZE": cfg.feature_width // separate, "INTERMEDIATE": cfg.intermediate,
+        "HEADS": cfg.num_heads, "KV_HEADS": cfg.num_kv_heads, "HEAD_DIM": cfg.head_dim, "EPS": cfg.norm_eps,
+        "TOP_K": cfg.top_k, "MAX_K": cfg.max_k, "DEPTH": cfg.depth, "TOTAL": cfg.total_tokens, "MAX_DEPTH": MAX_DEPTH,
+        "CANDIDATES": cfg.tree.num_candidates, "BLOCK_C": triton.next_power_of_2(cfg.tree.num_candidates),
+        "BLOCK_T": max(16, triton.next_power_of_2(cfg.total_tokens)),
+        "BLOCK_W": triton.next_power_of_2(cfg.tree.path_width), "EMBED_ROWS": cfg.embed_rows,
+        "X_HIDDEN": cfg.num_slots * cfg.embed_rows * cfg.hidden, "STREAM": packed.offsets["size"],
+        **{f"AT_{name.upper()}": packed.offsets[name] for name in ("qkv", "o", "mlp", "down", "head")},
+        "SCALES": packed.scales.shape[-1], "R_HIDDEN": r_hidden, "R_QKV": r_qkv, "R_MLP": r_mlp, "R_HEAD": r_head,
+        "TILE_HEAD": tile_head, "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden), **shapes, **ahead,
+        "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "BLOCK_KEYS": params.block_keys,
+        "HEADS_PER_UNIT": heads_per_attention_unit(group, cfg.head_dim), "BLOCK_D": block_d,
+        "BLOCK_HALF": max(16, block_d // 2),
+    }  # fmt: skip
+
+
+def tap_segments(cfg: DrafterConfig) -> int:
+    """Segments in which the kernel can read the features: three equal taps, otherwise one piece."""
+    return 3 if cfg.kind == "eagle3" and cfg.has_fc and cfg.feature_width % 48 == 0 else 1
+
+
+def kernel_arguments(
+    cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers
+) -> dict[str, Any]:
+    """Run-time arguments of `persistent.draft_kernel`, by name."""
+    taps, offsets = _tap_addresses(cfg, features)
+    ws = bufs.workspace
+    names = (
+        "x_embed", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
+        "squares_out", "scratch", "best_value", "best_max", "best_sum", "score", "frontier_score", "part_stat", "part_acc",
+        "best_id", "token", "parent", "node_of", "chosen", "frontier_candidate", "frontier_parent", "frontier_child",
+        "chain", "node_arrivals", "part_arrivals", "barrier",
+    )  # fmt: skip
+    return {
+        "tap_ptr": taps, "tap_offset_1": offsets[0], "tap_offset_2": offsets[1],
+        "stride_tap_slot": taps.stride(0), "stride_tap_row": taps.stride(1),
+        "new_token_ptr": bufs.new_tokens, "num_new_ptr": bufs.num_new, "prefix_ptr": bufs.prefix,
+        "active_slots_ptr": bufs.active_slots, "active_inverse_ptr": bufs.active_inverse,
+        "active_count_ptr": bufs.active_count,
+        "stream_ptr": packed.stream, "scale_ptr": packed.scales, "row_id_ptr": packed.row_ids,
+        "embed_ptr": packed.embedding, "norm_in_ptr": packed.norms["in"], "norm_hidden_ptr": packed.norms["hidden"],
+        "norm_post_ptr": packed.norms["post"], "norm_out_ptr": packed.norms["out"], "fc_bias_ptr": packed.fc_bias,
+        "qkv_bias_ptr": packed.qkv_bias, "cos_ptr": packed.cos, "sin_ptr": packed.sin,
+        "draft_vocab": cfg.draft_vocab, "stride_embed": packed.embedding.stride(0),
+        "key_ptr": bufs.keys, "value_ptr": bufs.values,
+        "stride_cache_slot": bufs.keys.stride(0), "stride_cache_head": bufs.keys.stride(1),
+        **{f"{name}_ptr": ws[name] for name in names},
+        "draft_tokens_ptr": bufs.draft_tokens, "parents_ptr": bufs.parents, "tree_mask_ptr": bufs.tree_mask,
+        "position_ptr": bufs.tree_position_ids, "retrieve_ptr": bufs.retrieve_indices,
+        "num_leaves_ptr": bufs.num_leaves,
+    }  # fmt: skip
+
+
+def _tap_addresses(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
+    """Turn concatenated or separate taps into one base tensor and the element offsets of the second and third tap."""
+    if isinstance(features, Tensor):
+        width = features.shape[-1]
+        tap = width // 3
+        return features, (tap, 2 * tap)
+    first, second, third = features
+    element = first.element_size()
+    distances = [tap.data_ptr() - first.data_ptr() for tap in (second, third)]
+    return first, (distances[0] // element, distances[1] // element)
+
+
+def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
+    """Start the kernel: no allocation, no wait."""
+    device = bufs.keys.device
+    if packed.params.num_programs > max(1, chip_of(device).num_sms):
+        raise DrafterError(
+            f"{packed.params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack the "
+            "head for this device."
+        )
+    cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
+    draft_kernel[(packed.params.num_programs,)](
+        **kernel_arguments(cfg, features, packed, bufs),
+        **kernel_constants(cfg, packed),
+        num_warps=packed.params.num_warps,
+        **cooperative,
+    )
+
+
+def check_finished(bufs: Buffers) -> None:
+    """Wait for the last draft and raise `DrafterError` if its grid barrier timed out."""
+    if int(bufs.workspace["barrier"][ERROR]):
+        bufs.workspace["barrier"].zero_()
+        raise DrafterError(
+            "The drafter's grid barrier timed out: not all programs were running at once, or one of them failed. The draft "
+            "is undefined. Is another process using the GPU's SMs exclusively?"
+        )

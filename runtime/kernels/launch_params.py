@@ -1,0 +1,196 @@
+"""Tile sizes and pipeline depths of the persistent drafter: a pure function of dimensions and device, and a tuned cache.
+
+`choose_launch` derives parameters that fit any supported chip; `tuned_launch` looks them up for (GPU, dimensions, dtypes,
+rows) in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``. Both give the same results, only at
+different speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..drafter_config import MAX_NEW_TOKENS, DrafterConfig
+from ..errors import DrafterError
+from .weight_stream import chunk_size, rows_per_program
+
+MATRICES = ("fc", "qkv", "o", "mlp", "down", "head")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One matrix: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
+
+    block_n: int
+    block_k: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class LaunchParams:
+    """How one kernel is compiled and launched; see `persistent.draft_kernel`.
+
+    ``prefetch_bytes``: how far ahead of its use a program asks for weights in the L2, 0 for never. ``bulk_prefetch``
+    needs sm_90. ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
+    """
+
+    num_programs: int
+    num_warps: int
+    tiles: dict[str, Tile]
+    prefetch_bytes: int
+    bulk_prefetch: bool
+    part_keys: int
+    block_keys: int
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> LaunchParams:
+        """Inverse of `to_json`."""
+        tiles = {name: Tile(**tile) for name, tile in values["tiles"].items()}
+        return cls(**{**values, "tiles": tiles})
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a launch depends on: ``capability`` as 90 for sm_90, shared memory per block in bytes, and SMs."""
+
+    name: str
+    capability: int
+    shared_bytes: int
+    num_sms: int
+
+
+# Opt-in shared memory per block: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+KNOWN_CHIPS = {
+    80: Chip("sm_80", 80, 166912, 108),
+    89: Chip("sm_89", 89, 101376, 128),
+    90: Chip("sm_90", 90, 232448, 132),
+    100: Chip("sm_100", 100, 232448, 148),
+}
+INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
+"""One program does everything, one after the other."""
+
+
+def in_features(cfg: DrafterConfig) -> dict[str, int]:
+    """Inputs of each matrix."""
+    attention = cfg.num_heads * cfg.head_dim
+    return {
+        "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
+        "head": cfg.hidden,
+    }  # fmt: skip
+
+
+def out_features(cfg: DrafterConfig) -> dict[str, int]:
+    """Outputs of each matrix; ``mlp`` is gate and up, row by row side by side."""
+    return {
+        "fc": cfg.hidden, "qkv": cfg.qkv_size, "o": cfg.hidden, "mlp": cfg.intermediate, "down": cfg.hidden,
+        "head": cfg.draft_vocab,
+    }  # fmt: skip
+
+
+def block_rows(cfg: DrafterConfig) -> int:
+    """Rows of activations in one tile: 16 per slot, a power of two."""
+    return MAX_NEW_TOKENS * (1 << (cfg.num_slots - 1).bit_length())
+
+
+def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
+    """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
+
+    Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
+    """
+    fp8 = cfg.weight_dtype.itemsize == 1
+    if fp8 and 0 < chip.capability < 89:
+        raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
+    rows = block_rows(cfg)
+    budget = int(chip.shared_bytes * 0.8)
+    tiles = {}
+    for name, size in in_features(cfg).items():
+        copies = 2 if name == "mlp" else 1
+        owned = rows_per_program(out_features(cfg)[name], chip.num_sms)
+        # fp32 accumulators of 64 registers a thread at 256 threads leave room for everything else.
+        block_n = max(16, min(1 << (owned - 1).bit_length(), 256, 16384 // copies // rows))
+        segment = size // 3 if name == "fc" and cfg.kind == "eagle3" and size % 3 == 0 else size
+        segment = cfg.hidden if name == "qkv" or (name == "fc" and cfg.kind == "eagle") else segment
+        largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
+        block_k = chunk_size(segment, 1 << (largest.bit_length() - 1))
+        if block_k == 0:
+            raise DrafterError(f"{name}: {size} inputs are no multiple of 16.")
+        stage = copies * block_n * block_k * cfg.weight_dtype.itemsize + rows * block_k * cfg.dtype.itemsize
+        while stage * 2 > budget and block_k > 16:
+            block_k //= 2
+            stage //= 2
+        tiles[name] = Tile(block_n, block_k, max(1, min(5, budget // stage)))
+    return LaunchParams(
+        num_programs=chip.num_sms, num_warps=8, tiles=tiles,
+        prefetch_bytes=0 if chip.capability == 0 else 65536, bulk_prefetch=chip.capability >= 90,
+        part_keys=256, block_keys=64 if cfg.head_dim <= 128 and chip.capability != 89 else 32,
+    )  # fmt: skip
+
+
+def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
+    """Name an entry of the tuned cache: everything that the speed of a launch depends on."""
+    weight = str(cfg.weight_dtype).removeprefix("torch.")
+    sizes = "-".join(
+        f"{label}{value}"
+        for label, value in (
+            ("h", cfg.hidden), ("i", cfg.intermediate), ("q", cfg.num_heads), ("kv", cfg.num_kv_heads),
+            ("d", cfg.head_dim), ("f", cfg.feature_width), ("v", cfg.draft_vocab), ("k", cfg.top_k), ("m", block_rows(cfg)),
+        )
+    )  # fmt: skip
+    return f"{chip.name}/{cfg.kind}-{sizes}/{str(cfg.dtype).removeprefix('torch.')}-{weight}"
+
+
+class TunedCache:
+    """Tuned parameters by `cache_key`, in one JSON file; counts its hits and misses."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hits = 0
+        self.misses = 0
+        self.entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+
+    def lookup(self, cfg: DrafterConfig, chip: Chip, strict: bool = False) -> LaunchParams:
+        """Return the tuned parameters, or `choose_launch`'s; ``strict`` makes a miss a `DrafterError`."""
+        key = cache_key(cfg, chip)
+        found = self.entries.get(key)
+        if found is not None:
+            self.hits += 1
+            return LaunchParams.from_json(found)
+        self.misses += 1
+        if strict:
+            raise DrafterError(
+                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
+                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off."
+            )
+        return choose_launch(cfg, chip)
+
+    def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
+        """Keep parameters in memory; `save` writes them."""
+        self.entries[cache_key(cfg, chip)] = params.to_json()
+
+    def save(self) -> None:
+        """Write the file whole or not at all."""
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self.entries, indent=1, sort_keys=True) + "\n")
+        os.replace(temporary, self.path)
+
+
+def default_cache() -> TunedCache:
+    """The cache named by ``EAGLE_SLIM_TUNED``, or the one that ships."""
+    return TunedCache(Path(os.environ.get("EAGLE_SLIM_TUNED", Path(__file__).with_name("tuned.json"))))
+
+
+def is_strict() -> bool:
+    """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
+    return os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0")
+
+
+def with_programs(params: LaunchParams, num_programs: int) -> LaunchParams:
+    """The same parameters for another number of programs."""
+    return replace(params, num_programs=num_programs)

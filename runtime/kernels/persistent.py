@@ -1,0 +1,482 @@
+"""The persistent drafter: one cooperative launch drafts a whole tree for every active sequence.
+
+One program runs on each SM and stays there for the whole draft. Work moves from phase to phase through buffers that live
+in the L2, with a grid barrier between phases; weights are the only thing read from memory, each once per level:
+
+====  ==================================================================================================
+fuse  features of the new tokens: ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at
+      every level (EAGLE-1/2)
+qkv   RMSNorms were applied by whoever wrote the rows; q, k, v of all rows
+att   `ancestor_attention.attend_unit`: RoPE, KV append, prefix + ancestors
+o     output projection, residual, partial sums of squares for the RMSNorm that follows
+mlp   gate and up, SiLU; then down, residual, sums of squares
+head  `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
+pick  merge per node; candidates' scores; best top_k become the next frontier; their embeddings are gathered
+tree  after the last level, `tree_build.build_tree`
+====  ==================================================================================================
+
+Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache and only the last of them (the
+pair of the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor per
+row, so ``o`` and ``down`` write rows already times the norm's weight and the factor multiplies the next product's result.
+
+Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Frontier scores and candidate numbering follow
+`eagle_slim.runtime.tree`. Every program takes part in every barrier, so no phase returns early.
+"""
+
+import triton
+import triton.language as tl
+
+from .ancestor_attention import attend_unit
+from .grid_barrier import grid_barrier, leave_grid
+from .lm_topk import merge_best, stream_topk
+from .selection import NO_INDEX, place_by_rank, rank_all_pairs
+from .tree_build import blank_tree, build_tree
+from .weight_stream import prefetch_ahead, stream_matmul
+
+ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def write_row(source_ptr, target_ptr, norm_ptr, EPS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr,
+              BLOCK: tl.constexpr):  # fmt: skip
+    """Copy one row of SIZE values, through RMSNorm when NORMED, rounding to the target's type."""
+    offs = tl.arange(0, BLOCK)
+    mask = offs < SIZE
+    x = tl.load(source_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS) * weight
+    tl.store(target_ptr + offs, x.to(target_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_factor(squares_ptr, mask_m, NUM_CTAS: tl.constexpr, EPS: tl.constexpr, SIZE: tl.constexpr,
+                BLOCK_M: tl.constexpr):  # fmt: skip
+    """RMSNorm's factor of each row from the programs' partial sums of squares [NUM_CTAS, BLOCK_M]: fp32 [BLOCK_M]."""
+    CHUNK: tl.constexpr = 4096 // BLOCK_M
+    offs_p = tl.arange(0, CHUNK)
+    offs_m = tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in tl.static_range(0, NUM_CTAS, CHUNK):
+        mask = ((first + offs_p) < NUM_CTAS)[:, None] & mask_m[None, :]
+        part = tl.load(squares_ptr + (first + offs_p)[:, None] * BLOCK_M + offs_m[None, :], mask=mask, other=0.0)
+        total += tl.sum(part, axis=0)
+    return tl.rsqrt(total / SIZE + EPS)
+
+
+@triton.jit
+def project_residual(
+    x_ptr, x_row, mask_m, region_ptr, scale_ptr, next_ptr,
+    residual_ptr, residual_row, sum_ptr, normed_ptr, norm_ptr, squares_ptr,
+    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    AHEAD: tl.constexpr, BULK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """o and down: project, add the residual, write the sum (fp32), the sum times the next norm's weight, its squares."""
+    pid = tl.program_id(0)
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for n0 in range(0, R, BLOCK_N):
+        feature = pid * R + n0 + offs_n
+        mask = ((n0 + offs_n < R) & (feature < N))[:, None] & mask_m[None, :]
+        residual = tl.load(residual_ptr + residual_row[None, :] * N + feature[:, None], mask=mask, other=0.0)
+        weight = 1.0
+        if HAS_NORM:
+            weight = tl.load(norm_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)[:, None]
+        acc = stream_matmul(
+            x_ptr, x_row, x_row, x_row, mask_m, region_ptr + n0 * BLOCK_K, R - n0, next_ptr,
+            R * BLOCK_K, K // BLOCK_K, K // BLOCK_K, K // BLOCK_K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES, AHEAD, BULK,
+        )  # fmt: skip
+        if SCALED:
+            acc *= tl.load(scale_ptr + n0 + offs_n, mask=n0 + offs_n < R, other=0.0)[:, None]
+        acc = tl.where(mask, acc + residual, 0.0)
+        squares += tl.sum(acc * acc, axis=0)
+        place = offs_m[None, :] * N + feature[:, None]
+        tl.store(sum_ptr + place, acc, mask=mask)
+        tl.store(normed_ptr + place, (acc * weight).to(normed_ptr.dtype.element_ty), mask=mask)
+    tl.store(squares_ptr + pid * BLOCK_M + offs_m, squares)
+
+
+@triton.jit
+def choose_frontier(
+    score_ptr,  # fp32: scores of this level's candidates of one sequence
+    num_candidates,
+    first_candidate,
+    level,
+    frontier_score_ptr,
+    frontier_candidate_ptr,
+    frontier_parent_ptr,  # node of this level whose child it is
+    frontier_child_ptr,  # and which child
+    chain_ptr,  # int32 [ROWS, MAX_DEPTH] of this level's nodes
+    next_chain_ptr,  # of the next level's
+    TOP_K: tl.constexpr,
+    MAX_K: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+):
+    """Choose the best TOP_K candidates of a level as the next level's nodes, and extend their ancestor chains."""
+    offs_c = tl.arange(0, MAX_K * MAX_K)
+    offs_k = tl.arange(0, MAX_K)
+    offs_e = tl.arange(0, MAX_DEPTH)
+    mask_c = offs_c < num_candidates
+    score = tl.load(score_ptr + offs_c, mask=mask_c, other=float("-inf"))
+    index = tl.where(mask_c, offs_c, NO_INDEX)
+    rank = rank_all_pairs(score, index)
+    best = place_by_rank(rank, index, index, MAX_K)
+    mask_k = offs_k < TOP_K
+    parent = best // TOP_K
+    tl.store(frontier_score_ptr + offs_k, place_by_rank(rank, score, index, MAX_K), mask=mask_k)
+    tl.store(frontier_candidate_ptr + offs_k, first_candidate + best, mask=mask_k)
+    tl.store(frontier_parent_ptr + offs_k, parent, mask=mask_k)
+    tl.store(frontier_child_ptr + offs_k, best % TOP_K, mask=mask_k)
+    older = (offs_e < level - 1)[None, :] & mask_k[:, None]
+    chain = tl.load(chain_ptr + parent[:, None] * MAX_DEPTH + offs_e[None, :], mask=older, other=-1)
+    chain = tl.where((offs_e == level - 1)[None, :], (level - 1) * TOP_K + parent[:, None], chain)
+    tl.store(next_chain_ptr + offs_k[:, None] * MAX_DEPTH + offs_e[None, :], chain, mask=mask_k[:, None])
+
+
+@triton.jit
+def draft_kernel(
+    # what the target handed over, per slot
+    tap_ptr, tap_offset_1, tap_offset_2, stride_tap_slot, stride_tap_row,  # taps of the new tokens [slots, 16, taps]
+    new_token_ptr,  # int32 [slots, 16]: the token after each feature; the last one is the root
+    num_new_ptr, prefix_ptr,  # int32 [slots]
+    active_slots_ptr, active_inverse_ptr, active_count_ptr,  # int32 [slots], [slots] (-1: inactive), [1]
+    # weights
+    stream_ptr, scale_ptr, row_id_ptr, embed_ptr, norm_in_ptr, norm_hidden_ptr, norm_post_ptr, norm_out_ptr,
+    fc_bias_ptr, qkv_bias_ptr, cos_ptr, sin_ptr, draft_vocab, stride_embed,
+    # KV cache [slots, kv_heads, positions, head_dim]
+    key_ptr, value_ptr, stride_cache_slot, stride_cache_head,
+    # activations in the model's type: embeddings then features (one tensor), attention, post-norm, mlp, head input, fused
+    x_embed_ptr, x_attn_ptr, x_post_ptr, x_mlp_ptr, x_head_ptr, x_fused_ptr,
+    # fp32 workspace
+    hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
+    best_value_ptr, best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr,
+    # int32 workspace
+    best_id_ptr, token_ptr, parent_ptr, node_of_ptr, chosen_ptr, frontier_candidate_ptr, frontier_parent_ptr,
+    frontier_child_ptr, chain_ptr, node_arrivals_ptr, part_arrivals_ptr, barrier_ptr,
+    # outputs
+    draft_tokens_ptr, parents_ptr, tree_mask_ptr, position_ptr, retrieve_ptr, num_leaves_ptr,
+    NUM_CTAS: tl.constexpr, CTAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    FUSED_EVERY_LEVEL: tl.constexpr,  # EAGLE-1/2
+    HAS_FC: tl.constexpr, HAS_FC_BIAS: tl.constexpr, HAS_QKV_BIAS: tl.constexpr, SCALED: tl.constexpr,
+    HIDDEN: tl.constexpr, TAPS: tl.constexpr, TAP_SIZE: tl.constexpr, INTERMEDIATE: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
+    TOP_K: tl.constexpr, MAX_K: tl.constexpr, DEPTH: tl.constexpr, TOTAL: tl.constexpr, MAX_DEPTH: tl.constexpr,
+    CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    EMBED_ROWS: tl.constexpr, X_HIDDEN: tl.constexpr,  # rows of embeddings per sequence; offset of the features
+    # the stream of one program: regions' offsets in elements, and rows per program
+    STREAM: tl.constexpr, AT_QKV: tl.constexpr, AT_O: tl.constexpr, AT_MLP: tl.constexpr, AT_DOWN: tl.constexpr,
+    AT_HEAD: tl.constexpr, SCALES: tl.constexpr,
+    R_HIDDEN: tl.constexpr, R_QKV: tl.constexpr, R_MLP: tl.constexpr, R_HEAD: tl.constexpr, TILE_HEAD: tl.constexpr,
+    # launch parameters
+    BLOCK_HIDDEN: tl.constexpr,
+    K_FC: tl.constexpr, N_FC: tl.constexpr, S_FC: tl.constexpr, K_QKV: tl.constexpr, N_QKV: tl.constexpr,
+    S_QKV: tl.constexpr, K_O: tl.constexpr, N_O: tl.constexpr, S_O: tl.constexpr, K_MLP: tl.constexpr,
+    N_MLP: tl.constexpr, S_MLP: tl.constexpr, K_DOWN: tl.constexpr, N_DOWN: tl.constexpr, S_DOWN: tl.constexpr,
+    K_HEAD: tl.constexpr, N_HEAD: tl.constexpr, S_HEAD: tl.constexpr,
+    A_FC: tl.constexpr, A_QKV: tl.constexpr, A_O: tl.constexpr, A_MLP: tl.constexpr, A_DOWN: tl.constexpr,
+    A_HEAD: tl.constexpr, BULK: tl.constexpr,
+    PART_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """Draft; see the module docstring. All shapes are fixed by the constants, all counts are read on the device."""
+    QKV: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    HEAD_GROUPS: tl.constexpr = (HEADS // KV_HEADS + HEADS_PER_UNIT - 1) // HEADS_PER_UNIT
+    QKV_IN: tl.constexpr = HIDDEN if FUSED_EVERY_LEVEL else 2 * HIDDEN
+    FC_IN: tl.constexpr = 2 * HIDDEN if FUSED_EVERY_LEVEL else TAPS * TAP_SIZE
+    WIDTH: tl.constexpr = DEPTH + 2
+    x_hidden_ptr = x_embed_ptr + X_HIDDEN
+    pid = tl.program_id(0)
+    num_active = tl.load(active_count_ptr)
+    my_stream = stream_ptr + pid.to(tl.int64) * STREAM
+    my_scale = scale_ptr + pid * SCALES
+    my_lists = pid.to(tl.int64) * BLOCK_M
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_k = tl.arange(0, MAX_K)
+    seq = offs_m // ROWS
+    node = offs_m % ROWS
+    in_use = seq < num_active
+    row_slot = tl.load(active_slots_ptr + seq, mask=in_use, other=0)
+    row_new = tl.load(num_new_ptr + row_slot, mask=in_use, other=0)
+    own_row = offs_m.to(tl.int64)
+    my_vocab = (draft_vocab - pid + NUM_CTAS - 1) // NUM_CTAS
+    zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
+    round = 0
+
+    for index in range(pid, SLOTS, NUM_CTAS):
+        slot = index + zero
+        if tl.load(active_inverse_ptr + slot) < 0:
+            blank_tree(
+                slot, draft_tokens_ptr, parents_ptr, tree_mask_ptr, position_ptr, retrieve_ptr, num_leaves_ptr,
+                TOTAL, BLOCK_T, WIDTH, BLOCK_W,
+            )  # fmt: skip
+
+    # Extend: features and embeddings of the new tokens.
+    for index in range(pid, num_active * ROWS, NUM_CTAS):
+        unit = index + zero
+        a = unit // ROWS
+        i = unit % ROWS
+        slot = tl.load(active_slots_ptr + a).to(tl.int64)
+        if i < tl.load(num_new_ptr + slot):
+            token = tl.load(new_token_ptr + slot * ROWS + i).to(tl.int64)
+            write_row(
+                embed_ptr + token * stride_embed, x_embed_ptr + (a * EMBED_ROWS + i).to(tl.int64) * HIDDEN,
+                norm_in_ptr, EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+            )  # fmt: skip
+            if FUSED_EVERY_LEVEL or not HAS_FC:
+                taps = tap_ptr + slot * stride_tap_slot + i * stride_tap_row
+                write_row(
+                    taps, x_hidden_ptr + unit.to(tl.int64) * HIDDEN, norm_hidden_ptr, EPS,
+                    not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                )  # fmt: skip
+                write_row(
+                    taps, hidden_ptr + unit.to(tl.int64) * HIDDEN, norm_hidden_ptr, EPS, False, HIDDEN, BLOCK_HIDDEN
+                )
+    if HAS_FC and not FUSED_EVERY_LEVEL:
+        tap_row = row_slot.to(tl.int64) * stride_tap_slot + node.to(tl.int64) * stride_tap_row
+        offs_n = tl.arange(0, N_FC)
+        mask_m = in_use & (node < row_new)
+        for n0 in range(0, R_HIDDEN, N_FC):
+            acc = stream_matmul(
+                tap_ptr, tap_row, tap_row + tap_offset_1 - TAP_SIZE, tap_row + tap_offset_2 - 2 * TAP_SIZE, mask_m,
+                my_stream + n0 * K_FC, R_HIDDEN - n0, my_stream + AT_QKV,
+                R_HIDDEN * K_FC, FC_IN // K_FC, TAP_SIZE // K_FC, 2 * TAP_SIZE // K_FC,
+                N_FC, K_FC, BLOCK_M, S_FC, A_FC, BULK,
+            )  # fmt: skip
+            feature = pid * R_HIDDEN + n0 + offs_n
+            mine = (n0 + offs_n < R_HIDDEN) & (feature < HIDDEN)
+            if SCALED:
+                acc *= tl.load(my_scale + n0 + offs_n, mask=mine, other=0.0)[:, None]
+            if HAS_FC_BIAS:
+                acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
+            tl.store(hidden_ptr + offs_m[None, :] * HIDDEN + feature[:, None], acc, mask=mine[:, None] & mask_m[None, :])
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+        for index in range(pid, num_active * ROWS, NUM_CTAS):
+            unit = index + zero
+            slot = tl.load(active_slots_ptr + unit // ROWS)
+            if unit % ROWS < tl.load(num_new_ptr + slot):
+                row = unit.to(tl.int64) * HIDDEN
+                write_row(
+                    hidden_ptr + row, x_hidden_ptr + row, norm_hidden_ptr, EPS, True, HIDDEN, BLOCK_HIDDEN
+                )
+    round += 1
+    grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+    for step in range(DEPTH + 1):
+        level = step + zero
+        extend = level == 0
+        num_nodes = tl.where(extend, 1, TOP_K)
+        mask_in = in_use & (node < tl.where(extend, row_new, TOP_K))
+        mask_m = in_use & (node < num_nodes)
+        known = mask_m & (level + offs_m * 0 > 0)
+        parent_row = tl.load(frontier_parent_ptr + offs_m, mask=known, other=0)
+        child = tl.load(frontier_child_ptr + offs_m, mask=known, other=0)
+        embed_row = (seq * EMBED_ROWS + tl.where(extend, node, parent_row * TOP_K + child)).to(tl.int64) * HIDDEN
+        hidden_row = (seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
+
+        if FUSED_EVERY_LEVEL:
+            offs_n = tl.arange(0, N_FC)
+            for n0 in range(0, R_HIDDEN, N_FC):
+                acc = stream_matmul(
+                    x_embed_ptr, embed_row, hidden_row + (X_HIDDEN - HIDDEN), embed_row, mask_in,
+                    my_stream + n0 * K_FC, R_HIDDEN - n0, my_stream + AT_QKV,
+                    R_HIDDEN * K_FC, FC_IN // K_FC, HIDDEN // K_FC, FC_IN // K_FC,
+                    N_FC, K_FC, BLOCK_M, S_FC, A_FC, BULK,
+                )  # fmt: skip
+                feature = pid * R_HIDDEN + n0 + offs_n
+                mine = (n0 + offs_n < R_HIDDEN) & (feature < HIDDEN)
+                if SCALED:
+                    acc *= tl.load(my_scale + n0 + offs_n, mask=mine, other=0.0)[:, None]
+                if HAS_FC_BIAS:
+                    acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
+                place = offs_m[None, :] * HIDDEN + feature[:, None]
+                mask = mine[:, None] & mask_in[None, :]
+                tl.store(hidden_ptr + place, acc, mask=mask)
+                tl.store(x_fused_ptr + place, acc.to(x_fused_ptr.dtype.element_ty), mask=mask)
+            round += 1
+            grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        offs_n = tl.arange(0, N_QKV)
+        for n0 in range(0, R_QKV, N_QKV):
+            if FUSED_EVERY_LEVEL:
+                acc = stream_matmul(
+                    x_fused_ptr, own_row * HIDDEN, own_row, own_row, mask_in,
+                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0, my_stream + AT_O,
+                    R_QKV * K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV,
+                    N_QKV, K_QKV, BLOCK_M, S_QKV, A_QKV, BULK,
+                )  # fmt: skip
+            else:
+                acc = stream_matmul(
+                    x_embed_ptr, embed_row, hidden_row + (X_HIDDEN - HIDDEN), embed_row, mask_in,
+                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0, my_stream + AT_O,
+                    R_QKV * K_QKV, QKV_IN // K_QKV, HIDDEN // K_QKV, QKV_IN // K_QKV,
+                    N_QKV, K_QKV, BLOCK_M, S_QKV, A_QKV, BULK,
+                )  # fmt: skip
+            feature = pid * R_QKV + n0 + offs_n
+            mine = (n0 + offs_n < R_QKV) & (feature < QKV)
+            if SCALED:
+                acc *= tl.load(my_scale + R_HIDDEN + n0 + offs_n, mask=mine, other=0.0)[:, None]
+            if HAS_QKV_BIAS:
+                acc += tl.load(qkv_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
+            tl.store(qkv_ptr + offs_m[None, :] * QKV + feature[:, None], acc, mask=mine[:, None] & mask_in[None, :])
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        num_units = num_active * KV_HEADS * HEAD_GROUPS
+        most_parts = tl.maximum(NUM_CTAS // num_units, 1)
+        for index in range(pid, num_units * most_parts, NUM_CTAS):
+            unit = index + zero
+            group = unit % num_units
+            part = unit // num_units
+            kv_head = (group // HEAD_GROUPS) % KV_HEADS
+            a = group // (HEAD_GROUPS * KV_HEADS)
+            slot = tl.load(active_slots_ptr + a).to(tl.int64)
+            prefix = tl.load(prefix_ptr + slot)
+            num_new = tl.load(num_new_ptr + slot)
+            num_parts = tl.minimum(most_parts, tl.maximum(tl.cdiv(prefix, PART_KEYS), 1))
+            if part < num_parts:
+                cache = slot * stride_cache_slot + kv_head.to(tl.int64) * stride_cache_head
+                row = (a * ROWS).to(tl.int64)
+                parts = (group * most_parts).to(tl.int64) * HEADS_PER_UNIT * ROWS
+                attend_unit(
+                    qkv_ptr + row * QKV, key_ptr + cache, value_ptr + cache, cos_ptr, sin_ptr,
+                    chain_ptr + ((level % 2) * SLOTS * ROWS + row) * MAX_DEPTH, x_attn_ptr + row * HEADS * HEAD_DIM,
+                    part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D, part_arrivals_ptr + group,
+                    kv_head, group % HEAD_GROUPS, part, num_parts, prefix, num_new, level,
+                    HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_KEYS, BLOCK_D, BLOCK_HALF,
+                )  # fmt: skip
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        residual_row = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED_EVERY_LEVEL else parent_row)
+        project_residual(
+            x_attn_ptr, own_row * HEADS * HEAD_DIM, mask_m, my_stream + AT_O, my_scale + R_HIDDEN + R_QKV,
+            my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, squares_post_ptr,
+            HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, A_O, BULK, SCALED,
+        )  # fmt: skip
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M)
+        offs_n = tl.arange(0, N_MLP)
+        offs_kk = tl.arange(0, K_MLP)
+        for n0 in range(0, R_MLP, N_MLP):
+            region = my_stream + AT_MLP + n0 * K_MLP
+            w_offs = offs_n[:, None] * K_MLP + offs_kk[None, :]
+            mask_w = (n0 + offs_n < R_MLP)[:, None]
+            gate = tl.zeros([N_MLP, BLOCK_M], tl.float32)
+            up = tl.zeros([N_MLP, BLOCK_M], tl.float32)
+            for k in tl.range(0, HIDDEN // K_MLP, num_stages=S_MLP):
+                x = tl.load(
+                    x_post_ptr + own_row[None, :] * HIDDEN + (k * K_MLP + offs_kk)[:, None], mask=mask_m[None, :], other=0.0
+                )
+                slab = region + k * (2 * R_MLP * K_MLP)
+                w = tl.load(slab + w_offs, mask=mask_w, other=0.0)
+                gate = tl.dot(w.to(x.dtype), x, gate, input_precision="ieee")
+                w = tl.load(slab + R_MLP * K_MLP + w_offs, mask=mask_w, other=0.0)
+                up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
+                if A_MLP > 0:
+                    prefetch_ahead(region, k, my_stream + AT_DOWN, 2 * R_MLP * K_MLP, HIDDEN // K_MLP, A_MLP, BULK)
+            feature = pid * R_MLP + n0 + offs_n
+            mine = (n0 + offs_n < R_MLP) & (feature < INTERMEDIATE)
+            if SCALED:
+                at = my_scale + 2 * R_HIDDEN + R_QKV + n0 + offs_n
+                gate *= tl.load(at, mask=mine, other=0.0)[:, None]
+                up *= tl.load(at + R_MLP, mask=mine, other=0.0)[:, None]
+            gate *= factor[None, :]
+            mixed = gate * tl.sigmoid(gate) * up * factor[None, :]
+            place = own_row[None, :] * INTERMEDIATE + feature[:, None]
+            tl.store(x_mlp_ptr + place, mixed.to(x_mlp_ptr.dtype.element_ty), mask=mine[:, None] & mask_m[None, :])
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        project_residual(
+            x_mlp_ptr, own_row * INTERMEDIATE, mask_m, my_stream + AT_DOWN, my_scale + 2 * R_HIDDEN + R_QKV + 2 * R_MLP,
+            my_stream + AT_HEAD, middle_ptr, offs_m, hidden_ptr, x_head_ptr, norm_out_ptr, squares_out_ptr,
+            INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, A_DOWN, BULK, SCALED,
+        )  # fmt: skip
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        if FUSED_EVERY_LEVEL:
+            factor = tl.full([BLOCK_M], 1.0, tl.float32)
+        else:
+            factor = norm_factor(squares_out_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M)
+        stream_topk(
+            x_head_ptr, own_row * HIDDEN, factor, mask_m, num_active, num_nodes,
+            my_stream + AT_HEAD, my_scale + 3 * R_HIDDEN + R_QKV + 2 * R_MLP, row_id_ptr + pid * R_HEAD, my_vocab,
+            scratch_ptr + my_lists * N_HEAD, best_value_ptr + my_lists * MAX_K, best_id_ptr + my_lists * MAX_K,
+            best_max_ptr + my_lists, best_sum_ptr + my_lists,
+            my_stream if FUSED_EVERY_LEVEL else my_stream + AT_QKV,
+            TILE_HEAD, HIDDEN // K_HEAD, TOP_K, MAX_K, ROWS, N_HEAD, K_HEAD, BLOCK_M, S_HEAD, A_HEAD, BULK, SCALED,
+        )  # fmt: skip
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+
+        # Several programs merge the same node; the first records it, the others gather its children's embeddings.
+        last = level == DEPTH
+        num_rows = num_active * num_nodes
+        copies = tl.minimum(tl.maximum(NUM_CTAS // num_rows, 1), TOP_K + 2)
+        first_candidate = tl.where(extend, 0, TOP_K + (level - 1) * TOP_K * TOP_K)
+        for index in range(pid, num_rows * copies, NUM_CTAS):
+            unit = index + zero
+            copy = unit // num_rows
+            a = (unit % num_rows) // num_nodes
+            n = (unit % num_rows) % num_nodes
+            row = a * ROWS + n
+            value, token, lse = merge_best(
+                best_value_ptr + row * MAX_K, best_id_ptr + row * MAX_K, best_max_ptr + row, best_sum_ptr + row,
+                BLOCK_M * MAX_K, BLOCK_M, tl.minimum(draft_vocab, NUM_CTAS), CTAS, TOP_K, MAX_K,
+            )  # fmt: skip
+            if copy == 0:
+                mask_k = offs_k < TOP_K
+                base = tl.load(frontier_score_ptr + row, mask=level > 0, other=0.0)
+                score = base + tl.minimum(value - lse, 0.0)
+                parent = tl.load(frontier_candidate_ptr + row, mask=level > 0, other=-1)
+                at = a * CANDIDATES + first_candidate + n * TOP_K + offs_k
+                tl.store(score_ptr + at, score, mask=mask_k)
+                tl.store(token_ptr + at, token, mask=mask_k)
+                tl.store(parent_ptr + at, parent + offs_k * 0, mask=mask_k)
+                tl.debug_barrier()
+                if tl.atomic_add(node_arrivals_ptr + a, 1, sem="acq_rel") == num_nodes - 1:
+                    tl.store(node_arrivals_ptr + a, 0)
+                    slot = tl.load(active_slots_ptr + a)
+                    if last:
+                        root = tl.load(new_token_ptr + slot.to(tl.int64) * ROWS + tl.load(num_new_ptr + slot) - 1)
+                        build_tree(
+                            token_ptr + a * CANDIDATES, score_ptr + a * CANDIDATES, parent_ptr + a * CANDIDATES,
+                            node_of_ptr + a * CANDIDATES, chosen_ptr + a * TOTAL, root, slot,
+                            draft_tokens_ptr, parents_ptr, tree_mask_ptr, position_ptr, retrieve_ptr, num_leaves_ptr,
+                            CANDIDATES, BLOCK_C, TOTAL, BLOCK_T, WIDTH, BLOCK_W,
+                        )  # fmt: skip
+                    else:
+                        choose_frontier(
+                            score_ptr + a * CANDIDATES + first_candidate, num_nodes * TOP_K, first_candidate, level,
+                            frontier_score_ptr + a * ROWS, frontier_candidate_ptr + a * ROWS,
+                            frontier_parent_ptr + a * ROWS, frontier_child_ptr + a * ROWS,
+                            chain_ptr + ((level % 2) * SLOTS + a) * ROWS * MAX_DEPTH,
+                            chain_ptr + (((level + 1) % 2) * SLOTS + a) * ROWS * MAX_DEPTH,
+                            TOP_K, MAX_K, MAX_DEPTH,
+                        )  # fmt: skip
+            if (copy > 0) | (copies == 1):
+                if level < DEPTH:
+                    for job in range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1)):
+                        if job < TOP_K:
+                            child_token = tl.sum(tl.where(offs_k == job, token, 0), axis=0).to(tl.int64)
+                            to_row = (a * EMBED_ROWS + n * TOP_K + job).to(tl.int64) * HIDDEN
+                            write_row(
+                                embed_ptr + child_token * stride_embed, x_embed_ptr + to_row, norm_in_ptr, EPS,
+                                not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                            )  # fmt: skip
+                        else:
+                            at_row = row.to(tl.int64) * HIDDEN
+                            write_row(
+                                hidden_ptr + at_row, x_hidden_ptr + at_row, norm_hidden_ptr, EPS,
+                                not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                            )  # fmt: skip
+        if level < DEPTH:
+            round += 1
+            grid_barrier(barrier_ptr, round, NUM_CTAS)
+    leave_grid(barrier_ptr, NUM_CTAS)

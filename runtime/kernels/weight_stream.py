@@ -1,0 +1,157 @@
+"""Weights laid out as one stream per program, and the matrix product that reads them.
+
+A persistent drafter is bound by reading weights. Each program (one CTA per SM) owns a contiguous block of output rows
+of every matrix, and everything it will read lies in its own linear stream, in the order in which it is read::
+
+    region of one matrix:  [in_features / BLOCK_K] [rows of this program] [BLOCK_K]
+
+so each step of a product reads one contiguous piece, and the piece some tens of kilobytes ahead, across the border of
+this region into the next, can be asked into the L2 while the program waits at a barrier. Weights are the left operand
+of `tl.dot`, the drafted nodes the right one; no split over in_features, hence no atomics and a fixed order of addition.
+
+Rows of the layer's matrices go to programs in blocks (program p has rows ``p * R`` to ``p * R + R - 1``), so that a
+program's results are contiguous. Rows of the LM head are dealt round robin (row r to program ``r % programs`` as its row
+``r // programs``), so that any prefix of them is balanced too: one packed LM head serves every smaller draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BULK = """{
+    .reg .pred %p;
+    .reg .u32 %t;
+    mov.u32 $0, 0;
+    mov.u32 %t, %tid.x;
+    setp.eq.u32 %p, %t, 0;
+    @%p cp.async.bulk.prefetch.L2.global [$1], $2;
+}"""
+_BULK_ASM = tl.constexpr(_BULK)
+_LINE = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+_LINE_ASM = tl.constexpr(_LINE)
+
+
+@triton.jit
+def prefetch_l2(address, num_bytes, BULK: tl.constexpr):
+    """Ask for [address, address + num_bytes) in the L2; both multiples of 16. A hint: nothing waits for it.
+
+    ``BULK`` uses one ``cp.async.bulk.prefetch`` (sm_90 and later); otherwise each lane asks for one 128-byte line.
+    """
+    if BULK:
+        tl.inline_asm_elementwise(_BULK_ASM, "=r,l,r", [address, num_bytes], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        lines = tl.arange(0, 256) * 128
+        for start in range(0, num_bytes, 256 * 128):
+            line = tl.minimum(start + lines, num_bytes - 16)
+            tl.inline_asm_elementwise(_LINE_ASM, "=r,l", [address + line], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def prefetch_ahead(
+    region_ptr, k, next_ptr, SLAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr
+):
+    """Prefetch the chunk that is AHEAD of chunk k; past the end of the region the stream goes on at ``next_ptr``."""
+    size: tl.constexpr = SLAB * (region_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    ahead = k + AHEAD
+    here = region_ptr.to(tl.int64) + ahead.to(tl.int64) * size
+    beyond = next_ptr.to(tl.int64) + (ahead - NUM_CHUNKS).to(tl.int64) * size
+    prefetch_l2(tl.where(ahead < NUM_CHUNKS, here, beyond), size, BULK)
+
+
+@triton.jit
+def widen(weight, x_ptr):
+    """Bring a weight tile to the activations' type; fp8 goes through fp32 where the interpreter cannot do better."""
+    return weight.to(x_ptr.dtype.element_ty)
+
+
+@triton.jit
+def stream_matmul(
+    x_ptr,
+    x_row_0,  # int64 [BLOCK_M]: element offset of each row's first segment
+    x_row_1,  # second segment, used from chunk SEGMENT_1 on; already reduced by SEGMENT_1 * BLOCK_K
+    x_row_2,  # third segment, likewise
+    mask_m,  # int1 [BLOCK_M]
+    w_ptr,  # this program's region, at its first row of this tile
+    num_rows,  # rows of this tile
+    next_ptr,  # where the stream goes on after this region
+    SLAB: tl.constexpr,  # elements from one chunk to the next
+    NUM_CHUNKS: tl.constexpr,  # in_features / BLOCK_K
+    SEGMENT_1: tl.constexpr,
+    SEGMENT_2: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,  # chunks between use and L2 prefetch; 0 switches prefetching off
+    BULK: tl.constexpr,
+):
+    """fp32 [BLOCK_N, BLOCK_M]: this tile of weight rows times the rows of x."""
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_n = tl.arange(0, BLOCK_N)
+    w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
+    mask_w = (offs_n < num_rows)[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in tl.range(0, NUM_CHUNKS, num_stages=STAGES):
+        x_row = x_row_0
+        if SEGMENT_1 < NUM_CHUNKS:
+            x_row = tl.where(k < SEGMENT_1, x_row_0, x_row_1)
+            if SEGMENT_2 < NUM_CHUNKS:
+                x_row = tl.where(k < SEGMENT_2, x_row, x_row_2)
+        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
+        x = tl.load(x_ptr + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_m[None, :], other=0.0)
+        acc = tl.dot(widen(w, x_ptr), x, acc, input_precision="ieee")
+        if AHEAD > 0:
+            prefetch_ahead(w_ptr, k, next_ptr, SLAB, NUM_CHUNKS, AHEAD, BULK)
+    return acc
+
+
+def rows_per_program(num_rows: int, num_programs: int) -> int:
+    """Rows that each program owns, the last ones of some programs being padding."""
+    return -(-num_rows // num_programs)
+
+
+def chunk_size(in_features: int, largest: int) -> int:
+    """Largest power of two from 16 to ``largest`` that divides ``in_features``; 0 where 16 does not."""
+    size = largest
+    while size >= 16 and in_features % size:
+        size //= 2
+    return size if size >= 16 else 0
+
+
+def assign_rows(tensor: Tensor, num_programs: int, dealt: bool = False, rows: int | None = None) -> Tensor:
+    """Give each program its rows: [out, ...] to [programs, rows, ...]; missing rows are zero. Any dtype.
+
+    ``rows``: rows per program, at least `rows_per_program`.
+    Example: 5 rows over 2 programs, in blocks: 0 1 2 | 3 4 -; dealt: 0 2 4 | 1 3 -.
+    """
+    rows = rows_per_program(tensor.shape[0], num_programs) if rows is None else rows
+    padded = torch.zeros(rows * num_programs, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    padded[: tensor.shape[0]] = tensor
+    if dealt:
+        return padded.unflatten(0, (rows, num_programs)).transpose(0, 1)
+    return padded.unflatten(0, (num_programs, rows))
+
+
+def cut_chunks(assigned: Tensor, block_k: int) -> Tensor:
+    """Lay rows out in reading order: [programs, rows, in] to [programs, in / block_k, rows, block_k]. Any dtype."""
+    chunked = assigned.view(torch.uint8).unflatten(2, (-1, block_k * assigned.element_size()))
+    return chunked.transpose(1, 2).contiguous().view(assigned.dtype)
+
+
+def cut_tiles(assigned: Tensor, tile_rows: int, block_k: int) -> Tensor:
+    """As `cut_chunks`, tile by tile: [programs, tiles * tile_rows, in] to [programs, tiles, in / block_k, ...]."""
+    tiles = [cut_chunks(tile, block_k) for tile in assigned.split(tile_rows, dim=1)]
+    return torch.stack(tiles, dim=1)
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to e4m3 with one fp32 scale per output row: (float8_e4m3fn [out, in], float32 [out]).
+
+    ``scale = max|row| / 448`` (448 is the largest e4m3 value); a row of zeros has scale 1.
+    """
+    peak = weight.float().abs().amax(dim=1)
+    scale = torch.where(peak > 0, peak / 448.0, torch.ones_like(peak))
+    return (weight.float() / scale[:, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale

@@ -1,0 +1,231 @@
+"""Draft a tree in one launch: `launch_drafter`, and the drafter built on it for generation.
+
+The persistent Triton kernel and the PyTorch reference share configuration, weights, buffers and results; the caller says
+which (``backend``), and nothing falls back. Kernels are imported only when asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .cache import SlotRows
+from .config import TreeConfig
+from .drafter import NewPairs, ReferenceDrafter, check_tree_fits
+from .drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room
+from .errors import DrafterError, UsageError
+from .slots import ActiveSlots
+from .tree import DraftTree
+from .weights import HeadWeights
+
+if TYPE_CHECKING:
+    from .kernels.drafter import PackedHead
+
+__all__ = [
+    "Buffers",
+    "DrafterConfig",
+    "TritonDrafter",
+    "Weights",
+    "check_finished",
+    "launch_drafter",
+    "prefill_drafter",
+]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`)."""
+
+    head: HeadWeights
+    packed: PackedHead | None = None
+
+    @classmethod
+    def pack(cls, head: HeadWeights, cfg: DrafterConfig, order: Tensor | None = None, strict: bool = False) -> Weights:
+        """Lay a head out for the kernel on its device, with tuned launch parameters where the cache has them.
+
+        ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any smaller ``draft_vocab``.
+        ``strict``: a miss in the tuned cache is a `DrafterError` (also ``EAGLE_SLIM_STRICT=1``).
+        """
+        from .kernels.drafter import chip_of, pack_head
+        from .kernels.launch_params import default_cache, is_strict
+
+        params = default_cache().lookup(cfg, chip_of(head.device), strict or is_strict())
+        return cls(head, pack_head(head, cfg, params, order))
+
+
+def launch_drafter(
+    cfg: DrafterConfig,
+    X: Tensor | tuple[Tensor, ...],
+    weights: Weights,
+    bufs: Buffers,
+    backend: str = "triton",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draft the trees of all active slots.
+
+    ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
+    target hidden] with equal strides. ``bufs`` holds the other inputs (`Buffers`), the KV cache, which gains the new
+    pairs, and the outputs, which are also returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots,
+    total, depth + 2], tree_mask bool [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots
+    are -1 and 0.
+
+    "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
+    PyTorch and waits. Raises `UsageError` for shapes that do not fit and an unknown backend.
+    """
+    _check_features(cfg, X)
+    if weights.head.draft_vocab < cfg.draft_vocab:
+        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
+    if backend == "triton":
+        if weights.packed is None:
+            raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
+        if not bufs.workspace:
+            raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
+        from .kernels.drafter import launch
+
+        launch(cfg, X, weights.packed, bufs)
+    elif backend == "reference":
+        _launch_reference(cfg, X, weights.head, bufs)
+    else:
+        raise UsageError(f"backend = {backend!r} is unknown; expected triton or reference.")
+    return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
+
+
+def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
+    """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed."""
+    bufs = Buffers.allocate(cfg, weights.head.device)
+    if weights.packed is not None:
+        from .kernels.drafter import allocate_workspace
+
+        bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, weights.head.device))
+    return bufs
+
+
+def check_finished(bufs: Buffers) -> None:
+    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
+    if bufs.workspace:
+        from .kernels.drafter import check_finished as check
+
+        check(bufs)
+
+
+def prefill_drafter(
+    cfg: DrafterConfig, X: Tensor, next_tokens: Tensor, weights: Weights, bufs: Buffers, slot: int, start: int = 0
+) -> None:
+    """Fill a slot's KV cache with a prompt's pairs, by PyTorch, in chunks.
+
+    ``X`` [seq, feature_width], ``next_tokens`` int64 [seq]: the token after each feature; pairs take the positions from
+    ``start`` on. Raises `UsageError` when they and a tree do not fit.
+    """
+    check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
+    drafter = _reference_on(cfg, weights.head, bufs)
+    drafter.lengths[slot] = start
+    drafter.prefill(slot, X, next_tokens)
+
+
+def _check_features(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...]) -> None:
+    taps = (X,) if isinstance(X, Tensor) else X
+    width = sum(tap.shape[-1] for tap in taps)
+    if len(taps) not in (1, 3) or len({(tap.shape, tap.stride(), tap.dtype) for tap in taps}) != 1:
+        raise UsageError("Features are one tensor, or three of equal shape, strides and dtype.")
+    slots, new = taps[0].shape[:2]
+    if taps[0].dim() != 3 or slots != cfg.num_slots or new > MAX_NEW_TOKENS or width != cfg.feature_width:
+        raise UsageError(
+            f"Features must be [{cfg.num_slots} slots, at most {MAX_NEW_TOKENS} new tokens, {cfg.feature_width}]; got "
+            f"{[tuple(tap.shape) for tap in taps]}."
+        )
+    if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
+        raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
+
+
+def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> ReferenceDrafter:
+    """Build a reference drafter whose KV cache is the buffers' own."""
+    drafter = ReferenceDrafter(head, cfg.tree)
+    drafter._cache = SlotRows.over(bufs.keys, bufs.values)
+    drafter.lengths = [0] * cfg.num_slots
+    return drafter
+
+
+def _launch_reference(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...], head: HeadWeights, bufs: Buffers) -> None:
+    features = X if isinstance(X, Tensor) else torch.cat(X, -1)
+    active = ActiveSlots.of(bufs.active_slots[: int(bufs.active_count)].tolist(), cfg.num_slots, features.device)
+    drafter = _reference_on(cfg, head, bufs)
+    drafter.lengths = bufs.prefix.tolist()
+    new = bufs.num_new.long()
+    used = features.shape[1]
+    pairs = NewPairs(features, bufs.new_tokens[:, :used].long(), new, tuple(new[list(active.indices)].tolist()))
+    copy_tree(drafter.draft(active, pairs), bufs)
+
+
+def copy_tree(tree: DraftTree, bufs: Buffers) -> None:
+    """Copy a tree into the buffers' outputs."""
+    for name in ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves"):
+        getattr(bufs, name).copy_(getattr(tree, name))
+
+
+class TritonDrafter:
+    """The persistent kernel behind the interface of `drafter.Drafter`.
+
+    ``weight_dtype`` float8_e4m3fn stores the matrices in FP8 (sm_89 and later). Raises `DrafterError`,
+    `UnsupportedModelError` or `UsageError` when the head or the device is outside the kernel's limits.
+    """
+
+    def __init__(
+        self, weights: HeadWeights, tree: TreeConfig, weight_dtype: torch.dtype | None = None, strict: bool = False
+    ) -> None:
+        check_tree_fits(weights, tree)
+        self.weights = weights
+        self.tree = tree
+        self.lengths: list[int] = []
+        self._weight_dtype, self._strict = weight_dtype, strict
+        self._cfg = DrafterConfig.of(weights, tree, 1, 1, weight_dtype)
+        self._packed: Weights | None = None
+        self._bufs: Buffers | None = None
+        self._features: Tensor | None = None
+
+    def allocate(self, num_slots: int, capacity: int) -> None:
+        """See `Drafter.allocate`."""
+        cfg = DrafterConfig.of(self.weights, self.tree, num_slots, capacity + MAX_NEW_TOKENS, self._weight_dtype)
+        if self._packed is None or cfg != self._cfg:
+            self._packed = Weights.pack(self.weights, cfg, strict=self._strict)
+            self._cfg = cfg
+            self._bufs = allocate_buffers(cfg, self._packed)
+            shape = (num_slots, MAX_NEW_TOKENS, cfg.feature_width)
+            self._features = torch.zeros(shape, dtype=cfg.dtype, device=self.weights.device)
+        self.lengths = [0] * num_slots
+
+    def reset_slot(self, slot: int) -> None:
+        """See `Drafter.reset_slot`."""
+        self.lengths[slot] = 0
+
+    def prefill(self, slot: int, features: Tensor, next_tokens: Tensor) -> None:
+        """See `Drafter.prefill`."""
+        packed, bufs, _ = self._ready()
+        prefill_drafter(self._cfg, features, next_tokens, packed, bufs, slot, self.lengths[slot])
+        self.lengths[slot] += len(next_tokens)
+
+    def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
+        """See `Drafter.draft`."""
+        packed, bufs, features = self._ready()
+        width = pairs.features.shape[1]
+        for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
+            check_room(slot, self.lengths[slot], count, bufs.tree_rows, bufs.keys.shape[2])
+        features[:, :width].copy_(pairs.features)
+        bufs.new_tokens[:, :width].copy_(pairs.next_tokens)
+        bufs.num_new.copy_(pairs.num_new)
+        bufs.prefix.copy_(torch.tensor(self.lengths, dtype=torch.int32), non_blocking=True)
+        bufs.active_slots.copy_(active.active_slots)
+        bufs.active_inverse.copy_(active.active_inverse)
+        bufs.active_count.copy_(active.active_count)
+        launch_drafter(self._cfg, features, packed, bufs, backend="triton")
+        for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
+            self.lengths[slot] += count
+        return DraftTree(
+            bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices, bufs.num_leaves
+        )
+
+    def _ready(self) -> tuple[Weights, Buffers, Tensor]:
+        if self._packed is None or self._bufs is None or self._features is None:
+            raise UsageError("allocate() comes before prefill() and draft().")
+        return self._packed, self._bufs, self._features

@@ -1,0 +1,108 @@
+"""Random draft heads and drafting problems for the kernel tests."""
+
+from __future__ import annotations
+
+import torch
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter_config import Buffers, DrafterConfig
+from eagle_slim.runtime.launch import Weights, allocate_buffers, prefill_drafter
+from eagle_slim.runtime.rope import rotary_embedding
+from eagle_slim.runtime.weights import HeadWeights
+
+
+def random_head(
+    kind: str = "eagle3",
+    hidden: int = 64,
+    intermediate: int = 96,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 16,
+    target_vocab: int = 300,
+    draft_vocab: int = 120,
+    target_hidden: int | None = None,
+    qkv_bias: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+    rope_scaling: dict[str, object] | None = None,
+) -> HeadWeights:
+    """Build a head of random weights whose activations stay of order one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(out: int, size: int, gain: float = 1.0) -> torch.Tensor:
+        return (torch.randn(out, size, generator=generator) * gain * size**-0.5).to(device, dtype)
+
+    def norm() -> torch.Tensor:
+        return (1 + 0.2 * torch.randn(hidden, generator=generator)).to(device, dtype)
+
+    taps = 3 * (target_hidden or hidden) if kind == "eagle3" else hidden
+    qkv_in = 2 * hidden if kind == "eagle3" else hidden
+    tensors = {
+        "fc.weight": matrix(hidden, taps if kind == "eagle3" else 2 * hidden),
+        "self_attn.q_proj.weight": matrix(heads * head_dim, qkv_in, 2.0),
+        "self_attn.k_proj.weight": matrix(kv_heads * head_dim, qkv_in, 2.0),
+        "self_attn.v_proj.weight": matrix(kv_heads * head_dim, qkv_in),
+        "self_attn.o_proj.weight": matrix(hidden, heads * head_dim),
+        "mlp.gate_proj.weight": matrix(intermediate, hidden),
+        "mlp.up_proj.weight": matrix(intermediate, hidden),
+        "mlp.down_proj.weight": matrix(hidden, intermediate),
+        "post_attention_layernorm.weight": norm(),
+    }
+    if kind == "eagle3":
+        tensors |= {"input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
+    else:
+        tensors["fc.bias"] = matrix(1, hidden)[0]
+    if qkv_bias:
+        for name, size in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            tensors[f"self_attn.{name}_proj.bias"] = matrix(1, size * head_dim)[0]
+    config = {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "max_position_embeddings": 131072, "rope_theta": 10000.0, "rope_scaling": rope_scaling,
+    }  # fmt: skip
+    ids = torch.randperm(target_vocab, generator=generator)[:draft_vocab].sort().values
+    return HeadWeights(
+        kind=kind, tensors=tensors, embedding=matrix(target_vocab, hidden, hidden**0.5),
+        lm_head=matrix(draft_vocab, hidden, 3.0), draft_to_target=ids.to(device),
+        rotary=rotary_embedding(config, device), hidden=hidden, num_heads=heads, num_kv_heads=kv_heads,
+        head_dim=head_dim, norm_eps=1e-5, activation="silu", feature_width=taps,
+    )  # fmt: skip
+
+
+def problem(
+    head: HeadWeights,
+    tree: TreeConfig,
+    prefixes: list[int],
+    num_new: list[int],
+    active: list[int] | None = None,
+    weight_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    strict: bool = False,
+) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
+    """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
+    slots = len(prefixes)
+    device = head.device
+    generator = torch.Generator().manual_seed(seed)
+    cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype)
+    weights = Weights.pack(head, cfg, strict=strict)
+    bufs = allocate_buffers(cfg, weights)
+    active = list(range(slots)) if active is None else active
+    for slot in active:
+        past = torch.randn(prefixes[slot], head.feature_width, generator=generator).to(device, head.dtype)
+        tokens = torch.randint(0, cfg.target_vocab, (prefixes[slot],), generator=generator).to(device)
+        prefill_drafter(cfg, past, tokens, weights, bufs, slot)
+    new_tokens = [torch.randint(0, cfg.target_vocab, (num_new[slot],), generator=generator).tolist() for slot in active]
+    bufs.set_step(active, new_tokens, [prefixes[slot] for slot in active])
+    features = torch.randn(slots, 16, head.feature_width, generator=generator).to(device, head.dtype)
+    return cfg, features, weights, bufs
+
+
+def nan_fill(bufs: Buffers) -> None:
+    """Poison the workspace and outputs, so that whatever a draft does not write shows."""
+    for name, tensor in bufs.workspace.items():
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        elif name not in ("node_arrivals", "part_arrivals", "barrier"):
+            tensor.fill_(-(2**30))
+    for name in ("draft_tokens", "parents", "tree_position_ids", "retrieve_indices", "num_leaves"):
+        getattr(bufs, name).fill_(-2)
+    bufs.tree_mask.fill_(True)
