@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .checkpoint import Checkpoint, FileRecord, open_checkpoint
+from .checkpoint_paths import choose_weights, list_names, path_inside, read_index
 from .checkpoint_types import shorten
 from .errors import CheckpointError
 
@@ -115,9 +116,16 @@ def open_local_lm_head(folder: Path, label: str) -> TargetLMHead:
     Raises:
         CheckpointError: the weights are damaged, or no tensor is an LM head.
     """
-    checkpoint = open_checkpoint(folder, only={*LM_HEAD_NAMES, *EMBEDDING_NAMES})
-    name, tied = find_lm_head(checkpoint.names, label)
+    names = checkpoint_names(folder)
+    checkpoint = open_checkpoint(folder) if names is None else open_checkpoint(folder, {find_lm_head(names, label)[0]})
+    name, tied = find_lm_head(names or checkpoint.names, label)
     return lm_head_of(checkpoint, name, tied, None, label)
+
+
+def checkpoint_names(folder: Path) -> tuple[str, ...] | None:
+    """Return the tensor names in the index of a sharded checkpoint, without opening a shard; None without an index."""
+    chosen = choose_weights(list_names(folder), str(folder))
+    return tuple(read_index(path_inside(folder, chosen)).shard_of) if chosen.endswith(".index.json") else None
 
 
 def lm_head_of(checkpoint: Checkpoint, name: str, tied: bool, etag: str | None, label: str) -> TargetLMHead:

@@ -62,7 +62,7 @@ Notify = Callable[[str], object]
 
 _LIBRARY_NAME = "eagle-slim"
 _BUSY = (408, 429, 500, 502, 503, 504)
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
 
 
 def notify_stderr(message: str) -> None:
@@ -421,10 +421,15 @@ def _from_cached_tensor(
 
 
 def _tensor_cache(repo_id: str) -> Path:
-    from huggingface_hub import cached_assets_path
+    from huggingface_hub import cached_assets_path, constants
 
     with _explained(repo_id, None):
-        return cached_assets_path(_LIBRARY_NAME, namespace="tensors", subfolder=repo_id.replace("/", "--"))
+        return cached_assets_path(
+            _LIBRARY_NAME,
+            namespace="tensors",
+            subfolder=repo_id.replace("/", "--"),
+            assets_dir=constants.HF_ASSETS_CACHE,
+        )
 
 
 def _commit_note(target: ResolvedSource) -> Path:
@@ -505,7 +510,8 @@ def _open_stream(session: Any, url: str, headers: dict[str, str], timeout_s: flo
     """Open a streamed GET on the library's session: httpx since huggingface_hub 1.0, requests before."""
     if hasattr(session, "stream"):
         with session.stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
-            yield response, response.iter_raw(_READ_BYTES)
+            # As it comes: given a size, httpx holds chunks back until they are that large, and loses them on an error.
+            yield response, response.iter_raw()
     else:
         with session.get(url, headers=headers, timeout=timeout_s, stream=True) as response:
             yield response, response.iter_content(_READ_BYTES)

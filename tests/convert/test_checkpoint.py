@@ -76,8 +76,11 @@ def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "bin", "legacy"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# torch itself cannot read 8-bit floats from its old format.
+FORMATS = [(d, s) for d in DTYPES for s in ("safetensors", "bin", "legacy") if s != "legacy" or "float8" not in str(d)]
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), FORMATS, ids=str)
 def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suffix: str) -> None:
     tensors = {
         "matrix": random_bits((37, 5), dtype),
@@ -88,8 +91,6 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
     }
     if suffix == "safetensors":
         save_file(tensors, tmp_path / "model.safetensors")
-    elif suffix == "legacy" and "float8" in str(dtype):
-        pytest.skip("torch itself cannot read 8-bit floats from its old format")
     else:
         torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=suffix == "bin")
     checkpoint = open_checkpoint(tmp_path)

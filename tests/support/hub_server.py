@@ -130,8 +130,10 @@ class Fault:
     bytes_per_s: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
+    """One request; `body_bytes` grows before each piece is sent, so that a client that has it finds it counted."""
+
     method: str
     path: str
     status: int
@@ -248,7 +250,8 @@ class HubServer:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
+    # Closing waits for the handlers, so that no socket outlives its test.
+    daemon_threads = False
     thread: threading.Thread
 
     def __init__(self, hub: HubServer) -> None:
@@ -327,20 +330,19 @@ class _Handler(BaseHTTPRequestHandler):
         for key, text in (headers or {}).items():
             self.send_header(key, text)
         self.send_header("Content-Length", str(len(body)))
+        request = self._count(status)
         self.end_headers()
-        sent = 0
         if self.command != "HEAD":
+            request.body_bytes += len(body)
             self.wfile.write(body)
-            sent = len(body)
-        self._count(status, sent)
 
     def refuse(self, status: int, code: str, message: str) -> None:
         self.send(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
 
-    def _count(self, status: int, sent: int) -> None:
-        self.hub.record(
-            Request(self.command, self.path, status, sent, self.headers.get("Range"), self.file, self.token)
-        )
+    def _count(self, status: int) -> Request:
+        request = Request(self.command, self.path, status, 0, self.headers.get("Range"), self.file, self.token)
+        self.hub.record(request)
+        return request
 
     def _access(self, kind: str, repo_id: str, content: bool) -> Repo | None:
         """Return the repository, or refuse as the Hub does: a private one looks missing, a gated one does not."""
@@ -498,19 +500,14 @@ class _Handler(BaseHTTPRequestHandler):
         for key, value in headers.items():
             self.send_header(key, value)
         self.send_header("Content-Length", str(end - start + fault.extra_bytes))
+        request = self._count(status)
         self.end_headers()
         if self.command == "HEAD":
-            self._count(status, 0)
             return
-        sent = 0
-        try:
-            for chunk in _pieces(blob, start, end, fault):
-                self.wfile.write(chunk)
-                sent += len(chunk)
-        finally:
-            # What the client had no time to take is counted too: an upper bound of what travelled.
-            self._count(status, sent)
-        if sent < end - start + fault.extra_bytes:
+        for chunk in _pieces(blob, start, end, fault):
+            request.body_bytes += len(chunk)
+            self.wfile.write(chunk)
+        if request.body_bytes < end - start + fault.extra_bytes:
             self.wfile.flush()
             self.connection.shutdown(socket.SHUT_RDWR)
             raise _BrokenOffError

@@ -1,0 +1,277 @@
+"""One tensor of a target from the Hub: only its bytes travel, over broken connections and killed processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.convert import remote, source
+from eagle_slim.convert.errors import CheckpointError, SourceError
+from eagle_slim.convert.source import open_target_lm_head, target_files
+from safetensors.torch import save
+from support.hub_server import Fault, HubServer, connected
+
+ROWS, HIDDEN = 4000, 64
+SHARD = "model-00002-of-00002.safetensors"
+
+
+def noise(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+LM_HEAD = noise(ROWS, HIDDEN, 1)
+EMBEDDING = noise(ROWS, HIDDEN, 2)
+OTHERS = {f"model.layers.{i}.weight": noise(3000, HIDDEN, i) for i in range(3)}
+
+
+def sharded() -> dict[str, bytes | str]:
+    first = {"model.embed_tokens.weight": EMBEDDING}
+    second = {"lm_head.weight": LM_HEAD, **OTHERS}
+    index = dict.fromkeys(first, "model-00001-of-00002.safetensors") | dict.fromkeys(second, SHARD)
+    return {
+        "config.json": '{"model_type": "llama"}',
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": index}),
+        "model-00001-of-00002.safetensors": save(first),
+        SHARD: save(second),
+        "pytorch_model.bin": b"never fetched",
+    }
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add_model("org/target", sharded())
+        yield hub
+
+
+@pytest.fixture
+def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    # Waiting between attempts is what is tested elsewhere; here it only costs time.
+    monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
+    with connected(hub, tmp_path / "home"):
+        yield tmp_path / "home"
+
+
+def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> None:
+    head = open_target_lm_head("org/target")
+    assert torch.equal(head.tensor(), LM_HEAD)
+    assert torch.equal(head.rows([7, 3999, 0]), LM_HEAD[[7, 3999, 0]])
+    assert (head.name, head.tied, head.file) == ("lm_head.weight", False, SHARD)
+    assert head.etag == hub.repo("org/target").commits[hub.repo("org/target").branches["main"]][SHARD].sha256
+    assert LM_HEAD.nbytes <= hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
+    hub.reset_counts()
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    assert hub.bytes_sent(".safetensors") == 0
+    hub.reset_counts()
+    assert torch.equal(open_target_lm_head("org/target", offline=True).tensor(), LM_HEAD)
+    assert hub.requests == []
+
+
+def test_the_fetched_file_is_safetensors_for_everyone(hub: HubServer, home: Path) -> None:
+    from safetensors.torch import load_file
+
+    head = open_target_lm_head("org/target")
+    (record,) = head.files or ()
+    assert torch.equal(load_file(record.path)["lm_head.weight"], LM_HEAD)
+    assert home / "assets" in record.path.parents
+
+
+def test_a_new_commit_with_the_same_weights_fetches_nothing(hub: HubServer, home: Path) -> None:
+    open_target_lm_head("org/target")
+    hub.add_model("org/target", sharded() | {"README.md": "new"})
+    hub.reset_counts()
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    # Header and nothing else: the etag of the shard is the same.
+    assert hub.bytes_sent(SHARD) < 0.01 * len(sharded()[SHARD]) + 2000
+
+
+def test_a_new_commit_with_other_weights_is_fetched(hub: HubServer, home: Path) -> None:
+    old = hub.repo("org/target").branches["main"]
+    open_target_lm_head("org/target")
+    other = noise(ROWS, HIDDEN, 9)
+    hub.add_model("org/target", sharded() | {SHARD: save({"lm_head.weight": other, **OTHERS})})
+    assert torch.equal(open_target_lm_head("org/target").tensor(), other)
+    assert torch.equal(open_target_lm_head("org/target", revision=old, offline=True).tensor(), LM_HEAD)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_unsharded_target(hub: HubServer, home: Path, tied: bool) -> None:
+    tensors = {"model.embed_tokens.weight": EMBEDDING, **OTHERS} | ({} if tied else {"lm_head.weight": LM_HEAD})
+    hub.add_model("org/single", {"config.json": "{}", "model.safetensors": save(tensors)})
+    head = open_target_lm_head("org/single")
+    assert head.tied is tied
+    assert torch.equal(head.tensor(), EMBEDDING if tied else LM_HEAD)
+    assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
+    assert torch.equal(open_target_lm_head("org/single", offline=True).tensor(), head.tensor())
+
+
+def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
+    from huggingface_hub import hf_hub_download
+
+    for name in ("config.json", "model.safetensors.index.json", SHARD):
+        hf_hub_download("org/target", name)
+    hub.reset_counts()
+    head = open_target_lm_head("org/target")
+    assert torch.equal(head.tensor(), LM_HEAD)
+    assert hub.bytes_sent(".safetensors") == 0
+    assert "snapshots" in str(head.files[0].path)
+    assert head.etag == hub.repo("org/target").commits[hub.repo("org/target").branches["main"]][SHARD].sha256
+
+
+def test_target_of_pickles_comes_whole_with_a_notice(hub: HubServer, home: Path, tmp_path: Path) -> None:
+    torch.save({"lm_head.weight": LM_HEAD}, tmp_path / "x.bin")
+    hub.add_model("org/old", {"config.json": "{}", "pytorch_model.bin": tmp_path / "x.bin"})
+    notices: list[str] = []
+    head = open_target_lm_head("org/old", notify=notices.append)
+    assert torch.equal(head.tensor(), LM_HEAD)
+    assert len(notices) == 1
+    assert "fetching pytorch_model.bin whole" in notices[0]
+
+
+def test_resolved_target_is_not_looked_up_again(hub: HubServer, home: Path) -> None:
+    resolved = target_files("org/target")
+    hub.reset_counts()
+    assert torch.equal(open_target_lm_head(resolved).tensor(), LM_HEAD)
+    assert not any(request.path.startswith("/api/") for request in hub.requests)
+
+
+# -- things that go wrong ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 4])
+def test_broken_connections_are_taken_up_where_they_broke(hub: HubServer, home: Path, times: int) -> None:
+    hub.inject(SHARD, Fault(times=times, break_after=50_000))
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    # Nothing travels twice: the header, the tensor, and what a cut connection had under way.
+    assert hub.bytes_sent(SHARD) <= 1.05 * LM_HEAD.nbytes + times * 65536
+
+
+def test_endless_breaking_ends(hub: HubServer, home: Path) -> None:
+    hub.inject(SHARD, Fault(break_after=10_000))
+    with pytest.raises(SourceError, match=r"keeps breaking.*of 512,000 bytes came") as caught:
+        open_target_lm_head("org/target")
+    assert "the same command goes on" in str(caught.value)
+    came = hub.bytes_sent(SHARD)
+    assert len([r for r in hub.requests if r.path.startswith("/stored")]) < 20
+    hub.clear_faults()
+    hub.reset_counts()
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    assert hub.bytes_sent(SHARD) < LM_HEAD.nbytes + 20_000 - came // 2
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_busy_server_is_asked_again(hub: HubServer, home: Path, status: int) -> None:
+    hub.inject(SHARD, Fault(times=2, status=status))
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    hub.clear_faults()
+
+
+def test_a_server_that_stays_busy(hub: HubServer, home: Path) -> None:
+    hub.inject(SHARD, Fault(status=503))
+    with pytest.raises(SourceError, match=r"keeps breaking.*status 503"):
+        open_target_lm_head("org/target")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (Fault(ignore_range=True), "does not serve byte ranges.*answered 200"),
+        (Fault(wrong_total=True), "does not serve byte ranges"),
+        (Fault(extra_bytes=10), "sent more than"),
+    ],
+)
+def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fault, message: str) -> None:
+    hub.inject(SHARD, fault)
+    with pytest.raises(SourceError, match=message) as caught:
+        open_target_lm_head("org/target")
+    assert "hf download" in str(caught.value)
+    assert hub.bytes_sent(SHARD) < 10 * len(sharded()[SHARD])
+
+
+def test_damaged_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
+    path = open_target_lm_head("org/target").files[0].path
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(SourceError, match="not in the cache"):
+        open_target_lm_head("org/target", offline=True)
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    assert torch.equal(open_target_lm_head("org/target", offline=True).tensor(), LM_HEAD)
+
+
+def test_a_partial_file_of_other_content_is_dropped(hub: HubServer, home: Path) -> None:
+    whole = open_target_lm_head("org/target").files[0].path
+    whole.unlink()
+    whole.with_suffix(".partial").write_bytes(b"\0" * 100_000)
+    assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+
+
+def test_a_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_slim.convert import atomic
+
+    usage = atomic.shutil.disk_usage(home.parent)
+    monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
+    with pytest.raises(SourceError, match="disk is full") as caught:
+        open_target_lm_head("org/target")
+    assert "HF_HOME" in str(caught.value)
+
+
+def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
+    hub.add_model("org/target", sharded() | {SHARD: save({"else": LM_HEAD})})
+    with pytest.raises(CheckpointError, match=r"the index says that .* holds lm_head.weight, but it does not"):
+        open_target_lm_head("org/target")
+    content = bytes(sharded()[SHARD])
+    hub.add_model("org/target", sharded() | {SHARD: content[:-1]})
+    with pytest.raises(CheckpointError, match="truncated"):
+        open_target_lm_head("org/target")
+    index = {"weight_map": {"lm_head.weight": "../../../etc/passwd"}}
+    hub.add_model("org/target", sharded() | {"model.safetensors.index.json": json.dumps(index)})
+    with pytest.raises(CheckpointError, match="expected the name of a file in the same folder"):
+        open_target_lm_head("org/target")
+
+
+def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
+    hub.add_model("org/target", sharded(), gated=True)
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
+    assert any(request.token == "hf_good" for request in hub.requests)
+    assert hub.leaked_tokens == []
+
+
+SCRIPT = """
+import sys
+from eagle_slim.convert.source import open_target_lm_head
+head = open_target_lm_head(sys.argv[1])
+print(head.files[0].path)
+"""
+
+
+def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
+    """`kill -9` in the middle; the next process goes on where the first one was."""
+    home = tmp_path / "home"
+    command = [sys.executable, "-c", SCRIPT, "org/target"]
+    hub.inject(SHARD, Fault(bytes_per_s=200_000))
+    process = subprocess.Popen(command, env=hub.env(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    partial: list[Path] = []
+    while not partial or partial[0].stat().st_size < 100_000:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        partial = list(home.glob("assets/**/*.partial"))
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    kept = partial[0].stat().st_size
+    assert list(home.glob("assets/**/*.safetensors")) == []
+    hub.clear_faults()
+    hub.reset_counts()
+    done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(source.open_weights_file(Path(done.stdout.strip())).read("lm_head.weight")[0], LM_HEAD)
+    assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + 20_000
