@@ -1,1 +1,98 @@
-"""Count tokens on real text and rank the vocabulary."""
+"""Count tokens on real text and rank the vocabulary.
+
+One public function per command of `eagle-vocab`; everything here is imported on first use.
+
+    count     count_tokens(sources, tokenizer) → TokenCounts
+    merge     merge_counts(counts) → TokenCounts
+    rank      rank_vocabulary(counts, size) → DraftVocab; rank_by_order(order) for ids or a token map
+    coverage  measure_coverage(vocab, counts) → CoverageReport; plot_coverage(report, path)
+    show      show_vocabulary(vocab, tokenizer) → VocabularyListing
+    import    import_token_map(path) → DraftVocab
+    export    export_token_map(vocab, path, format)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .corpus import CorpusSource
+    from .counting import count_tokens
+    from .counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+    from .coverage import CoverageReport, SourceCoverage, measure_coverage
+    from .draft_vocab import DraftVocab
+    from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
+    from .forced import ForcedIds, forced_ids
+    from .interchange import export_token_map, import_token_map
+    from .loaded_tokenizer import LoadedTokenizer
+    from .plots import plot_coverage
+    from .ranking import rank_by_order, rank_vocabulary
+    from .show import VocabularyListing, show_vocabulary
+    from .smoothing import SmoothedCounts, smooth_counts
+    from .token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
+    from .tokenizer import load_tokenizer
+
+__all__ = [
+    "CorpusError",
+    "CorpusSource",
+    "CoverageReport",
+    "DraftVocab",
+    "EagleSlimError",
+    "ForcedIds",
+    "HeldOut",
+    "LoadedTokenizer",
+    "SmoothedCounts",
+    "SourceCounts",
+    "SourceCoverage",
+    "TokenCounts",
+    "TokenizerError",
+    "UsageError",
+    "VocabularyError",
+    "VocabularyListing",
+    "count_tokens",
+    "d2t_from_ids",
+    "export_token_map",
+    "forced_ids",
+    "ids_from_d2t",
+    "import_token_map",
+    "load_tokenizer",
+    "measure_coverage",
+    "merge_counts",
+    "plot_coverage",
+    "rank_by_order",
+    "rank_vocabulary",
+    "show_vocabulary",
+    "smooth_counts",
+    "t2d_from_ids",
+]
+
+_NAMES_OF_MODULE = {
+    "corpus": ("CorpusSource",),
+    "counting": ("count_tokens",),
+    "counts": ("HeldOut", "SourceCounts", "TokenCounts", "merge_counts"),
+    "coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),
+    "draft_vocab": ("DraftVocab",),
+    "errors": ("CorpusError", "EagleSlimError", "TokenizerError", "UsageError", "VocabularyError"),
+    "forced": ("ForcedIds", "forced_ids"),
+    "interchange": ("export_token_map", "import_token_map"),
+    "loaded_tokenizer": ("LoadedTokenizer",),
+    "plots": ("plot_coverage",),
+    "ranking": ("rank_by_order", "rank_vocabulary"),
+    "show": ("VocabularyListing", "show_vocabulary"),
+    "smoothing": ("SmoothedCounts", "smooth_counts"),
+    "token_map": ("d2t_from_ids", "ids_from_d2t", "t2d_from_ids"),
+    "tokenizer": ("load_tokenizer",),
+}
+_MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: `eagle-vocab --help` must not import torch, transformers or matplotlib.
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF_NAME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

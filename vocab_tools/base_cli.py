@@ -118,7 +118,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context is not None else ""
-        return _fail(error.format_message() + hint, error.exit_code, debug)
+        return _fail(error.format_message().rstrip(".") + "." + hint, error.exit_code, debug)
     except EagleSlimError as error:
         return _fail(str(error), error.exit_code, debug)
     except OSError as error:

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from .errors import UsageError, VocabularyError
 from .files import read_json, write_file
 
+TARGET_VOCAB_FROM = "target_vocab_from"
+"""Provenance key: present where nobody gave the size of the target's vocabulary, and what it was taken from."""
+
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
 
@@ -96,6 +99,24 @@ class DraftVocab:
         if size < max(self.num_forced, 1):
             raise UsageError(f"draft vocabulary of {size} asked for, but {self.num_forced} ids are forced")
         return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+
+    def for_target(self, target_vocab: int) -> DraftVocab:
+        """Return the vocabulary for a target of that many rows.
+
+        A size that was only inferred (from a tokenizer or the largest id) gives way to the real one, which padding
+        makes larger; one that was stated must agree.
+
+        Raises:
+            VocabularyError: the stated sizes differ, or an id lies outside.
+        """
+        if target_vocab == self.target_vocab:
+            return self
+        if TARGET_VOCAB_FROM not in self.provenance:
+            raise VocabularyError(
+                f"made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}"
+            )
+        provenance = {key: value for key, value in self.provenance.items() if key != TARGET_VOCAB_FROM}
+        return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
 
     def save(self, path: str | Path) -> None:
         """Write the vocabulary as JSON, whole or not at all."""

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .draft_vocab import DraftVocab, int_array, is_native
+from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
 from .errors import UsageError, VocabularyError
 from .files import read_json, write_file
 from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
@@ -75,16 +76,17 @@ def import_token_map(
     where = str(path)
     provenance: dict[str, Any] = {"method": "token map", "file": path.name}
     if isinstance(source, DraftVocab):
-        if target_vocab is not None and target_vocab != source.target_vocab:
-            raise VocabularyError(
-                f"{where}: made for a target vocabulary of {source.target_vocab}, but the target has {target_vocab}"
-            )
-        return source
+        if target_vocab is None:
+            return source
+        try:
+            return source.for_target(target_vocab)
+        except VocabularyError as error:
+            raise VocabularyError(f"{where}: {error}") from error
     if source.d2t is None:
         ids = _whole_numbers(source.ids, where)
         if target_vocab is None:
             target_vocab = int(ids.max(initial=0)) + 1
-            provenance["target_vocab_from"] = "largest id"
+            provenance[TARGET_VOCAB_FROM] = "largest id"
         provenance["form"] = "ids in rank order"
         return _vocab(ids, target_vocab, provenance, True, where)
     t2d = source.t2d
@@ -96,7 +98,7 @@ def import_token_map(
         target_vocab = int(rows.max(initial=0)) + len(rows) + 1
         ids = ids_from_d2t(rows, None, d2t_form, target_vocab=target_vocab, where=where)
         target_vocab = int(ids.max()) + 1
-        provenance["target_vocab_from"] = "largest id"
+        provenance[TARGET_VOCAB_FROM] = "largest id"
     else:
         ids = ids_from_d2t(rows, t2d, d2t_form, target_vocab=target_vocab, where=where)
     ascending = bool(np.all(np.diff(ids) > 0))
@@ -205,10 +207,10 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
         return _read_safetensors(path)
     if path.suffix == ".npy":
         return _read_npy(path)
-    if path.suffix == ".json":
-        value = read_json(path, VocabularyError)
-    elif path.suffix in _PICKLES:
+    if path.suffix in _PICKLES:
         value = _read_pickle(path)
+    elif path.suffix == ".json" or _starts_as_json(path):
+        value = read_json(path, VocabularyError)
     else:
         endings = ".pt, .pth, .bin, .safetensors, .npy or .json"
         raise VocabularyError(f"{path}: a token map ends in {endings}, not {path.suffix or 'nothing'!r}")
@@ -220,6 +222,11 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
     if kind == "d2t" or (kind is None and is_tensor and path.name.startswith("d2t")):
         return _Map(d2t=value)
     return _Map(ids=value)
+
+
+def _starts_as_json(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).lstrip()[:1] in (b"[", b"{")
 
 
 def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
@@ -273,13 +280,17 @@ def _read_pickle(path: Path) -> Any:
     import torch
 
     try:
-        value = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # torch remarks on odd pickle protocols; whatever it returns is checked below.
+            warnings.simplefilter("ignore", UserWarning)
+            value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise VocabularyError(
             f"{path}: refused: the pickle holds more than lists and tensors, which could run code when loaded "
             f"({_first_line(error)}). Ask its author for a plain list of ids."
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+    # On a damaged file torch's reader lets out whatever it stumbles over: struct.error, AssertionError, KeyError, ...
+    except Exception as error:
         raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}") from error
     if isinstance(value, dict):
         return {key: _numpy(part) for key, part in value.items()}

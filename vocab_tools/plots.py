@@ -83,8 +83,9 @@ def _draw_axes(axes: Axes, report: CoverageReport) -> None:
     axes.set_yscale("log")
     low, high = max(float(misses.min()), _SMALLEST_MISS), float(misses.max())
     axes.set_ylim(min(1.0, high * 1.3), low / 1.4)
-    ticks = [step * 10.0**power for power in range(-5, 1) for step in (1, 2, 5) if low / 1.4 <= step * 10.0**power <= 1]
-    ticks = [tick for tick in ticks if tick <= min(1.0, high * 1.3)]
+    steps = (1, 2, 5) if high > 50 * low else (1, 2, 3, 5, 7)
+    ticks = [step * 10.0**power for power in range(-5, 1) for step in steps]
+    ticks = [tick for tick in ticks if low / 1.4 <= tick <= min(1.0, high * 1.3)]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda miss, _: f"{100 * miss:.4g}%"))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .draft_vocab import DraftVocab, check_ids
+from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids
 from .errors import UsageError, VocabularyError
 from .loaded_tokenizer import LoadedTokenizer
 from .tokenizer import ForcedIds, check_tokenizer, forced_ids
@@ -64,12 +64,13 @@ def rank_vocabulary(
     """
     if size is not None and coverage is not None:
         raise UsageError("a size and a coverage exclude each other: give one of them")
-    target_vocab = counts.vocab_size if target_vocab is None else target_vocab
+    provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
+    if target_vocab is None:
+        target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
     warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
     score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
     pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
     order = pool.order_by_score(score)
-    provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
     if smoothing is not None:
@@ -110,18 +111,21 @@ def rank_by_order(
         UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
         VocabularyError: ids of the order break a rule.
     """
+    found: dict[str, Any] = {}
     if target_vocab is None:
         if tokenizer is None:
             raise UsageError("ranking by order needs the tokenizer or the size of the target's vocabulary")
-        target_vocab = tokenizer.vocab_size
+        target_vocab, found[TARGET_VOCAB_FROM] = tokenizer.vocab_size, "tokenizer"
+    if tokenizer is not None:
+        found["tokenizer_hash"] = tokenizer.tokenizer_hash
     warnings: list[str] = []
     pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
-        found: dict[str, Any] = {"method": "ids"}
+        found["method"] = "ids"
     else:
         ranked, size = _follow(np.asarray(order), size, pool, warnings)
-        found = {"method": "token map"}
+        found["method"] = "token map"
     return pool.cut(ranked, size, round_to, {**found, **(provenance or {})})
 
 

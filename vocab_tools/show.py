@@ -19,8 +19,46 @@ if TYPE_CHECKING:
     from .counts import TokenCounts
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
-# Unicode has no script property in the standard library; the first word of a letter's name is its script.
-_SCRIPT_NAMES = {"CJK": "Han", "HIRAGANA": "Kana", "KATAKANA": "Kana", "HANGUL": "Hangul", "IDEOGRAPHIC": "Han"}
+# The standard library has no script property; the first word of a letter's name is its script, but for these.
+_SCRIPT_NAMES = {
+    "CJK": "Han",
+    "IDEOGRAPHIC": "Han",
+    "HIRAGANA": "Kana",
+    "KATAKANA": "Kana",
+    "HALFWIDTH": "Kana",
+    "FULLWIDTH": "Latin",
+    "CANADIAN": "Canadian syllabics",
+    "EGYPTIAN": "Egyptian hieroglyphs",
+    "MEETEI": "Meetei Mayek",
+    "OL": "Ol Chiki",
+    "OLD": "historic scripts",
+} | dict.fromkeys(
+    [
+        "MATHEMATICAL",
+        "MODIFIER",
+        "DOUBLE",
+        "MASCULINE",
+        "FEMININE",
+        "MICRO",
+        "PLANCK",
+        "SUPERSCRIPT",
+        "BLACK",
+        "CARON",
+        "INFORMATION",
+        "OHM",
+        "KELVIN",
+        "ANGSTROM",
+        "SCRIPT",
+        "TURNED",
+        "UNNAMED",
+        "ALEF",
+        "BET",
+        "GIMEL",
+        "DALET",
+    ],
+    "letter-like symbols",
+)
+_KINDS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -94,8 +132,12 @@ class VocabularyListing:
             f"{self.size} of {self.real_tokens} tokens ({self.num_forced} forced); "
             f"the target's vocabulary has {self.target_vocab} rows"
         ]
+        # Up to 256 single bytes would bury the markers; the JSON form lists them all.
+        markers = [row for row in self.forced if not _is_byte_alone(row)]
+        if self.forced:
+            lines += ["", "forced:", *_table(markers)]
+            lines += [f"  and {len(self.forced) - len(markers)} single bytes"] * (len(self.forced) > len(markers))
         for title, rows in (
-            ("forced", self.forced),
             ("most frequent", self.held),
             ("last ones in", self.last),
             ("most frequent left out", self.left_out),
@@ -103,7 +145,13 @@ class VocabularyListing:
             if rows:
                 lines += ["", f"{title}:", *_table(rows)]
         lines += ["", "composition (held of existing):"]
-        for entry in self.composition:
+        shown, rest = self.composition[:_KINDS_SHOWN], self.composition[_KINDS_SHOWN:]
+        if rest:
+            others = Composition(
+                f"{len(rest)} other kinds", sum(entry.held for entry in rest), sum(entry.existing for entry in rest)
+            )
+            shown = (*shown, others)
+        for entry in shown:
             share = 100 * entry.held / entry.existing
             lines.append(f"  {entry.kind:<24} {entry.held:>8} of {entry.existing:>8}  {share:5.1f}%")
         return "\n".join(lines)
@@ -210,7 +258,7 @@ def token_kind(tokenizer: LoadedTokenizer, token_id: int) -> str:
         return "marks"
     if categories & {"P", "S"}:
         return "punctuation and symbols"
-    return "control characters"
+    return "control and unassigned"
 
 
 def _script(letter: str) -> str:
@@ -227,6 +275,10 @@ def _composition(tokenizer: LoadedTokenizer, real: list[int], held: set[int]) ->
         inside[kind] += token_id in held
     ordered = sorted(existing, key=lambda kind: (-inside[kind], -existing[kind], kind))
     return tuple(Composition(kind, inside[kind], existing[kind]) for kind in ordered)
+
+
+def _is_byte_alone(row: TokenRow) -> bool:
+    return row.reason is not None and row.reason.startswith("byte 0x")
 
 
 def _table(rows: Iterable[TokenRow]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Small tokenizers made on the spot, with the traits that matter: byte-level or byte fallback, ids in merge order or not."""
+"""Small tokenizers made on the spot: byte-level or byte fallback, ids in merge order or not."""
 
 import json
 from pathlib import Path

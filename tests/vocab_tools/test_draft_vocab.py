@@ -56,6 +56,19 @@ def test_ids_cannot_be_changed_behind_its_back() -> None:
         vocab.target_ids[0] = 5
 
 
+def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
+    inferred = DraftVocab(np.array([2, 9]), 1, 10, {"target_vocab_from": "tokenizer", "method": "ids"})
+    padded = inferred.for_target(64)
+    assert (padded.target_vocab, padded.num_forced, padded.target_ids.tolist()) == (64, 1, [2, 9])
+    assert padded.provenance == {"method": "ids"}
+    with pytest.raises(VocabularyError, match="outside the target's vocabulary of 9"):
+        inferred.for_target(9)
+    stated = make()
+    assert stated.for_target(10) is stated
+    with pytest.raises(VocabularyError, match="made for a target vocabulary of 10, but the target has 64"):
+        stated.for_target(64)
+
+
 def test_save_and_load(tmp_path: Path) -> None:
     path = tmp_path / "vocab.json"
     vocab = make(forced=2)

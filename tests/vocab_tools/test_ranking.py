@@ -144,7 +144,7 @@ def test_coverage_without_a_held_out_part_says_so() -> None:
 
 
 def test_unreachable_coverage_names_the_best() -> None:
-    with pytest.raises(UsageError, match="the largest draft vocabulary, 2 ids, covers 0.666667"):
+    with pytest.raises(UsageError, match=r"the largest draft vocabulary, 2 ids, covers 0.666667"):
         rank_vocabulary(token_counts([1, 1, 1]), coverage=1.0, forced=[])
     with pytest.raises(UsageError, match="not a share"):
         rank_vocabulary(token_counts([1, 1, 1]), coverage=99, forced=[])

@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
         ("7", "7", "digits"),
         ("(", "(", "punctuation and symbols"),
         ("\\", "\\\\", "punctuation and symbols"),
-        ("Ā", "\\x00", "control characters"),
+        ("Ā", "\\x00", "control and unassigned"),
         ("<|im_end|>", "<|im_end|>", "special or added"),
         ("a\u200bb\x1b[31m", "a\\u200bb\\x1b[31m", "special or added"),
     ],

@@ -242,7 +242,7 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
     assert loaded.vocab["<|extra|>"] == 300
     assert 300 in loaded.special_ids
     wrong = write_folder(tmp_path / "b", byte_level_bpe(300), added_tokens_decoder={"305": entry})
-    with pytest.raises(TokenizerError, match="should have id 305, but tokenizer.json makes it 300"):
+    with pytest.raises(TokenizerError, match=r"should have id 305, but tokenizer.json makes it 300"):
         load_tokenizer(wrong)
 
 
@@ -295,5 +295,5 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(TokenizerError, match="neither an existing path nor a valid Hub id"):
         load_tokenizer("not//valid", offline=True)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TokenizerError, match="no tokenizer.json"):
+    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
         load_tokenizer(tmp_path / "empty")

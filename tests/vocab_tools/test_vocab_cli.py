@@ -1,0 +1,299 @@
+"""The commands from the outside: files in, files out, streams, exit codes. Values are tested where they are made."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from eagle_slim.vocab_tools import base_cli
+from eagle_slim.vocab_tools.base_cli import EagleCommand, EagleGroup, run_cli
+from eagle_slim.vocab_tools.cli import vocab
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.errors import VocabularyError
+from safetensors.numpy import load_file
+from support.small_tokenizers import TEXT, byte_level_bpe, word_level, write_folder
+
+EXAMPLE_COMMANDS = ("count", "merge", "rank", "coverage", "show", "import", "export")
+
+
+class Outcome:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self):
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    def call(*arguments: object, command: click.Command = vocab) -> Outcome:
+        with pytest.raises(SystemExit) as caught:
+            run_cli(command, [str(argument) for argument in arguments], "eagle-vocab")
+        captured = capsys.readouterr()
+        return Outcome(caught.value.code, captured.out, captured.err)
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer, chats of two sources and their counts."""
+    folder = tmp_path_factory.mktemp("files")
+    write_folder(folder / "tok", byte_level_bpe(360), eos_token="<|im_end|>")
+    for name, shift in (("chat", 0), ("code", 1)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for number in range(40):
+                text = TEXT[(number + shift) % 3]
+                file.write(json.dumps({"messages": [{"role": "assistant", "content": text}]}) + "\n")
+        arguments = ["count", f"{name}={folder / f'{name}.jsonl'}", "--tokenizer", str(folder / "tok")]
+        arguments += ["--held-out", "0.3", "--workers", "1", "--no-progress"]
+        arguments += ["--out", str(folder / f"{name}.counts")]
+        with pytest.raises(SystemExit) as caught:
+            run_cli(vocab, arguments, "eagle-vocab")
+        assert caught.value.code == 0
+    return folder
+
+
+def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
+    merged = run(
+        "merge", files / "chat.counts", files / "code.counts", "-w", "chat=3", "-o", tmp_path / "mix", "--json"
+    )
+    assert merged.code == 0
+    assert [(row["name"], row["weight"]) for row in merged.json["sources"]] == [("chat", 3.0), ("code", 1.0)]
+    arguments = ("--tokenizer", files / "tok", "--target-vocab", 384, "--size", 320, "-o", tmp_path / "v.json")
+    ranked = run("rank", tmp_path / "mix", *arguments, "--json")
+    assert ranked.code == 0
+    assert ranked.json["draft_vocab"] == 320
+    held = DraftVocab.load(tmp_path / "v.json")
+    assert (held.size, held.target_vocab) == (320, 384)
+    weighted = TokenCounts.load(tmp_path / "mix").weighted()
+    others = held.target_ids[held.num_forced :].tolist()
+    assert others == sorted(others, key=lambda i: (-weighted[i], i))
+    assert run("export", tmp_path / "v.json", tmp_path / "freq_300.pt", "-n", 300).code == 0
+    assert torch.load(tmp_path / "freq_300.pt", weights_only=True) == held.target_ids[:300].tolist()
+    assert run("export", tmp_path / "v.json", tmp_path / "m.safetensors").code == 0
+    assert load_file(tmp_path / "m.safetensors")["t2d"].sum() == 320
+    again = run("import", tmp_path / "m.safetensors", "-o", tmp_path / "back.json", "--json")
+    assert (again.json["draft_vocab"], again.json["ranked"]) == (320, False)
+    assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
+
+
+def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:
+    assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json").code == 0
+    outputs = ("--out", tmp_path / "c.json", "--plot", tmp_path / "c.png", "--sizes", "300,340")
+    measured = run("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts", *outputs)
+    assert measured.code == 0
+    assert measured.out.startswith("source")
+    assert "wrote" in measured.err
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert [source["name"] for source in report["sources"]] == ["chat", "code", "all sources"]
+    assert {300, 340} <= set(report["sizes"])
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    refused = run("coverage", tmp_path / "v.json", files / "chat.counts", "--plot", tmp_path / "c.pdf")
+    assert (refused.code, refused.out) == (2, "")
+
+
+def test_rank_by_coverage_by_ids_and_smoothed(run, files: Path, tmp_path: Path) -> None:
+    common = ("--tokenizer", files / "tok", "--json")
+    found = run("rank", files / "chat.counts", "--coverage", 0.95, *common, "-o", tmp_path / "a").json
+    assert found["size_from_coverage"]["measured_on"] == "held-out"
+    assert found["draft_vocab"] % 64 == 0
+    by_ids = run("rank", "--order", "ids", "-n", 280, *common, "-o", tmp_path / "b").json
+    assert by_ids["draft_vocab"] == 280
+    assert "not a multiple of 64" in by_ids["warnings"][0]
+    smoothed = run("rank", files / "chat.counts", "--smooth", "auto", *common, "-o", tmp_path / "c").json
+    assert smoothed["smoothing"]["chosen_on"] == "held-out"
+    trained = run("rank", files / "chat.counts", "--candidates", tmp_path / "b", *common, "-o", tmp_path / "d").json
+    assert trained["draft_vocab"] == 280
+
+
+def test_forced_added_and_extra_ids(run, files: Path, tmp_path: Path) -> None:
+    assert (
+        run("rank", "--order", "ids", "--tokenizer", files / "tok", "--force-id", 359, "-o", tmp_path / "a").code == 0
+    )
+    assert DraftVocab.load(tmp_path / "a").provenance["forced"]["359"] == "by request"
+
+
+def test_show(run, files: Path, tmp_path: Path) -> None:
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
+    shown = run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--counts", files / "chat.counts")
+    assert shown.code == 0
+    assert "and 256 single bytes" in shown.out
+    assert "<|im_end|>" in shown.out
+    assert run("show", tmp_path / "v.json", "--tokenizer", files / "tok", "--json").json["size"] == 320
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "smaller than the 259 forced ids"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "360"], "not smaller than the 360 real tokens"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "300", "--coverage", "0.9"], "exclude each other"),
+        (["rank", "CHAT", "-n", "300"], "name the target's tokenizer"),
+        (["rank", "--tokenizer", "TOK"], "at least one counts file"),
+        (["rank", "CHAT", "--order", "ids", "--tokenizer", "TOK"], "uses no counts"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--smooth", "much"], "none of off, auto or a number"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-w", "prose=1"], "prose"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--force-id", "400"], "forced id 400"),
+        (["rank", "CHAT", "--tokenizer", "WORDS", "--smooth", "1"], "another tokenizer"),
+        (["merge"], "Missing argument"),
+        (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_errors_are_one_line_and_leave_nothing(run, files: Path, tmp_path: Path, arguments, message: str) -> None:
+    write_folder(tmp_path / "words", word_level())
+    places = {"CHAT": files / "chat.counts", "TOK": files / "tok", "WORDS": tmp_path / "words"}
+    out = tmp_path / "out.json"
+    done = run(*(places.get(argument, argument) for argument in arguments), "-o", out)
+    assert done.code == (1 if "another tokenizer" in message else 2)
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert len(done.err.strip().splitlines()) == 1
+    assert done.out == ""
+    assert not out.exists()
+
+
+def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: Path) -> None:
+    out = tmp_path / "v.json"
+    out.write_text("mine")
+    # The counts file does not exist: it would be the first thing to fail.
+    arguments = ("rank", tmp_path / "none", "--tokenizer", files / "tok", "-o", out)
+    refused = run(*arguments)
+    assert refused.code == 2
+    assert "exists already" in refused.err
+    forced = run(*arguments, "--force")
+    assert forced.code == 1
+    assert "no such counts file" in forced.err
+    assert out.read_text() == "mine"
+    assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", out, "--force").code == 0
+    assert DraftVocab.load(out).size == 360
+    assert run("export", out, files / "tok" / "tokenizer.json").code == 2
+    missing = run("import", out, "-o", tmp_path / "no" / "folder.json")
+    assert (missing.code, "does not exist" in missing.err) == (2, True)
+
+
+def test_a_malicious_map_ends_in_one_line(run, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path / 'ran'}",)
+
+    torch.save([Evil()], tmp_path / "freq.pt")
+    done = run("import", tmp_path / "freq.pt", "-o", tmp_path / "v.json")
+    assert done.code == 1
+    assert "refused" in done.err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_help_ends_in_an_example(run) -> None:
+    for name in EXAMPLE_COMMANDS:
+        shown = run(name, "--help")
+        assert shown.code == 0
+        assert f"eagle-vocab {name} " in shown.out.split("Example:")[1]
+    assert list(vocab.commands) == list(EXAMPLE_COMMANDS)
+    assert "Usage" in run().err
+    assert "eagle-slim" in run("--version").out
+
+
+def failing(error: BaseException) -> click.Command:
+    @click.command(cls=EagleCommand)
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (VocabularyError("bad map"), 1, "error: bad map\n"),
+        (KeyboardInterrupt(), 1, "error: interrupted; nothing half-written is left behind\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device; the disk is"),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), 1, "error: /x: Read-only file system; the file system"),
+        (RuntimeError("oops"), 1, "error: unexpected RuntimeError: oops. This is a defect"),
+        (MemoryError(), 1, "error: out of memory"),
+    ],
+)
+def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
+    done = run(command=failing(error))
+    assert done.code == code
+    assert done.err.lstrip("\n").startswith(message)
+    assert "Traceback" not in done.err
+
+
+def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Traceback" in run("--debug", command=failing(VocabularyError("bad map"))).err
+    with pytest.raises(RuntimeError, match="oops"):
+        base_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
+    # After `--` it is an argument like any other.
+    assert "Traceback" not in run("--", "--debug", command=failing(VocabularyError("bad map"))).err
+
+
+def test_groups_keep_the_order_of_work() -> None:
+    group = EagleGroup("g")
+    for name in ("zebra", "ape"):
+        group.command(name)(lambda: None)
+    assert group.list_commands(click.Context(group)) == ["zebra", "ape"]
+    assert isinstance(group.commands["ape"], EagleCommand)
+
+
+def start(program: str, *arguments: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, *(str(argument) for argument in arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -> None:
+    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
+    program = "from eagle_slim.vocab_tools.cli import main; main()"
+    with start(program, "show", tmp_path / "v.json", "--tokenizer", files / "tok", "--limit", 300) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait(60) == 1
+
+
+def test_sigint_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "m.json").write_text("[1, 2]")
+    program = (
+        "import sys, time\nfrom eagle_slim.vocab_tools import cli, files\n"
+        "def fsync(descriptor):\n    print('writing', file=sys.stderr, flush=True)\n    time.sleep(60)\n"
+        "files.os.fsync = fsync\ncli.main()"
+    )
+    with start(program, "import", tmp_path / "m.json", "-o", tmp_path / "v.json") as process:
+        assert process.stderr is not None
+        assert process.stderr.readline() == "writing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (1, "")
+    assert err.strip() == "error: interrupted; nothing half-written is left behind"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_without_permission(run, tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    (tmp_path / "m.json").write_text("[1, 2]")
+    done = run("import", tmp_path / "m.json", "-o", locked / "v.json")
+    assert (done.code, "no permission" in done.err) == (1, True)
+
+
+def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "m.json").write_text("[1, 2]")
+    monkeypatch.setattr("eagle_slim.vocab_tools.files.os.fsync", full)
+    done = run("import", tmp_path / "m.json", "-o", tmp_path / "v.json")
+    assert (done.code, "the disk is full" in done.err) == (1, True)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]

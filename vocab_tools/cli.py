@@ -1,0 +1,432 @@
+"""eagle-vocab: count, merge, rank, coverage, show, import, export. Parses, calls one library function, prints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+import click
+
+from .base_cli import (
+    EagleGroup,
+    emit_json,
+    force_option,
+    json_option,
+    note,
+    run_cli,
+    version_option,
+    warn,
+)
+from .count_cli import count
+from .errors import UsageError
+from .files import refuse_existing
+
+if TYPE_CHECKING:
+    from .counts import TokenCounts
+    from .draft_vocab import DraftVocab
+    from .loaded_tokenizer import LoadedTokenizer
+    from .token_map import D2TForm
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+_FORMATS = ("freq", "vllm", "d2t-pt", "modelopt", "safetensors", "npy", "json")
+
+_counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
+_out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
+
+
+def _tokenizer_options(function: _Decorated) -> _Decorated:
+    for option in (
+        click.option("--offline", is_flag=True, help="Use the local Hub cache only."),
+        click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer."),
+        click.option("--tokenizer", metavar="T", help="The target's tokenizer: Hub id, folder or tokenizer.json."),
+    ):
+        function = option(function)
+    return function
+
+
+def _weight_option(function: _Decorated) -> _Decorated:
+    return click.option(
+        "--weights",
+        "-w",
+        multiple=True,
+        metavar="NAME=SHARE",
+        help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
+    )(function)
+
+
+def _smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
+    """Read `off`, `auto` or a number."""
+    if value == "off":
+        return None
+    if value == "auto":
+        return "auto"
+    try:
+        return float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
+
+
+def _sizes_value(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read comma-separated sizes."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of sizes such as 8192,16384", ctx, param) from None
+
+
+@click.group(
+    cls=EagleGroup,
+    epilog="""\b
+Example:
+  eagle-vocab count chats.jsonl.gz --tokenizer Qwen/Qwen3-8B --out chat.counts.safetensors
+  eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --size 32000 --out vocab.json
+  eagle-vocab export vocab.json freq_32000.pt""",
+)
+@version_option()
+def vocab() -> None:
+    """Count tokens on real text, rank the vocabulary, measure what a smaller one covers."""
+
+
+vocab.add_command(count)
+
+
+@vocab.command(
+    epilog="""\b
+Example:
+  eagle-vocab merge chat.counts.safetensors code.counts.safetensors -w chat=3 -w code=2 --out mix.counts.safetensors"""
+)
+@_counts_argument
+@_weight_option
+@_out_option
+@force_option
+@json_option
+def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
+    """Put counts files together; parts of one source add up, and weights are recorded."""
+    from .counts import TokenCounts, merge_counts
+
+    path = refuse_existing(out, force)
+    merged = merge_counts([TokenCounts.load(file) for file in counts], _parse_weights(weights) or None)
+    merged.save(path)
+    rows = [{"name": s.name, "weight": s.weight, "tokens": s.num_tokens} for s in merged.sources]
+    if as_json:
+        emit_json({"out": str(path), "sources": rows, "tokens": merged.num_tokens})
+        return
+    for row in rows:
+        click.echo(f"{row['name']}: {row['tokens']:,} tokens, weight {row['weight']:g}")
+    click.echo(f"wrote {path}")
+
+
+@vocab.command(
+    epilog="""\b
+Example:
+  eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"""
+)
+@click.argument("counts", nargs=-1, metavar="[COUNTS]...")
+@_tokenizer_options
+@click.option("--size", "-n", type=int, metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
+@click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
+@click.option(
+    "--order",
+    type=click.Choice(["counts", "ids"]),
+    default="counts",
+    show_default=True,
+    help="`ids` takes the first ids, without any counts.",
+)
+@click.option(
+    "--smooth",
+    callback=_smooth_value,
+    metavar="off|auto|X",
+    default="off",
+    show_default=True,
+    help="Mix in the id-order prior; `auto` chooses its strength on held-out text.",
+)
+@click.option(
+    "--force-added",
+    type=click.Choice(["chat", "all"]),
+    default="chat",
+    show_default=True,
+    help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
+)
+@click.option("--force-id", "force_ids", type=int, multiple=True, metavar="ID", help="A further id that must be in.")
+@click.option("--target-vocab", type=int, metavar="V", help="Rows of the target's LM head (config.json: vocab_size).")
+@click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
+@_weight_option
+@_out_option
+@force_option
+@json_option
+def rank(
+    counts: tuple[str, ...],
+    tokenizer: str | None,
+    tokenizer_revision: str | None,
+    offline: bool,
+    size: int | None,
+    coverage: float | None,
+    order: str,
+    smooth: Literal["auto"] | float | None,
+    force_added: Literal["chat", "all"],
+    force_ids: tuple[int, ...],
+    target_vocab: int | None,
+    candidates: str | None,
+    weights: tuple[str, ...],
+    out: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
+    from .ranking import rank_by_order, rank_vocabulary
+    from .tokenizer import forced_ids
+
+    path = refuse_existing(out, force)
+    if order == "ids" and (counts or coverage is not None or smooth is not None or weights):
+        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights")
+    if order == "counts" and not counts:
+        raise UsageError("name at least one counts file, or rank without any by --order ids")
+    if tokenizer is None:
+        raise UsageError("name the target's tokenizer with --tokenizer: it decides which ids are real and forced")
+    loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
+    forced = forced_ids(loaded, force_added, force_ids)
+    trained = None if candidates is None else _import(candidates, target_vocab).ascending_ids
+    if order == "ids":
+        ranked = rank_by_order(
+            None, size, tokenizer=loaded, forced=forced, target_vocab=target_vocab, candidates=trained
+        )
+    else:
+        ranked = rank_vocabulary(
+            _load_counts(counts),
+            size=size,
+            coverage=coverage,
+            tokenizer=loaded,
+            forced=forced,
+            target_vocab=target_vocab,
+            candidates=trained,
+            smooth=smooth,
+            weights=_parse_weights(weights),
+        )
+    ranked.save(path)
+    warn(ranked.warnings)
+    account = {key: ranked.provenance[key] for key in ("size_from_coverage", "smoothing") if key in ranked.provenance}
+    if as_json:
+        emit_json({"out": str(path), **_summary(ranked), **account, "warnings": list(ranked.warnings)})
+        return
+    if "smoothing" in account:
+        click.echo(f"smoothed with strength {account['smoothing']['strength']:g}")
+    if "size_from_coverage" in account:
+        found = account["size_from_coverage"]
+        click.echo(
+            f"{found['smallest']} ids cover {found['asked']:.4g} of the {found['measured_on']} tokens; "
+            f"{ranked.size} cover {found['reached']:.6f}"
+        )
+    click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced; wrote {path}")
+
+
+@vocab.command(
+    epilog="""\b
+Example:
+  eagle-vocab coverage vocab.json chat.counts.safetensors code.counts.safetensors --plot coverage.png"""
+)
+@click.argument("vocabulary", metavar="VOCAB")
+@_counts_argument
+@click.option("--sizes", callback=_sizes_value, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
+@click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
+@click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
+@click.option("--out", "-o", metavar="JSON", help="Write the report as JSON.")
+@_weight_option
+@force_option
+@json_option
+def coverage(
+    vocabulary: str,
+    counts: tuple[str, ...],
+    sizes: tuple[int, ...] | None,
+    bootstrap: int,
+    seed: int,
+    plot: str | None,
+    out: str | None,
+    weights: tuple[str, ...],
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Measure the share of held-out text that VOCAB covers, per source, beside the first ids without any corpus."""
+    import json
+
+    from .coverage import measure_coverage
+    from .files import write_file
+
+    outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
+    if plot is not None and not plot.lower().endswith(".png"):
+        raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png")
+    held = _import(vocabulary, None)
+    report = measure_coverage(
+        held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=_parse_weights(weights)
+    )
+    if out is not None:
+        write_file(outputs[out], (json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
+    if plot is not None:
+        from .plots import plot_coverage
+
+        plot_coverage(report, outputs[plot])
+    warn(report.warnings)
+    if as_json:
+        emit_json(report.to_json())
+    else:
+        click.echo(report.table())
+    for path in outputs.values():
+        note(f"wrote {path}")
+
+
+@vocab.command(
+    epilog="""\b
+Example:
+  eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors --limit 40"""
+)
+@click.argument("vocabulary", metavar="VOCAB")
+@_tokenizer_options
+@click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
+@json_option
+def show(
+    vocabulary: str,
+    tokenizer: str | None,
+    tokenizer_revision: str | None,
+    offline: bool,
+    counts: tuple[str, ...],
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Show what VOCAB holds and what it leaves out, decoded."""
+    from .show import show_vocabulary
+
+    if tokenizer is None:
+        raise UsageError("name the target's tokenizer with --tokenizer: without it ids cannot be read")
+    loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
+    held = _import(vocabulary, None)
+    listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
+    if as_json:
+        emit_json(listing.to_json())
+    else:
+        click.echo(listing.text())
+
+
+@vocab.command(
+    name="import",
+    epilog="""\b
+Example:
+  eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json""",
+)
+@click.argument("token_map", metavar="MAP")
+@click.option("--target-vocab", type=int, metavar="V", help="Rows of the target's LM head (config.json: vocab_size).")
+@click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
+@click.option("--kind", type=click.Choice(["ids", "d2t"]), help="What a bare list or tensor is.")
+@_out_option
+@force_option
+@json_option
+def import_command(
+    token_map: str,
+    target_vocab: int | None,
+    d2t_form: D2TForm | None,
+    kind: Literal["ids", "d2t"] | None,
+    out: str,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Read a token map of another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
+    from .draft_vocab import TARGET_VOCAB_FROM
+    from .interchange import import_token_map
+
+    path = refuse_existing(out, force)
+    read = import_token_map(token_map, target_vocab, d2t_form, kind)
+    read.save(path)
+    if TARGET_VOCAB_FROM in read.provenance:
+        warn([f"the file does not say the size of the target's vocabulary; {read.target_vocab} was taken"])
+    if as_json:
+        emit_json({"out": str(path), **_summary(read), "form": read.provenance.get("form")})
+    else:
+        click.echo(f"{read.size} of {read.target_vocab} ids ({read.provenance.get('form', 'own form')}); wrote {path}")
+
+
+@vocab.command(
+    epilog="""\b
+Example:
+  eagle-vocab export vocab.json freq_16384.pt --size 16384"""
+)
+@click.argument("vocabulary", metavar="VOCAB")
+@click.argument("out", metavar="OUT")
+@click.option(
+    "--format",
+    "map_format",
+    type=click.Choice(_FORMATS),
+    help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
+)
+@click.option("--size", "-n", type=int, metavar="N", help="Take the first N ids of the ranking.")
+@force_option
+@json_option
+def export(vocabulary: str, out: str, map_format: Any, size: int | None, force: bool, as_json: bool) -> None:
+    """Write VOCAB as a token map for another tool."""
+    from .interchange import export_token_map
+
+    path = Path(out)
+    if map_format == "npy" or path.is_dir():
+        for name in ("d2t.npy", "t2d.npy"):
+            refuse_existing(path / name, force)
+    else:
+        refuse_existing(path, force)
+    held = _import(vocabulary, None)
+    held = held if size is None else held.prefix(size)
+    export_token_map(held, path, map_format)
+    if as_json:
+        emit_json({"out": str(path), **_summary(held)})
+    else:
+        click.echo(f"{held.size} ids; wrote {path}")
+
+
+def main() -> NoReturn:
+    """Console script `eagle-vocab`."""
+    run_cli(vocab, prog_name="eagle-vocab")
+
+
+def _parse_weights(values: tuple[str, ...]) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for value in (part for group in values for part in group.split(",")):
+        name, separator, share = value.rpartition("=")
+        try:
+            number = float(share)
+        except ValueError:
+            number = float("nan")
+        if not separator or not name or number != number:
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3")
+        if name in weights:
+            raise UsageError(f"--weights: source {name!r} is given twice")
+        weights[name] = number
+    return weights
+
+
+def _load_counts(files: tuple[str, ...]) -> TokenCounts:
+    from .counts import TokenCounts, merge_counts
+
+    loaded = [TokenCounts.load(file) for file in files]
+    return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
+
+
+def _load_tokenizer(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
+    from .tokenizer import load_tokenizer
+
+    return load_tokenizer(source, revision, offline)
+
+
+def _import(path: str, target_vocab: int | None) -> DraftVocab:
+    from .interchange import import_token_map
+
+    return import_token_map(path, target_vocab)
+
+
+def _summary(held: DraftVocab) -> dict[str, Any]:
+    return {
+        "draft_vocab": held.size,
+        "num_forced": held.num_forced,
+        "target_vocab": held.target_vocab,
+        "ranked": held.ranked,
+    }
