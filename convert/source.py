@@ -214,9 +214,16 @@ def push_folder(
     api = HfApi(library_name=_LIBRARY_NAME)
     with _explained(repo_id, revision, "write"):
         created = api.create_repo(repo_id, private=private, exist_ok=True)
-        api.upload_folder(
-            repo_id=created.repo_id, folder_path=str(folder), revision=revision, commit_message=commit_message
-        )
+        try:
+            api.upload_folder(
+                repo_id=created.repo_id, folder_path=str(folder), revision=revision, commit_message=commit_message
+            )
+        except RuntimeError as error:
+            # The library's wrapper around whatever stopped the upload of one large file.
+            raise SourceError(
+                f"{repo_id}: the upload failed: {shorten(str(error), 160)} ({shorten(str(error.__cause__), 200)}).\n"
+                "Nothing was committed: run the same command again."
+            ) from error
     return str(created)
 
 
@@ -239,7 +246,7 @@ def _resolve(
     notify: Notify,
 ) -> ResolvedSource:
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if str(source) and folder.is_dir():
         if revision is not None:
             raise SourceError(f"{source}: is a folder and has no revision {revision!r}.\nLeave the revision out.")
         return ResolvedSource(folder, files=tuple(list_names(folder)))

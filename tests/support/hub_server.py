@@ -606,6 +606,8 @@ _ROUTES = [
     for pattern, method in (
         (r"/stored/(?P<kind>[a-z]+)/" + _REPO + r"/(?P<oid>[0-9a-f]{40})/(?P<name>.+)", _Handler.stored),
         (_API, _Handler.info),
+        # Old models have no namespace; this Hub has none of them.
+        (r"/api/(?P<kind>model|dataset|space)s/(?P<repo>[^/]+)", _Handler.info),
         (_API + r"/revision/(?P<revision>[^/]+(?:/[^/]+)*)", _Handler.info),
         (_API + r"/tree/(?P<revision>[^/]+)(?P<path>/.*)?", _Handler.tree),
         (_API + r"/paths-info/(?P<revision>.+)", _Handler.paths_info),

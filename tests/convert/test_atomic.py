@@ -1,0 +1,316 @@
+"""Whole or not at all: after errors, interrupts and kills at any moment, the old result or the new one."""
+
+import ctypes
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from eagle_slim.convert import atomic
+from eagle_slim.convert.atomic import atomic_directory, atomic_file, check_output, clean_leftovers, require_space
+from eagle_slim.convert.errors import OutputError, OutputExistsError
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def write(out: Path, text: str, **options: object) -> None:
+    with atomic_directory(out, **options) as folder:  # type: ignore[arg-type]
+        (folder / "a").write_text(text)
+        (folder / "sub").mkdir()
+        (folder / "sub" / "b").write_text(text)
+
+
+def test_new_folder_with_parents(tmp_path: Path) -> None:
+    out = tmp_path / "x" / "y" / "out"
+    with atomic_directory(out) as folder:
+        assert folder.parent == out.parent
+        (folder / "a").write_text("1")
+        assert not out.exists()
+    assert tree(tmp_path) == {"x/y/out/a": "1"}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputExistsError, match="exists already") as caught, atomic_directory(tmp_path / "out"):
+        pytest.fail("the body must not run")
+    assert caught.value.exit_code == 2
+    assert os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two renames"])
+def test_force_replaces_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
+    out = tmp_path / "out"
+    write(out, "old")
+    (out / "stale").write_text("gone afterwards")
+    write(out, "new", force=True)
+    assert tree(tmp_path) == {"out/a": "new", "out/sub/b": "new"}
+
+
+def test_force_replaces_only_what_is_marked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    check_output(out, force=True, marker="manifest.json")
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputExistsError, match=r"holds files but no manifest.json"):
+        write(out, "new", force=True, marker="manifest.json")
+    assert tree(out) == {"thesis.txt": "years of work"}
+    (out / "manifest.json").write_text("{}")
+    write(out, "new", force=True, marker="manifest.json")
+    assert tree(out) == {"a": "new", "sub/b": "new"}
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputExistsError, match="is a file"):
+        write(tmp_path / "file", "new", force=True)
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    write(tmp_path / "real", "old")
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path / "link", "new", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert tree(tmp_path / "real") == {"a": "new", "sub/b": "new"}
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_errors_and_interrupts_leave_the_old(tmp_path: Path, error: type[BaseException]) -> None:
+    out = tmp_path / "out"
+
+    def broken_off() -> None:
+        with atomic_directory(out, force=True) as folder:
+            (folder / "a").write_text("half")
+            raise error
+
+    for expected in ({}, {"out/a": "old", "out/sub/b": "old"}):
+        with pytest.raises(error):
+            broken_off()
+        assert tree(tmp_path) == expected
+        assert sorted(os.listdir(tmp_path)) == (["out"] if expected else [])
+        if not expected:
+            write(out, "old")
+
+
+@pytest.mark.parametrize("point", ["fsync", "rename", "_exchange"])
+def test_a_disk_that_fails_at_any_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    out = tmp_path / "out"
+    write(out, "old")
+
+    def fail(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out))
+
+    with monkeypatch.context() as patch:
+        if point == "_exchange":
+            patch.setattr(atomic, "_exchange", fail)
+        else:
+            patch.setattr(atomic, "_exchange", lambda one, other: False)
+            patch.setattr(atomic.os, point, fail)
+        with pytest.raises(OutputError, match=r"cannot be written: the disk is full \([\d,]+ bytes free\)") as caught:
+            write(out, "new", force=True)
+    assert "--out" in str(caught.value)
+    assert tree(tmp_path) == {"out/a": "old", "out/sub/b": "old"}
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [(errno.EROFS, "mounted read-only"), (errno.EACCES, "no permission"), (errno.EIO, "Input/output error")],
+)
+def test_errors_of_the_body_on_our_disk(tmp_path: Path, code: int, message: str) -> None:
+    with pytest.raises(OutputError, match=message), atomic_directory(tmp_path / "out") as folder:
+        raise OSError(code, os.strerror(code), str(folder / "model.safetensors"))
+    assert os.listdir(tmp_path) == []
+
+
+def test_errors_about_other_files_pass(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), atomic_directory(tmp_path / "out"):
+        open(tmp_path / "input")  # noqa: SIM115
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written() -> None:
+    with pytest.raises(OutputError, match="cannot be written"), atomic_directory("/proc/out"):
+        pytest.fail("the body must not run")
+    with pytest.raises(OutputExistsError, match="root folder"):
+        check_output("/")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_real_full_and_read_only_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", 0, b"size=1m") != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
+    try:
+        with pytest.raises(OutputError, match="the disk is full"), atomic_directory(disk / "out") as folder:
+            (folder / "big").write_bytes(bytes(2 << 20))
+        assert os.listdir(disk) == []
+        with pytest.raises(OutputError, match="2,097,152 bytes are needed"):
+            require_space(disk / "not" / "yet", 2 << 20)
+        write(disk / "out", "old")
+        remount, read_only = 32, 1
+        assert libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", remount | read_only, b"size=1m") == 0
+        with pytest.raises(OutputError, match="read-only"):
+            write(disk / "out", "new", force=True)
+        assert tree(disk) == {"out/a": "old", "out/sub/b": "old"}
+    finally:
+        libc.umount2(os.fsencode(disk), 2)
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+KILL = """
+import os, signal, sys
+from eagle_slim.convert import atomic
+point, exchange, out = sys.argv[1], sys.argv[2] == "True", sys.argv[3]
+steps = {"write": None, "sync": (atomic, "_sync_tree"), "exchange": (atomic, "_exchange"), "rename": (os, "rename"),
+         "remove": (atomic.shutil, "rmtree"), "up": (atomic, "_sync_up")}
+if not exchange:
+    atomic._exchange = lambda one, other: False
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+if steps[point.split("-")[0]] is not None:
+    module, name = steps[point.split("-")[0]]
+    real = getattr(module, name)
+    def killed(*args, **options):
+        if point.endswith("-before"):
+            die()
+        real(*args, **options)
+        die()
+    setattr(module, name, killed)
+with atomic.atomic_directory(out, force=True) as folder:
+    (folder / "a").write_text("new")
+    if point == "write":
+        die()
+    (folder / "b").write_text("new")
+"""
+
+
+@pytest.mark.parametrize(
+    ("point", "exchange", "expected"),
+    [
+        ("write", True, "old"),
+        ("sync-after", True, "old"),
+        ("exchange-before", True, "old"),
+        ("exchange-after", True, "new"),
+        ("up-before", True, "new"),
+        ("remove-before", True, "new"),
+        ("rename-before", False, "old"),
+        # Between the two renames there is nothing at the name until the next run.
+        ("rename-after", False, None),
+        ("remove-before", False, "new"),
+    ],
+)
+def test_killed_at_any_step(tmp_path: Path, point: str, exchange: bool, expected: str | None) -> None:
+    out = tmp_path / "out"
+    with atomic_directory(out) as folder:
+        (folder / "a").write_text("old")
+        (folder / "b").write_text("old")
+    run = subprocess.run([sys.executable, "-c", KILL, point, str(exchange), str(out)], capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr
+    if expected is not None:
+        assert tree(out) == {"a": expected, "b": expected}
+    # The next run cleans up, and puts back what a kill took from its place.
+    clean_leftovers(out)
+    assert os.listdir(tmp_path) == ["out"]
+    assert tree(out) == {"a": expected or "old", "b": expected or "old"}
+
+
+def test_leftovers_of_the_living_and_of_others_stay(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    stranger = tmp_path / ".out.0123456.eagle-slim-tmp"
+    other = tmp_path / ".other.01234567.eagle-slim-tmp"
+    dead = tmp_path / ".out.01234567.eagle-slim-tmp"
+    for folder in (stranger, other, dead):
+        folder.mkdir()
+    with atomic_directory(out) as living:
+        clean_leftovers(out)
+        assert living.exists()
+        assert not dead.exists()
+        (living / "a").write_text("1")
+    assert stranger.exists()
+    assert other.exists()
+    assert tree(out) == {"a": "1"}
+
+
+def test_two_writers_at_once(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+
+    def overtaken() -> None:
+        with atomic_directory(out) as slow:
+            (slow / "a").write_text("slow")
+            write(out, "fast")
+
+    with pytest.raises(OutputExistsError):
+        overtaken()
+    assert tree(tmp_path) == {"out/a": "fast", "out/sub/b": "fast"}
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_file(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "counts.bin"
+    with atomic_file(path) as file:
+        file.write(b"one")
+        assert not path.exists()
+    with pytest.raises(OutputExistsError), atomic_file(path, force=False):
+        pytest.fail("the body must not run")
+
+    def broken_off() -> None:
+        with atomic_file(path) as file:
+            file.write(b"half")
+            file.flush()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        broken_off()
+    assert path.read_bytes() == b"one"
+    with atomic_file(path) as file:
+        file.write(b"two")
+    assert path.read_bytes() == b"two"
+    assert os.listdir(path.parent) == ["counts.bin"]
+    with pytest.raises(OutputExistsError), atomic_file(path.parent) as file:
+        pytest.fail("the body must not run")
+
+
+def test_file_that_appears_in_the_meantime(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+
+    def overtaken() -> None:
+        with atomic_file(path, force=False) as file:
+            file.write(b"late")
+            path.write_bytes(b"early")
+
+    with pytest.raises(OutputExistsError):
+        overtaken()
+    assert path.read_bytes() == b"early"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_file_killed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    script = (
+        "import os, signal, sys; from eagle_slim.convert.atomic import atomic_file\n"
+        "with atomic_file(sys.argv[1]) as f: f.write(b'new'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert path.read_bytes() == b"old"
+    assert len(os.listdir(tmp_path)) == 2
+    with atomic_file(path) as file:
+        file.write(b"new")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_space(tmp_path: Path) -> None:
+    require_space(tmp_path / "a" / "b", 1)
+    with pytest.raises(OutputError, match="are needed"):
+        require_space(tmp_path / "a" / "b", shutil.disk_usage(tmp_path).total * 2)

@@ -1,0 +1,330 @@
+"""Heads and targets from folders and from a Hub, through the real huggingface_hub; every failure says what to do."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.convert.checkpoint import open_checkpoint
+from eagle_slim.convert.errors import CheckpointError, SourceError
+from eagle_slim.convert.source import open_head_source, push_folder, resolve, target_files
+from safetensors.torch import save
+from support.hub_server import Fault, HubServer, connected
+
+WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
+
+
+def pickled(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    torch.save(tensors, folder / "weights.bin")
+    return folder / "weights.bin"
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[HubServer]:
+    with HubServer() as hub:
+        files: dict[str, Any] = {
+            "config.json": '{"draft_vocab_size": 3}',
+            "README.md": "---\nlicense: apache-2.0\n---\n",
+            "model.safetensors": save(WEIGHTS),
+            "pytorch_model.bin": pickled(WEIGHTS, tmp_path),
+            "optimizer.pt": b"large and useless" * 1000,
+            "training/log.txt": "long",
+        }
+        hub.add_model("org/head", files, tag="v1")
+        hub.add_model("org/gated", files, gated=True)
+        hub.add_model("org/private", files, private=True)
+        hub.add_dataset("org/chats", {"train.jsonl": "{}\n"})
+        yield hub
+
+
+@pytest.fixture
+def home(hub: HubServer, tmp_path: Path) -> Iterator[Path]:
+    with connected(hub, tmp_path / "home"):
+        yield tmp_path / "home"
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def test_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(save(WEIGHTS))
+    found = open_head_source(tmp_path)
+    assert (found.folder, found.repo_id, found.commit) == (tmp_path, None, None)
+    assert found.files == ("config.json", "model.safetensors")
+    assert found.label == str(tmp_path)
+    with pytest.raises(SourceError, match="is a folder and has no revision 'main'"):
+        open_head_source(tmp_path, revision="main")
+
+
+@pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "~/no-such-folder-here", "a/b/c", ""])
+def test_paths_that_are_not_there(name: str) -> None:
+    with pytest.raises(SourceError, match="no such folder"):
+        open_head_source(name)
+
+
+def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(SourceError, match="is a file"):
+        open_head_source(tmp_path / "x")
+
+
+@pytest.mark.parametrize("name", ["two words", "name/-model", "a..b/c", "x" * 200])
+def test_names_that_are_no_repository(name: str) -> None:
+    with pytest.raises(SourceError, match="neither a folder nor the id of a Hub repository"):
+        open_head_source(name)
+
+
+# -- the Hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
+    found = open_head_source("org/head")
+    commit = hub.repo("org/head").branches["main"]
+    assert (found.repo_id, found.commit, found.label) == ("org/head", commit, f"org/head@{commit[:12]}")
+    assert sorted(path.name for path in found.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+    assert "optimizer.pt" in found.files
+    assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
+    assert found.folder.is_relative_to(home / "hub")
+    assert hub.bytes_sent(".safetensors") == len(save(WEIGHTS))
+    assert hub.bytes_sent(".bin") == hub.bytes_sent(".pt") == 0
+    hub.reset_counts()
+    open_head_source("org/head")
+    assert hub.bytes_sent(".safetensors") == 0
+
+
+def test_head_that_has_only_a_bin(hub: HubServer, home: Path, tmp_path: Path) -> None:
+    hub.add_model("org/old", {"config.json": "{}", "pytorch_model.bin": pickled(WEIGHTS, tmp_path)})
+    found = open_head_source("org/old")
+    assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
+
+
+def test_sharded_head(hub: HubServer, home: Path) -> None:
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    files: dict[str, bytes | str] = {
+        "config.json": "{}",
+        "model.safetensors.index.json": json.dumps(index),
+        "model-1-of-2.safetensors": save({"a": torch.ones(1)}),
+        "model-2-of-2.safetensors": save({"b": torch.zeros(1)}),
+        "consolidated.safetensors": b"not wanted",
+    }
+    hub.add_model("org/sharded", files)
+    found = open_head_source("org/sharded")
+    assert open_checkpoint(found.folder).tensor("b").item() == 0
+    assert hub.bytes_sent("consolidated.safetensors") == 0
+    del files["model-2-of-2.safetensors"]
+    hub.add_model("org/sharded", files)
+    with pytest.raises(SourceError, match=r"a file is missing.*model-2-of-2"):
+        open_head_source("org/sharded")
+    index["weight_map"]["b"] = "../../../evil.safetensors"
+    hub.add_model("org/sharded", files | {"model.safetensors.index.json": json.dumps(index)})
+    with pytest.raises(CheckpointError, match="expected the name of a file in the same folder"):
+        open_head_source("org/sharded")
+
+
+def test_revisions(hub: HubServer, home: Path) -> None:
+    first = hub.repo("org/head").branches["main"]
+    newer = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save({"x": torch.ones(1)})})
+    assert open_head_source("org/head").commit == newer
+    assert open_head_source("org/head", revision="v1").commit == first
+    assert open_head_source("org/head", revision=first).commit == first
+    other = hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save(WEIGHTS)}, branch="dev")
+    assert open_head_source("org/head", revision="dev", offline=False).commit == other
+    assert open_head_source("org/head", revision="dev", offline=True).commit == other
+
+
+def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
+    names = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    hub.add_model("org/target", dict.fromkeys(names, "{}") | {"model.safetensors": b"huge", "vocab.bin": b"huge"})
+    found = target_files("org/target")
+    assert sorted(path.name for path in found.folder.iterdir()) == sorted(names)
+
+
+def test_patterns(hub: HubServer, home: Path) -> None:
+    found = resolve("org/head", allow_patterns=["train*/*.txt"])
+    assert [str(p.relative_to(found.folder)) for p in found.folder.rglob("*") if p.is_file()] == ["training/log.txt"]
+    with pytest.raises(SourceError, match="holds none of the files that are needed"):
+        resolve("org/head", allow_patterns=["*.gguf"])
+
+
+# -- what to do next --------------------------------------------------------------------------------------------------
+
+
+def test_gated(hub: HubServer, tmp_path: Path) -> None:
+    with connected(hub, tmp_path / "a"), pytest.raises(SourceError, match="a gated repository") as caught:
+        open_head_source("org/gated")
+    assert f"Ask for access at {hub.endpoint}/org/gated" in str(caught.value)
+    assert "HF_TOKEN" in str(caught.value)
+    with connected(hub, tmp_path / "b", token="hf_other"), pytest.raises(SourceError, match="a gated repository"):
+        open_head_source("org/gated")
+    with connected(hub, tmp_path / "c", token="hf_good"):
+        assert open_head_source("org/gated").repo_id == "org/gated"
+
+
+def test_missing_and_private(hub: HubServer, tmp_path: Path) -> None:
+    with connected(hub, tmp_path / "a"):
+        for name in ("org/nothing", "org/private", "gpt2"):
+            with pytest.raises(SourceError, match=r"no such folder here, and no such model at") as caught:
+                open_head_source(name)
+            assert "Check the spelling" in str(caught.value)
+    with connected(hub, tmp_path / "b", token="hf_good"):
+        assert open_head_source("org/private").repo_id == "org/private"
+
+
+def test_a_dataset_instead_of_a_model(hub: HubServer, home: Path) -> None:
+    with pytest.raises(SourceError, match="org/chats: is a dataset on the Hub; a model repository is expected"):
+        open_head_source("org/chats")
+
+
+def test_missing_revision(hub: HubServer, home: Path) -> None:
+    with pytest.raises(SourceError, match=r"has no revision 'v9'\.\nIt has main, v1"):
+        open_head_source("org/head", revision="v9")
+
+
+def test_no_weights(hub: HubServer, home: Path) -> None:
+    hub.add_model("org/empty", {"config.json": "{}", "README.md": "soon"})
+    with pytest.raises(CheckpointError, match=r"org/empty@[0-9a-f]{12}: no weights: expected one of model.safetensors"):
+        open_head_source("org/empty")
+
+
+def test_bad_token(hub: HubServer, tmp_path: Path) -> None:
+    with (
+        connected(hub, tmp_path, token="hf_expired"),
+        pytest.raises(SourceError, match="token is not accepted") as caught,
+    ):
+        open_head_source("org/head")
+    assert "hf auth login" in str(caught.value)
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = HubServer()
+    hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save(WEIGHTS)})
+    with hub, connected(hub, tmp_path):
+        commit = open_head_source("org/head").commit
+    # The server has gone; its port refuses.
+    notices: list[str] = []
+    with connected(hub, tmp_path):
+        assert open_head_source("org/head", notify=notices.append).commit == commit
+        with pytest.raises(SourceError, match=f"{hub.endpoint} cannot be reached") as caught:
+            open_head_source("org/other")
+        assert "Check the connection" in str(caught.value)
+    assert len(notices) == 1
+    assert "cannot be reached" in notices[0]
+    assert "using the copy in the cache" in notices[0]
+
+
+def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
+    with connected(hub, tmp_path):
+        with pytest.raises(SourceError, match=r"org/head: not in the cache, and fetching is off") as caught:
+            open_head_source("org/head", offline=True)
+        assert "once with a connection" in str(caught.value)
+        assert hub.requests == []
+        target_files("org/head")
+        hub.reset_counts()
+        # Configuration only is not enough for a head.
+        with pytest.raises(SourceError, match="not in the cache"):
+            open_head_source("org/head", offline=True)
+        assert target_files("org/head", offline=True).repo_id == "org/head"
+        assert hub.requests == []
+        open_head_source("org/head")
+    hub.reset_counts()
+    with connected(hub, tmp_path, offline=True):
+        found = open_head_source("org/head")
+        assert open_checkpoint(found.folder).names == ("fc.weight",)
+        with pytest.raises(SourceError, match="HF_HUB_OFFLINE"):
+            open_head_source("org/gated")
+    assert hub.requests == []
+
+
+def test_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(home / "hub" / "x.incomplete"))
+
+    monkeypatch.setattr(file_download, "http_get", full)
+    with pytest.raises(SourceError, match="the disk of the cache is full") as caught:
+        open_head_source("org/head")
+    assert "HF_HOME" in str(caught.value)
+
+
+def test_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path) -> None:
+    (tmp_path / "hub").touch()
+    with connected(hub, tmp_path), pytest.raises(SourceError, match="org/head"):
+        open_head_source("org/head")
+
+
+def test_a_hub_in_trouble(hub: HubServer, home: Path) -> None:
+    hub.inject("model.safetensors", Fault(status=403))
+    with pytest.raises(SourceError, match="org/head: the Hub refuses \\(status 403\\)"):
+        open_head_source("org/head")
+
+
+def test_environment_of_another_process(hub: HubServer, tmp_path: Path) -> None:
+    """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE as everywhere."""
+    script = "import sys; from eagle_slim.convert.source import open_head_source as o; print(o('org/gated').folder)"
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=hub.env(tmp_path, "hf_good"), capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.strip()).is_relative_to(tmp_path / "hub")
+    hub.reset_counts()
+    env = hub.env(tmp_path) | {"HF_HUB_OFFLINE": "1"}
+    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert again.stdout == run.stdout
+    assert hub.requests == []
+
+
+# -- pushing ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    folder = tmp_path / "artifact"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"draft_vocab_size": 3}')
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nA head.\n")
+    (folder / "model.safetensors").write_bytes(save(WEIGHTS))
+    return folder
+
+
+# huggingface_hub uploads with an argument that its HTTP library calls old.
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_push(hub: HubServer, tmp_path: Path, artifact: Path) -> None:
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        assert push_folder(artifact, "tester/slim") == f"{hub.endpoint}/tester/slim"
+        expected = {path.name: path.read_bytes() for path in artifact.iterdir()}
+        assert hub.repo("tester/slim").files == expected
+        assert not hub.repo("tester/slim").private
+        (artifact / "config.json").write_text('{"draft_vocab_size": 2}')
+        push_folder(artifact, "tester/slim", commit_message="again")
+        assert hub.repo("tester/slim").files["config.json"] == b'{"draft_vocab_size": 2}'
+        assert len(hub.repo("tester/slim").commits) == 3
+        push_folder(artifact, "tester/secret", private=True)
+        assert hub.repo("tester/secret").private
+        assert torch.equal(
+            open_checkpoint(open_head_source("tester/slim").folder).tensor("fc.weight"), WEIGHTS["fc.weight"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("token", "name"), [(None, "tester/slim"), ("hf_expired", "tester/slim"), ("hf_good", "org/x")]
+)
+def test_push_without_the_right(hub: HubServer, tmp_path: Path, artifact: Path, token: str | None, name: str) -> None:
+    with (
+        connected(hub, tmp_path / "home", token=token),
+        pytest.raises(SourceError, match="may not be written") as caught,
+    ):
+        push_folder(artifact, name)
+    assert "hf auth login" in str(caught.value)
+    assert ("model", name) not in hub.repos
+
+
+def test_push_to_a_name_that_is_none(hub: HubServer, home: Path, artifact: Path) -> None:
+    with pytest.raises(SourceError, match="not the id of a repository"):
+        push_folder(artifact, "two words")
