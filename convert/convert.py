@@ -23,7 +23,7 @@ from .errors import UnsupportedHeadError
 from .head import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
 from .model_card import model_card
-from .vocab_choice import DEFAULT_DATASET_NOTE, Ranking, Say, VocabRequest, make_ranking
+from .vocab_choice import Ranking, Say, VocabRequest, make_ranking
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus import CorpusSource
@@ -160,11 +160,6 @@ def convert_head(
     folders = [_output(out, head_name, size, coverage, flavour, several=len(sizes) > 1) for size in sizes]
     for folder in folders:
         check_output(folder, force, MANIFEST_NAME)
-    if offline and head is not None and request.is_default and any(size != "full" for size in sizes):
-        raise UsageError(
-            f"--offline, and no vocabulary is given: the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}; give "
-            "--counts, --token-map, --order or a local --dataset"
-        )
     job = _Job(
         head_name, request, None if target is None else str(target), None if tokenizer is None else str(tokenizer),
         revision, target_revision, tokenizer_revision, flavour, d2t_form,
@@ -174,7 +169,13 @@ def convert_head(
     if any(size != "full" for size in sizes):
         job.check_sizes(opened, [size for size in sizes if isinstance(size, int)])
         ranking = make_ranking(
-            opened.head, request, opened.tokenizer, embedded=head is None, count=count or _count_with_progress, say=say
+            opened.head,
+            request,
+            opened.tokenizer,
+            embedded=head is None,
+            offline=offline,
+            count=count or _count_with_progress,
+            say=say,
         )
     else:
         ranking = None

@@ -15,6 +15,7 @@ from .eagle3 import LmHeadSource
 from .embedded import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .errors import MismatchError, SourceError
 from .head import DraftHead
+from .manifest import MANIFEST_NAME, Manifest
 from .public_heads import known_target
 from .source import ResolvedSource, open_target_lm_head, target_files
 
@@ -77,6 +78,13 @@ def choose_target(
         return TargetChoice(None, "the built-in head's")
     if opened.target_name is not None:
         return TargetChoice(opened.target_name, "named in the head's config.json")
+    manifest = opened.source.folder / MANIFEST_NAME if opened.source else None
+    if manifest is not None and manifest.is_file():
+        recorded = Manifest.load(manifest.parent).target
+        if recorded.get("wheel"):
+            return TargetChoice(None, "recorded in the head's manifest")
+        if recorded.get("repo_id"):
+            return TargetChoice(str(recorded["repo_id"]), "recorded in the head's manifest")
     known = known_target(opened.source.repo_id if opened.source else None)
     if known is not None:
         return TargetChoice(known, "from the table of public heads")

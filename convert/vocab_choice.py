@@ -22,6 +22,7 @@ from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
 from .default_counts import embedded_counts_with_held_out, load_embedded_counts
 from .errors import MismatchError
 from .head import DraftHead
+from .manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus import CorpusSource
@@ -182,6 +183,7 @@ def make_ranking(
     tokenizer: LoadedTokenizer | None,
     *,
     embedded: bool,
+    offline: bool,
     count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
     say: Say,
 ) -> Ranking:
@@ -192,6 +194,7 @@ def make_ranking(
         request: what was asked for.
         tokenizer: the target's.
         embedded: whether the head is the built-in one, which has counts of its own.
+        offline: refuse to fetch the default dataset.
         count: counts text.
         say: told which default is used.
 
@@ -204,6 +207,11 @@ def make_ranking(
             f"{head.location}: neither the head nor the table of public heads says which target it is for, and the "
             "vocabulary cannot be ranked without its tokenizer; name them with --target or --tokenizer"
         )
+    if request.is_default and (own := _own_ranks(head)) is not None:
+        say("vocabulary: the rank order in the head's own manifest")
+        if tokenizer is None:
+            request = replace(request, force_ids=tuple(own.target_ids[: own.num_forced].tolist()))
+        return Ranking(head, replace(request, token_map=own), tokenizer, None, None)
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
     assert tokenizer is not None
@@ -216,6 +224,12 @@ def make_ranking(
         counts = loaded[0] if len(loaded) == 1 else merge_counts(loaded)
     else:
         sources = request.corpus
+        if not sources and offline:
+            raise UsageError(
+                f"no vocabulary is given, and the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}, which "
+                "--offline "
+                "forbids; give --counts, --token-map, --order or a local --dataset"
+            )
         if not sources:
             say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
             sources = (default_corpus(),)
@@ -227,6 +241,21 @@ def make_ranking(
             "made with another tokenizer. Count with the target's own"
         )
     return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
+
+
+def _own_ranks(head: DraftHead) -> DraftVocab | None:
+    """The rank order of a head that is an artifact already, or None."""
+    if head.source is None or not (head.source.folder / MANIFEST_NAME).is_file():
+        return None
+    manifest = Manifest.load(head.source.folder)
+    if manifest.rank_order_ids is None:
+        return None
+    return DraftVocab(
+        manifest.rank_order_ids,
+        manifest.num_forced,
+        manifest.target_vocab,
+        manifest.vocabulary or {"method": "manifest"},
+    )
 
 
 def default_corpus() -> CorpusSource:
