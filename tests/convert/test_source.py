@@ -312,6 +312,18 @@ def test_push(hub: HubServer, tmp_path: Path, artifact: Path) -> None:
         )
 
 
+def test_push_that_breaks(hub: HubServer, tmp_path: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import lfs
+
+    def broken(*args: Any, **options: Any) -> None:
+        raise ConnectionResetError("gone")
+
+    monkeypatch.setattr(lfs, "_upload_single_part", broken)
+    with connected(hub, tmp_path / "home", token="hf_good"), pytest.raises(SourceError, match="the upload failed"):
+        push_folder(artifact, "tester/slim")
+    assert hub.repo("tester/slim").files == {}
+
+
 @pytest.mark.parametrize(
     ("token", "name"), [(None, "tester/slim"), ("hf_expired", "tester/slim"), ("hf_good", "org/x")]
 )
