@@ -1,0 +1,249 @@
+"""Opening heads: every spelling is one head, and what is not such a head is refused by name."""
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
+from support import heads
+from support.heads import HIDDEN, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+
+
+@pytest.mark.parametrize("spelling", ["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators"])
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
+def test_every_spelling_and_container_is_one_head(tmp_path, spelling, container):
+    ids = trained_ids()
+    head = open_head(write_eagle3(tmp_path / "head", ids=ids, spelling=spelling, container=container))
+    expected = eagle3_tensors(rows=len(ids))
+    assert head.kind == "eagle3"
+    assert set(head.tensors.names) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(head.tensors.get(name), tensor), name
+    assert torch.equal(head.tensors.rows("lm_head.weight", np.array([7, 3])), expected["lm_head.weight"][[7, 3]])
+    assert head.draft_ids_to_target.tolist() == ids.tolist()
+    assert (head.target_vocab, head.draft_vocab, head.hidden_size) == (VOCAB, len(ids), HIDDEN)
+    assert head.config["model_type"] == "llama"
+    assert head.config["num_attention_heads"] == 4
+
+
+def test_speculators_defaults_are_made_explicit(tmp_path):
+    head = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
+    assert head.config["norm_before_residual"] is True
+    assert head.target_name == "org/target"
+    assert "transformer_layer_config" not in head.config
+    kept = open_head(write_eagle3(tmp_path / "kept", spelling="speculators", norm_before_residual=False))
+    assert kept.config["norm_before_residual"] is False
+    flat = open_head(write_eagle3(tmp_path / "flat"))
+    assert "norm_before_residual" not in flat.config
+
+
+@pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize("t2d", [True, False])
+def test_maps_of_both_widths_sorted_or_not(tmp_path, d2t_dtype, ascending, t2d):
+    ids = trained_ids(ascending=ascending)
+    head = open_head(write_eagle3(tmp_path / "head", ids=ids, d2t_dtype=d2t_dtype, t2d=t2d))
+    assert head.draft_ids_to_target.tolist() == ids.tolist()
+    assert any("ascending" in warning for warning in head.warnings) == (not ascending)
+
+
+def test_absolute_map_is_refused_unless_said(tmp_path):
+    ids = trained_ids()
+    folder = write_eagle3(tmp_path / "head", ids=ids, d2t="absolute")
+    with pytest.raises(MismatchError, match="--d2t-form absolute"):
+        open_head(folder)
+    assert open_head(folder, d2t_form="absolute").draft_ids_to_target.tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")]
+)
+def test_dtypes(tmp_path, dtype, name):
+    head = open_head(write_eagle3(tmp_path / "head", dtype=dtype))
+    assert str(head.dtype) == f"torch.{name}"
+
+
+def test_full_vocabulary_with_and_without_trivial_map(tmp_path):
+    plain = open_head(write_eagle3(tmp_path / "plain"))
+    trivial = open_head(write_eagle3(tmp_path / "trivial", ids=np.arange(VOCAB)))
+    assert plain.draft_ids_to_target is None
+    assert trivial.draft_ids_to_target is None
+    assert trivial.draft_vocab == VOCAB
+
+
+@pytest.mark.parametrize("stated", [..., None, VOCAB])
+def test_no_lm_head_means_the_targets(tmp_path, stated):
+    head = open_head(write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=stated))
+    assert not head.has_lm_head
+    assert head.draft_vocab == VOCAB
+
+
+def test_legacy_norm_names(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, fc_norms=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, spelling="legacy-norms", fc_norm=True))
+    for tap in range(3):
+        assert torch.equal(head.tensors.get(f"fc_norm.{tap}.weight"), tensors[f"fc_norm.{tap}.weight"])
+
+
+def test_own_embedding_of_another_width(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, target_hidden=48, embedding=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, target_hidden_size=48))
+    assert (head.hidden_size, head.target_hidden_size) == (HIDDEN, 48)
+    del tensors["embed_tokens.weight"]
+    with pytest.raises(MismatchError, match="embed_tokens"):
+        open_head(write_eagle3(tmp_path / "without", tensors=tensors, target_hidden_size=48))
+
+
+def test_last_hidden_state_only(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB)
+    del tensors["fc.weight"]
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, eagle_config={"use_aux_hidden_state": False}))
+    assert head.tap_layers == ()
+
+
+NESTED = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "warned"),
+    [
+        ({}, None, False),
+        ({NESTED: [2, 4, 5]}, (2, 4, 5), True),
+        ({"eagle_config": {NESTED: [1, 3, 4]}}, (2, 4, 5), True),
+        ({NESTED: [2, 4, 5], "eagle_config": {NESTED: [1, 3, 4]}}, (2, 4, 5), False),
+        ({"eagle_config": {NESTED: []}}, None, False),
+    ],
+)
+def test_tap_layers(tmp_path, changes, expected, warned):
+    head = open_head(write_eagle3(tmp_path / "head", **changes))
+    assert head.tap_layers == expected
+    assert any("--tap-layers 2,4,5" in warning for warning in head.warnings) == warned
+
+
+def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
+    folder = write_eagle3(tmp_path / "head", **{NESTED: [2, 4, 5], "eagle_config": {NESTED: [2, 4, 5]}})
+    with pytest.raises(MismatchError, match="--tap-layers 3,5,6"):
+        open_head(folder)
+    head = open_head(folder, tap_layers=(2, 4, 5))
+    assert head.tap_layers == (2, 4, 5)
+    assert head.config[NESTED] == [2, 4, 5]
+    assert head.config["eagle_config"][NESTED] == [1, 3, 4]
+    with pytest.raises(MismatchError, match="3 captured layers"):
+        open_head(folder, tap_layers=(2, 4))
+
+
+def test_rope_parameters_are_flattened(tmp_path):
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    head = open_head(
+        write_eagle3(tmp_path / "head", rope_theta=..., rope_parameters={"rope_theta": 500000.0, **scaling})
+    )
+    assert head.config["rope_theta"] == 500000.0
+    assert head.config["rope_scaling"] == scaling
+    assert any("SafeAILab" in warning for warning in head.warnings)
+    plain = open_head(
+        write_eagle3(tmp_path / "plain", rope_theta=..., rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
+    )
+    assert (plain.config["rope_theta"], plain.config["rope_scaling"]) == (7.0, None)
+
+
+def test_vicuna_head_that_claims_forty_layers(tmp_path):
+    head = open_head(write_eagle3(tmp_path / "head", num_hidden_layers=40))
+    assert head.config["num_hidden_layers"] == 1
+    assert any("40" in warning for warning in head.warnings)
+
+
+def test_eagle1(tmp_path):
+    head = open_head(write_eagle1(tmp_path / "head", container="bin"))
+    assert head.kind == "eagle"
+    assert head.draft_ids_to_target is None
+    assert "layers.0.mlp.up_proj.weight" in head.tensors
+    warned = open_head(write_eagle1(tmp_path / "biased", bias=torch.ones(HIDDEN, dtype=torch.bfloat16)))
+    assert any("vLLM drops it" in warning for warning in warned.warnings)
+
+
+def test_eagle1_with_lm_head_drops_it(tmp_path):
+    head = open_head(write_eagle1(tmp_path / "head", extra={"lm_head.weight": random((VOCAB, HIDDEN), 9)}))
+    assert "lm_head.weight" not in head.tensors
+    assert "vLLM" in head.dropped["lm_head.weight"]
+
+
+def ones(*shape):
+    return torch.ones(*shape, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, UnsupportedHeadError, "MLA"),
+        ({"extra": {"midlayer.self_attn.kv_b_proj.weight": ones(4, 4)}}, UnsupportedHeadError, "MLA"),
+        ({"extra": {"midlayer.self_attn.q_norm.weight": ones(8)}}, UnsupportedHeadError, "query/key norms"),
+        ({"extra": {"midlayer.1.hidden_norm.weight": ones(HIDDEN)}}, UnsupportedHeadError, "several layers"),
+        ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, "surprise"),
+        ({"extra": {"lm_head.weight_scale": ones(1)}}, UnsupportedHeadError, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedHeadError, r"quantised \(fp8\)"),
+        ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, "fc.bias is not zero"),
+        ({"extra": {"layers.0.hidden_norm.weight": ones(HIDDEN)}}, CheckpointError, "both mean"),
+        ({"vocab_size": VOCAB + 1}, MismatchError, "t2d has"),
+        ({"draft_vocab_size": 199}, MismatchError, "three times the same number"),
+        ({"intermediate_size": 47}, MismatchError, "intermediate_size"),
+        ({"num_attention_heads": 2}, MismatchError, "q_proj"),
+        ({"hidden_size": 33}, MismatchError, "expected"),
+        ({"hidden_size": "32"}, MismatchError, "positive integer"),
+        ({"norm_before_fc": True}, MismatchError, "input_norm.weight"),
+        ({"fc_norm": True}, MismatchError, "fc_norm"),
+        ({"attention_bias": True}, MismatchError, "biases are missing"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MismatchError, "captured layers"),
+        ({"d2t": None}, MismatchError, "t2d without d2t"),
+        ({"d2t": None, "t2d": False}, MismatchError, "no d2t"),
+        ({"lm_head": False}, MismatchError, "without lm_head"),
+        ({"lm_head": False, "d2t": None, "t2d": False}, MismatchError, "neither lm_head.weight nor d2t"),
+    ],
+)
+def test_refused(tmp_path, arguments, error, message):
+    folder = write_eagle3(tmp_path / "head", **({"ids": trained_ids()} | arguments))
+    with pytest.raises(error, match=message):
+        open_head(folder)
+
+
+def test_missing_tensor_and_other_models_are_refused(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB)
+    del tensors["norm.weight"]
+    with pytest.raises(CheckpointError, match=r"norm\.weight missing"):
+        open_head(write_eagle3(tmp_path / "incomplete", tensors=tensors))
+    medusa = {"0.0.linear.weight": ones(4, 4)}
+    with pytest.raises(UnsupportedHeadError, match="Medusa"):
+        open_head(write_eagle3(tmp_path / "medusa", tensors=medusa))
+    with pytest.raises(UnsupportedHeadError, match="neither an EAGLE-3 head"):
+        open_head(write_eagle3(tmp_path / "other", tensors={"model.layers.0.mlp.up_proj.weight": ones(4, 4)}))
+    quantised = eagle3_tensors(rows=VOCAB)
+    quantised["fc.weight"] = quantised["fc.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(UnsupportedHeadError, match="float8"):
+        open_head(write_eagle3(tmp_path / "fp8", tensors=quantised))
+
+
+def test_null_quantisation_file_is_no_quantisation(tmp_path):
+    folder = write_eagle3(tmp_path / "head")
+    heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": None}})
+    assert open_head(folder).kind == "eagle3"
+    heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": "FP8"}})
+    with pytest.raises(UnsupportedHeadError, match="FP8"):
+        open_head(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{"])
+def test_bad_config_file(tmp_path, text):
+    folder = write_eagle3(tmp_path / "head")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        open_head(folder)
+
+
+def test_duplicate_and_out_of_range_ids(tmp_path):
+    ids = trained_ids(50)
+    twice = ids.copy()
+    twice[5] = twice[4]
+    with pytest.raises(MismatchError):
+        open_head(write_eagle3(tmp_path / "twice", ids=twice, t2d=False))
+    beyond = ids.copy()
+    beyond[-1] = VOCAB + 5
+    with pytest.raises(MismatchError):
+        open_head(write_eagle3(tmp_path / "beyond", ids=beyond, t2d=False))

@@ -1,0 +1,284 @@
+"""Toy draft heads of every published form, and a toy target for them.
+
+All have the same random weights for the same seed, so that two spellings of one head can be compared tensor by tensor.
+The target's tokenizer is a byte-level BPE of 360 tokens; its vocabulary is padded to 384 rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from support.small_tokenizers import byte_level_bpe, write_folder
+
+VOCAB = 384
+TOKENS = 360
+HIDDEN = 32
+HEADS = 4
+KV_HEADS = 2
+HEAD_DIM = 8
+MIDDLE = 48
+LAYERS = 8
+
+Spelling = Literal["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators", "legacy-norms"]
+Container = Literal["safetensors", "bin", "sharded"]
+
+
+def random(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """A tensor of normal values that depends on shape and seed alone."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def trained_ids(count: int = 200, seed: int = 3, ascending: bool = True) -> np.ndarray:
+    """Some ids of the vocabulary, among them the markers 0, 1, 2, for a head that has a map."""
+    rng = np.random.default_rng(seed)
+    ids = np.concatenate([[0, 1, 2], 3 + rng.permutation(TOKENS - 3)[: count - 3]])
+    return np.sort(ids) if ascending else rng.permutation(ids)
+
+
+def write_target(
+    folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.bfloat16, hidden: int = HIDDEN, shards: int = 1
+) -> Path:
+    """A Hugging Face folder with the tensors that a conversion may read, a tokenizer, and a configuration."""
+    write_folder(
+        folder,
+        byte_level_bpe(TOKENS),
+        generation_config={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2},
+        eos_token="<|im_end|>",
+    )
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": tied,
+    }
+    write_json(folder / "config.json", config)
+    tensors = {"model.embed_tokens.weight": random((VOCAB, hidden), 101, dtype)}
+    if not tied:
+        tensors["lm_head.weight"] = random((VOCAB, hidden), 102, dtype)
+    tensors["model.norm.weight"] = torch.ones(hidden, dtype=dtype)
+    write_tensors(folder, tensors, "safetensors" if shards == 1 else "sharded")
+    return folder
+
+
+def target_lm_head(folder: Path) -> torch.Tensor:
+    """The LM head of `write_target`, [vocab, hidden]."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in ("lm_head.weight", "model.embed_tokens.weight"):
+                if name in opened.keys() and (name == "lm_head.weight" or not has_lm_head(folder)):  # noqa: SIM118
+                    return opened.get_tensor(name)
+    raise AssertionError("no LM head")
+
+
+def has_lm_head(folder: Path) -> bool:
+    return not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+
+
+def eagle3_tensors(
+    *,
+    rows: int | None,
+    dtype: torch.dtype = torch.bfloat16,
+    target_hidden: int = HIDDEN,
+    taps: int = 3,
+    fc_norms: bool = False,
+    input_norm: bool = False,
+    embedding: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, taps * target_hidden),
+        "midlayer.self_attn.q_proj.weight": (HEADS * HEAD_DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, 2 * HIDDEN),
+        "midlayer.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "midlayer.mlp.gate_proj.weight": (MIDDLE, HIDDEN),
+        "midlayer.mlp.up_proj.weight": (MIDDLE, HIDDEN),
+        "midlayer.mlp.down_proj.weight": (HIDDEN, MIDDLE),
+        "midlayer.input_layernorm.weight": (HIDDEN,),
+        "midlayer.hidden_norm.weight": (HIDDEN,),
+        "midlayer.post_attention_layernorm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    if rows is not None:
+        shapes["lm_head.weight"] = (rows, HIDDEN)
+    if embedding:
+        shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
+    if input_norm:
+        shapes["input_norm.weight"] = (taps * target_hidden,)
+    if fc_norms:
+        shapes |= {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps)}
+    return {name: random(shape, number, dtype) for number, (name, shape) in enumerate(shapes.items())}
+
+
+def eagle3_config(dtype: torch.dtype = torch.bfloat16, **changes: Any) -> dict[str, Any]:
+    """A flat config.json; a change of None leaves the key in with null, of `...` takes it out."""
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "draft_vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": MIDDLE,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return {key: value for key, value in (config | changes).items() if value is not ...}
+
+
+def write_eagle3(
+    folder: Path,
+    *,
+    ids: np.ndarray | None = None,
+    lm_head: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
+    spelling: Spelling = "midlayer",
+    container: Container = "safetensors",
+    d2t: Literal["offset", "absolute"] | None = "offset",
+    d2t_dtype: torch.dtype = torch.int64,
+    t2d: bool = True,
+    tensors: dict[str, torch.Tensor] | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
+) -> Path:
+    """An EAGLE-3 head.
+
+    Args:
+        ids: target id of each LM-head row, for a head with a map; None for a full vocabulary.
+        lm_head: whether it has an LM head of its own.
+        tensors: in place of `eagle3_tensors`, without the map.
+        extra: further tensors, written under the names given.
+        changes: of config.json.
+    """
+    rows = (VOCAB if ids is None else len(ids)) if lm_head else None
+    found = dict(eagle3_tensors(rows=rows, dtype=dtype) if tensors is None else tensors)
+    if ids is not None and d2t is not None:
+        values = ids - np.arange(len(ids)) if d2t == "offset" else ids
+        found["d2t"] = torch.from_numpy(values.copy()).to(d2t_dtype)
+    if ids is not None and t2d:
+        found["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+        found["t2d"][torch.from_numpy(ids.copy())] = True
+    found = {spelled(name, spelling): tensor for name, tensor in found.items()} | (extra or {})
+    config = eagle3_config(dtype, **({"draft_vocab_size": VOCAB if ids is None else len(ids)} | changes))
+    if spelling == "speculators":
+        config = as_speculators(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", config)
+    write_tensors(folder, found, container)
+    return folder
+
+
+def spelled(name: str, spelling: Spelling) -> str:
+    """A canonical name in another spelling."""
+    prefix = {
+        "midlayer": "midlayer.",
+        "layers.0": "layers.0.",
+        "model.layers.0": "model.layers.0.",
+        "midlayer.0": "midlayer.0.",
+        "speculators": "layers.0.",
+        "legacy-norms": "midlayer.",
+    }[spelling]
+    if name.startswith("midlayer."):
+        return prefix + name.removeprefix("midlayer.")
+    if spelling == "legacy-norms" and name.startswith("fc_norm."):
+        return {"0": "aux_norm_low", "1": "aux_norm_mid", "2": "aux_norm_high"}[name.split(".")[1]] + ".weight"
+    if spelling == "model.layers.0" and name in ("fc.weight", "norm.weight", "embed_tokens.weight"):
+        return f"model.{name}"
+    return name
+
+
+def as_speculators(flat: dict[str, Any]) -> dict[str, Any]:
+    """The nested configuration of the speculators format."""
+    outer = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_aux_hidden_state_layer_ids")
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "verifier": {"name_or_path": "org/target", "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": {key: value for key, value in flat.items() if key not in outer},
+        **{key: flat[key] for key in outer if key in flat},
+    }
+
+
+def write_eagle1(
+    folder: Path,
+    *,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    container: Container = "safetensors",
+    extra: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
+) -> Path:
+    """An EAGLE-1/2 head, with the `bias` key that SafeAILab's configurations carry."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, 2 * HIDDEN),
+        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "layers.0.self_attn.q_proj.weight": (HEADS * HEAD_DIM, HIDDEN),
+        "layers.0.self_attn.k_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "layers.0.self_attn.v_proj.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+        "layers.0.self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM),
+        "layers.0.mlp.gate_proj.weight": (MIDDLE, HIDDEN),
+        "layers.0.mlp.up_proj.weight": (MIDDLE, HIDDEN),
+        "layers.0.mlp.down_proj.weight": (HIDDEN, MIDDLE),
+        "layers.0.post_attention_layernorm.weight": (HIDDEN,),
+    }
+    tensors = {name: random(shape, 50 + number, dtype) for number, (name, shape) in enumerate(shapes.items())}
+    if bias is not None:
+        tensors["fc.bias"] = bias
+    config = eagle3_config(dtype, architectures=["LlamaForCausalLM"], draft_vocab_size=..., bias=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", {key: value for key, value in (config | changes).items() if value is not ...})
+    write_tensors(folder, tensors | (extra or {}), container)
+    return folder
+
+
+def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Container) -> None:
+    """Write tensors as one safetensors file, one `.bin`, or two shards with an index."""
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if container == "bin":
+        torch.save(tensors, folder / "pytorch_model.bin")
+        return
+    if container == "safetensors":
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        return
+    names = sorted(tensors)
+    parts = {"model-00001-of-00002.safetensors": names[::2], "model-00002-of-00002.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def write_freq(path: Path, ids: Sequence[int] | np.ndarray) -> Path:
+    """A token map as FR-Spec writes it."""
+    torch.save([int(token_id) for token_id in ids], path)
+    return path
