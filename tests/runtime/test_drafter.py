@@ -1,0 +1,248 @@
+"""The reference drafter against a drafter without any cache: each node's path run from scratch, word by word.
+
+That other drafter knows no slots, no mask and no scratch rows, so an error in any of them shows as another tree.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.convert.head import open_head
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.pairing import resolve_tap_layers
+from eagle_slim.runtime.rope import rotary_embedding
+from eagle_slim.runtime.slots import ActiveSlots
+from eagle_slim.runtime.target import TargetModel
+from eagle_slim.runtime.tree import DraftTree
+from eagle_slim.runtime.weights import HeadWeights, choose_draft_ids, load_head_weights
+from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head
+from torch import Tensor
+
+TREE = TreeConfig(depth=3, top_k=3, total_tokens=16)
+
+
+def head_weights(folder: Path, target_seed: int = 0) -> HeadWeights:
+    head = open_head(folder)
+    target = TargetModel(tiny_target("llama", target_seed), resolve_tap_layers(head, LAYERS))
+    return load_head_weights(head, target, choose_draft_ids(head, None, None), torch.float32, torch.device("cpu"))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+def rotate(x: Tensor, position: int, theta: float = 10000.0) -> Tensor:
+    """One head's vector [head_dim] at one position, as pairs (i, i + half) turned by position * theta^(-2i/d)."""
+    half = x.shape[-1] // 2
+    out = x.clone()
+    for i in range(half):
+        angle = position * theta ** (-2 * i / x.shape[-1])
+        a, b = x[..., i], x[..., i + half]
+        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
+        out[..., i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+class Naive:
+    """The definition, one sequence of (hidden, token) pairs at a time: outputs of every pair, all recomputed."""
+
+    def __init__(self, weights: HeadWeights) -> None:
+        self.w, self.t = weights, weights.tensors
+
+    def first_hidden(self, features: Tensor) -> Tensor:
+        if self.w.kind == "eagle" or features.shape[-1] == self.w.hidden:
+            return features
+        if "input_norm.weight" in self.t:
+            features = rms_norm(features, self.t["input_norm.weight"], self.w.norm_eps)
+        if "fc_norm.0.weight" in self.t:
+            pieces = features.split(HIDDEN, -1)
+            features = torch.cat(
+                [rms_norm(p, self.t[f"fc_norm.{i}.weight"], self.w.norm_eps) for i, p in enumerate(pieces)], -1
+            )
+        return features @ self.t["fc.weight"].T
+
+    def outputs(self, hidden: list[Tensor], tokens: list[int]) -> list[Tensor]:
+        """Causal attention over the given pairs at positions 0, 1, 2 ...; outputs before the final norm."""
+        w, t, eps = self.w, self.t, self.w.norm_eps
+        residuals, queries, keys, values = [], [], [], []
+        for position, (h, token) in enumerate(zip(hidden, tokens, strict=True)):
+            e = w.embedding[token]
+            if w.kind == "eagle3":
+                normed = rms_norm(h, t["hidden_norm.weight"], eps)
+                x = torch.cat([rms_norm(e, t["input_layernorm.weight"], eps), normed])
+                residuals.append(normed if w.norm_before_residual else h)
+            else:
+                x = t["fc.weight"] @ torch.cat([e, h]) + t["fc.bias"]
+                residuals.append(x)
+
+            def heads(name: str, count: int, x: Tensor = x) -> Tensor:
+                bias = t.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
+                return (t[f"self_attn.{name}_proj.weight"] @ x + bias).view(count, w.head_dim)
+
+            queries.append(rotate(heads("q", w.num_heads), position))
+            keys.append(rotate(heads("k", w.num_kv_heads), position))
+            values.append(heads("v", w.num_kv_heads))
+        results = []
+        for position, query in enumerate(queries):
+            mixed = []
+            for head in range(w.num_heads):
+                shared = head // (w.num_heads // w.num_kv_heads)
+                scores = torch.stack([query[head] @ keys[j][shared] for j in range(position + 1)])
+                weights = (scores / math.sqrt(w.head_dim)).softmax(0)
+                mixed.append(sum(weights[j] * values[j][shared] for j in range(position + 1)))
+            y = residuals[position] + t["self_attn.o_proj.weight"] @ torch.cat(mixed)
+            z = rms_norm(y, t["post_attention_layernorm.weight"], eps)
+            gate = torch.nn.functional.silu(t["mlp.gate_proj.weight"] @ z)
+            results.append(y + t["mlp.down_proj.weight"] @ (gate * (t["mlp.up_proj.weight"] @ z)))
+        return results
+
+    def children(self, output: Tensor, k: int) -> list[tuple[float, int]]:
+        normed = rms_norm(output, self.t["norm.weight"], self.w.norm_eps) if self.w.kind == "eagle3" else output
+        log_probs = (self.w.lm_head @ normed).log_softmax(0).tolist()
+        best = sorted(range(len(log_probs)), key=lambda row: (-log_probs[row], row))[:k]
+        return [(log_probs[row], int(self.w.draft_to_target[row])) for row in best]
+
+    def carry(self, output: Tensor) -> Tensor:
+        return rms_norm(output, self.t["norm.weight"], self.w.norm_eps) if self.w.norm_output else output
+
+    def draft(self, features: Tensor, tokens: list[int], tree: TreeConfig) -> tuple[list[int], list[int]]:
+        """Draft tokens and parents for a sequence: ``features`` [n, width] and the n tokens after them."""
+        base = list(self.first_hidden(features))
+        k = tree.top_k
+        # (score, token, parent candidate, hidden and tokens of the path behind the sequence)
+        root_output = self.outputs(base, tokens)[-1]
+        level = [
+            (score, token, -1, [self.carry(root_output)], [token]) for score, token in self.children(root_output, k)
+        ]
+        candidates = list(level)
+        frontier = list(enumerate(level))
+        for _ in range(tree.depth):
+            offset = len(candidates)
+            level = []
+            for index, (score, _token, _parent, path_hidden, path_tokens) in frontier:
+                output = self.outputs(base + path_hidden, tokens + path_tokens)[-1]
+                for log_prob, child in self.children(output, k):
+                    path = ([*path_hidden, self.carry(output)], [*path_tokens, child])
+                    level.append((score + log_prob, child, index, *path))
+            candidates += level
+            best = sorted(range(len(level)), key=lambda i: (-level[i][0], i))[:k]
+            frontier = [(offset + i, level[i]) for i in best]
+        chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], i))[: tree.total_tokens - 1])
+        place = {candidate: node + 1 for node, candidate in enumerate(chosen)}
+        parents = [-1] + [place.get(candidates[c][2], 0) for c in chosen]
+        return [tokens[-1]] + [candidates[c][1] for c in chosen], parents
+
+
+def feed(drafter: ReferenceDrafter, steps: list[tuple[Tensor, list[int]]], slot: int, num_slots: int) -> DraftTree:
+    """Prefill with the first step, then draft after each further one; the last tree."""
+    drafter.reset_slot(slot)
+    features, tokens = steps[0]
+    drafter.prefill(slot, features, torch.tensor(tokens))
+    active = ActiveSlots.of([slot], num_slots)
+    width = drafter.tree.path_width
+    for features, tokens in steps[1:]:
+        all_features = torch.full((num_slots, width, features.shape[1]), float("nan"))
+        all_features[slot] = 0
+        all_features[slot, : len(tokens)] = features
+        all_tokens = torch.full((num_slots, width), -1)
+        all_tokens[slot, : len(tokens)] = torch.tensor(tokens)
+        counts = torch.zeros(num_slots, dtype=torch.int64)
+        counts[slot] = len(tokens)
+        tree = drafter.draft(active, NewPairs(all_features, all_tokens, counts, (len(tokens),)))
+    return tree
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "map": {"draft_ids": [5, 2, 19, 7, 8, 22, 11]},
+    "bias": {"attention_bias": True},
+    "norm-output": {"norm_output": True},
+    "norm-before-residual": {"norm_before_residual": True},
+    "input-norm": {
+        "norm_before_fc": True, "extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)}
+    },
+    "fc-norm": {
+        "fc_norm": True, "extra": {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)}
+    },
+    "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
+    "eagle-1": {"kind": "eagle"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
+    weights = head_weights(write_head(tmp_path, **HEADS[head]))
+    generator = torch.Generator().manual_seed(4)
+    counts = [4, 1, 3, 2]
+    features = torch.randn(sum(counts), weights.feature_width, generator=generator)
+    tokens = torch.randint(VOCAB, (sum(counts),), generator=generator).tolist()
+    drafter = ReferenceDrafter(weights, TREE)
+    drafter.allocate(num_slots=2, capacity=30)
+    naive = Naive(weights)
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    for upto in range(2, len(counts) + 1):
+        cuts = list(zip([0, *ends[: upto - 1]], ends[:upto], strict=True))
+        steps = [(features[a:b], tokens[a:b]) for a, b in cuts]
+        tree = feed(drafter, steps, slot=1, num_slots=2)
+        expected = naive.draft(features[: ends[upto - 1]], tokens[: ends[upto - 1]], TREE)
+        assert tree.draft_tokens[1].tolist() == expected[0]
+        assert tree.parents[1].tolist() == expected[1]
+        assert tree.draft_tokens[0].eq(-1).all()
+
+
+def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> None:
+    weights = head_weights(write_head(tmp_path))
+    generator = torch.Generator().manual_seed(9)
+    naive, drafter = Naive(weights), ReferenceDrafter(weights, TREE)
+    drafter.allocate(num_slots=3, capacity=20)
+    new, width = {0: 2, 2: 4}, TREE.path_width
+    prompts = {0: 1, 2: 9}
+    features = {
+        slot: torch.randn(prompts[slot] + new[slot], weights.feature_width, generator=generator) for slot in new
+    }
+    tokens = {slot: torch.randint(VOCAB, (prompts[slot] + new[slot],), generator=generator) for slot in new}
+    pairs_features = torch.zeros(3, width, weights.feature_width)
+    pairs_tokens, counts = torch.full((3, width), -1), torch.zeros(3, dtype=torch.int64)
+    for slot, count in new.items():
+        drafter.prefill(slot, features[slot][: prompts[slot]], tokens[slot][: prompts[slot]])
+        pairs_features[slot, :count] = features[slot][prompts[slot] :]
+        pairs_tokens[slot, :count] = tokens[slot][prompts[slot] :]
+        counts[slot] = count
+    tree = drafter.draft(ActiveSlots.of([0, 2], 3), NewPairs(pairs_features, pairs_tokens, counts, (2, 4)))
+    for slot in new:
+        assert tree.draft_tokens[slot].tolist() == naive.draft(features[slot], tokens[slot].tolist(), TREE)[0]
+    assert drafter.lengths == [3, 0, 13]
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [None, {"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 4.0},
+     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+      "original_max_position_embeddings": 64},
+     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}],
+    ids=["none", "linear", "linear-legacy", "llama3", "yarn"],
+)  # fmt: skip
+def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    ours = rotary_embedding({**sizes, "rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 256})
+    kind = None if scaling is None else {"rope_type": "linear", **scaling}
+    config = LlamaConfig(
+        **sizes,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", **(kind or {}), "rope_theta": 5e5},
+    )
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(200)[None])
+    tables = ours.tables(200)
+    assert torch.equal(tables[0], cos[0])
+    assert torch.equal(tables[1], sin[0])
+    if scaling is not None:
+        plain = rotary_embedding({**sizes, "rope_theta": 5e5, "rope_scaling": None, "max_position_embeddings": 256})
+        assert not torch.allclose(tables[0], plain.tables(200)[0])

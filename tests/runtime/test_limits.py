@@ -1,0 +1,198 @@
+"""Where generation ends, and prompts that cannot begin: each case has one defined result."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.requests import Request, RunningRequest
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+
+ignore_acceptance = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+TREE = {"depth": 3, "top_k": 4, "total_tokens": 25}
+PROMPT = random_prompts([7])[0]
+
+
+def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), **TREE, **options)
+
+
+class Letters:
+    """A tokenizer of single letters: id i is the i-th letter."""
+
+    chat_template = None
+
+    def decode(self, ids: list[int], **_: Any) -> str:
+        return "".join(chr(ord("a") + i) for i in ids)
+
+    def __call__(self, text: str) -> Any:
+        from types import SimpleNamespace
+
+        return SimpleNamespace(input_ids=[ord(letter) - ord("a") for letter in text])
+
+
+def test_no_new_tokens(tmp_path: Path) -> None:
+    output = build(tmp_path).generate(PROMPT, max_new_tokens=0)
+    assert output.token_ids == [[]]
+    assert output.results[0].finish_reason == "length"
+    assert output.stats.num_passes == 0
+    assert output.sequences.tolist() == [PROMPT]
+
+
+def test_one_new_token_comes_from_the_prompts_forward(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    output = model.generate(PROMPT, max_new_tokens=1)
+    assert output.token_ids == [plain_greedy(model.target.model, PROMPT, 1)]
+    assert output.stats.num_passes == 0
+
+
+def test_a_mixed_batch_with_nothing_to_do_for_some(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    prompts = random_prompts([1, 30, 2])
+    output = model.generate(prompts, max_new_tokens=5, max_slots=1)
+    assert output.token_ids == [plain_greedy(model.target.model, prompt, 5) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "no prompt"), ([[3, 4], []], "Prompt 1 is empty"), ([3, 99], "token id 99"),
+     ([3] * 260, "260 tokens; the context of 256"), ([3] * 256, "no room")],
+    ids=["nothing", "empty", "id", "longer", "full"],
+)  # fmt: skip
+def test_prompts_that_cannot_begin(tmp_path: Path, prompt: Any, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        build(tmp_path).generate(prompt, max_new_tokens=4)
+
+
+@ignore_acceptance
+@pytest.mark.parametrize("room", [1, 2, 5, 11])
+def test_context_full_in_the_middle_of_a_tree(tmp_path: Path, room: int) -> None:
+    model = build(tmp_path, max_model_len=len(PROMPT) + room)
+    output = model.generate(PROMPT, max_new_tokens=50, ignore_eos=True)
+    assert output.results[0].finish_reason == "context"
+    assert output.token_ids == [plain_greedy(model.target.model, PROMPT, room, eos=None)]
+
+
+@ignore_acceptance
+def test_the_models_own_context_is_the_limit(tmp_path: Path) -> None:
+    target = tiny_target("llama", max_position_embeddings=20)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREE)
+    output = model.generate(PROMPT, max_new_tokens=50, ignore_eos=True)
+    assert len(PROMPT) + len(output.token_ids[0]) == 20
+    assert output.results[0].finish_reason == "context"
+
+
+def test_eos_inside_an_accepted_path_cuts_the_rest(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    tokens = model.generate(PROMPT, max_new_tokens=40, ignore_eos=True)
+    free = tokens.token_ids[0]
+    # Every token in turn as the end: some fall inside an accepted path, wherever paths begin and end.
+    inside = 0
+    for eos in dict.fromkeys(free):
+        expected = free[: free.index(eos) + 1]
+        output = model.generate(PROMPT, max_new_tokens=40, eos_token_id=eos)
+        assert output.token_ids == [expected]
+        assert output.results[0].finish_reason == "eos"
+        # The first token is the prefill's, the rest come from passes; more than those means some were cut.
+        inside += output.stats.num_accepted_tokens > len(expected) - 1
+    assert inside > 0
+
+
+def test_max_new_tokens_cuts_an_accepted_path(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    free = model.generate(PROMPT, max_new_tokens=20, ignore_eos=True).token_ids[0]
+    cut = [model.generate(PROMPT, max_new_tokens=n, ignore_eos=True) for n in range(2, 20)]
+    assert [output.token_ids[0] for output in cut] == [free[:n] for n in range(2, 20)]
+    assert any(output.stats.num_accepted_tokens > output.stats.num_new_tokens - 1 for output in cut)
+
+
+def test_stop_strings_across_tokens(tmp_path: Path) -> None:
+    model = build(tmp_path, tokenizer=Letters())
+    free = model.generate(PROMPT, max_new_tokens=30, ignore_eos=True)
+    text = free.text[0]
+    assert text is not None
+    stop = text[4:8]
+    at = text.index(stop)
+    output = model.generate(PROMPT, max_new_tokens=30, ignore_eos=True, stop=[stop, "never there"])
+    assert output.results[0].finish_reason == "stop"
+    assert output.text == [text[:at]]
+    assert output.token_ids == [free.token_ids[0][: at + len(stop)]]
+
+
+def test_stop_strings_within_and_across_tokens_of_several_letters() -> None:
+    words = {0: "Hel", 1: "lo. ", 2: "Us", 3: "er: x", 4: "é"[:0]}
+    request = Request(0, (1,), 10, stop=("User:",), decode=lambda ids: "".join(words[i] for i in ids))
+    state = RunningRequest(request, None)
+    state.emit([0, 1, 4, 2, 4, 3, 0])
+    assert state.token_ids == [0, 1, 4, 2, 4, 3]
+    assert state.output({}).text == "Hello. "
+    assert state.finish_reason == "stop"
+
+
+def test_streamer_hears_the_prompt_then_every_token_once(tmp_path: Path) -> None:
+    heard: list[list[int]] = []
+
+    class Streamer:
+        ended = False
+
+        def put(self, value: torch.Tensor) -> None:
+            heard.append(value.flatten().tolist())
+
+        def end(self) -> None:
+            self.ended = True
+
+    streamer = Streamer()
+    model = build(tmp_path)
+    output = model.generate(PROMPT, max_new_tokens=20, ignore_eos=True, streamer=streamer)
+    assert heard[0] == PROMPT
+    assert list(itertools.chain(*heard[1:])) == output.token_ids[0]
+    assert len(heard) == 2 + output.stats.num_passes
+    assert streamer.ended
+    with pytest.raises(UsageError, match="one prompt"):
+        model.generate([PROMPT, PROMPT], streamer=streamer)
+
+
+def test_transformers_own_streamer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import TextStreamer
+
+    model = build(tmp_path, tokenizer=Letters())
+    output = model.generate(PROMPT, max_new_tokens=20, streamer=TextStreamer(Letters(), skip_prompt=True))
+    assert capsys.readouterr().out.strip() == Letters().decode(output.token_ids[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"top_p": 0.9}, "do_sample=True or a temperature"), ({"do_sample": False, "temperature": 0.5}, "give one"),
+     ({"do_sample": True, "temperature": 0.0}, "above 0"), ({"temperature": -1.0}, "temperature"),
+     ({"temperature": 1.0, "top_p": 0.0}, "top_p"), ({"temperature": 1.0, "top_k": -1}, "top_k"),
+     ({"max_new_tokens": -1}, "max_new_tokens"), ({"stop": ["x"]}, "tokenizer"), ({"max_slots": 0}, "max_slots"),
+     ({"seed": -1}, "seed")],
+    ids=str,
+)  # fmt: skip
+def test_arguments_that_contradict(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(tmp_path).generate(PROMPT, **options)
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="tokenizer"):
+        build(tmp_path).generate("hello")
+
+
+def test_an_empty_text_is_an_empty_prompt(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="empty"):
+        build(tmp_path, tokenizer=Letters()).generate("")
+
+
+def test_hardly_any_acceptance_is_warned_about(tmp_path: Path) -> None:
+    # Token 0 alone is drafted, at nearly no pass the target's choice.
+    head = write_head(tmp_path / "head", draft_ids=[0, 1])
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=1, top_k=1, total_tokens=3)
+    with pytest.warns(AcceptanceWarning, match="tap layers"):
+        output = model.generate(random_prompts([5, 6, 7]), max_new_tokens=40, ignore_eos=True)
+    assert output.stats.mean_accepted_length < 1.05

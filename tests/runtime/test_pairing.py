@@ -1,0 +1,188 @@
+"""Heads and targets that do not belong together, or cannot work, are refused before anything runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from eagle_slim.convert.head import open_head
+from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
+from eagle_slim.runtime.target import check_supported
+from eagle_slim.runtime.weights import choose_draft_ids
+from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        ({"hidden": 16}, "hidden size of 16, the target has 32"),
+        ({"vocab": 30}, "vocab_size is 30, the target's 24"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 9]}, "6 layers"),
+    ],
+    ids=["hidden", "vocabulary", "taps"],
+)
+def test_wrong_pairs_are_refused_before_any_forward(tmp_path: Path, head: dict[str, Any], message: str) -> None:
+    target = tiny_target("llama")
+    target.forward = lambda *args, **kwargs: pytest.fail("the target ran")
+    with pytest.raises(PairingError, match=message):
+        SpeculativeModel.from_pretrained(target, write_head(tmp_path, **head))
+
+
+def test_wrong_pairs_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    tiny_target("llama", vocab_size=40).config.save_pretrained(folder)  # no weights beside it
+    with pytest.raises(PairingError, match="24, the target's 40"):
+        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
+
+
+def test_tokenizer_hashes() -> None:
+    check_tokenizer(None, "a", "head", "target")
+    check_tokenizer("a", None, "head", "target")
+    check_tokenizer("a", "a", "head", "target")
+    with pytest.raises(PairingError, match="another tokenizer"):
+        check_tokenizer("a", "b", "head", "target")
+
+
+def test_default_taps_need_enough_layers(tmp_path: Path) -> None:
+    # n = 2: the default taps 2, 1, -1 do not exist.
+    config = tiny_target("llama", num_hidden_layers=2).config
+    with pytest.raises(PairingError, match="2 layers"):
+        check_pairing(open_head(write_head(tmp_path)), config, "target")
+
+
+SMALL = {"vocab_size": 24, "hidden_size": 32, "num_hidden_layers": 2}
+
+
+def unsupported_models() -> dict[str, tuple[Any, str]]:
+    t = transformers
+    heads = {"num_attention_heads": 4}
+    llama = {**SMALL, **heads, "intermediate_size": 32, "num_key_value_heads": 4}
+    gpt = {"vocab_size": 24, "n_layer": 2, "n_head": 4}
+    t5 = {"vocab_size": 24, "d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 32, "d_kv": 8}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    hybrid = ["conv", "full_attention"]
+    mpt = {"vocab_size": 24, "d_model": 32, "n_layers": 2, "n_heads": 4}
+    return {
+        "mamba": (lambda: t.MambaForCausalLM(t.MambaConfig(**SMALL, state_size=4)), "recurrent state"),
+        "rwkv": (lambda: t.RwkvForCausalLM(t.RwkvConfig(**SMALL)), "recurrent state"),
+        "bloom": (lambda: t.BloomForCausalLM(t.BloomConfig(**gpt, hidden_size=32)), "rotary"),
+        "mpt": (lambda: t.MptForCausalLM(t.MptConfig(**mpt)), "rotary|ALiBi"),
+        "gpt2": (lambda: t.GPT2LMHeadModel(t.GPT2Config(**gpt, n_embd=32)), "rotary"),
+        "t5": (lambda: t.T5ForConditionalGeneration(t.T5Config(**t5)), "encoder-decoder"),
+        "bert": (lambda: t.BertModel(t.BertConfig(**SMALL, **heads, intermediate_size=32)), "LM head"),
+        "lfm2": (lambda: t.Lfm2ForCausalLM(t.Lfm2Config(**llama, layer_types=hybrid)), "recurrent|type conv"),
+        "dynamic": (lambda: t.LlamaForCausalLM(t.LlamaConfig(**llama, rope_parameters=dynamic)), "dynamic RoPE"),
+    }
+
+
+@pytest.mark.parametrize("name", unsupported_models())
+def test_other_kinds_of_models_are_refused_by_class(name: str) -> None:
+    build, reason = unsupported_models()[name]
+    model = build()
+    with pytest.raises(UnsupportedModelError, match=reason) as error:
+        check_supported(model)
+    assert type(model).__name__ in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_supported_models_pass(kind: str) -> None:
+    check_supported(tiny_target(kind))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic RoPE scaling"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
+        ({"rope_scaling": {"rope_type": "unheard"}}, "unheard"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ],
+    ids=["dynamic", "longrope", "unknown", "partial"],
+)
+def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
+
+
+def test_triton_is_never_replaced_silently(tmp_path: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("the drafter may run here")
+    with pytest.raises(DrafterError, match="GPU"):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), drafter="triton", device="cpu")
+    with pytest.raises(UsageError, match="unknown"):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), drafter="quick")
+
+
+def test_a_head_that_names_no_target_needs_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="give the target"):
+        SpeculativeModel.from_pretrained(head=write_head(tmp_path))
+
+
+def test_top_k_beyond_the_draft_vocabulary(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="top_k = 5"):
+        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, draft_ids=[3, 4, 9]), top_k=5)
+
+
+class TestDraftVocabulary:
+    RANKED = np.array([7, 3, 20, 1, 11])
+
+    def head(self, tmp_path: Path, **options: Any) -> Any:
+        return open_head(write_head(tmp_path, **options))
+
+    def test_any_prefix_of_the_ranks(self, tmp_path: Path) -> None:
+        head = self.head(tmp_path, draft_ids=sorted(self.RANKED.tolist()))
+        assert choose_draft_ids(head, 3, self.RANKED, num_forced=2).tolist() == [3, 7, 20]
+        assert choose_draft_ids(head, None, self.RANKED).tolist() == [1, 3, 7, 11, 20]
+        assert choose_draft_ids(head, 5, self.RANKED).tolist() == [1, 3, 7, 11, 20]
+        for wrong in (1, 6, 0):
+            with pytest.raises(UsageError, match=f"draft_vocab = {wrong} is outside 2"):
+                choose_draft_ids(head, wrong, self.RANKED, num_forced=2)
+
+    def test_without_ranks_only_all_or_a_vocabulary(self, tmp_path: Path) -> None:
+        head = self.head(tmp_path, draft_ids=[4, 9, 2])
+        assert choose_draft_ids(head, None, None).tolist() == [2, 4, 9]
+        with pytest.raises(UsageError, match="eagle-convert"):
+            choose_draft_ids(head, 2, None)
+        assert choose_draft_ids(head, DraftVocab(np.array([9, 4]), 0, VOCAB, {}), None).tolist() == [4, 9]
+        with pytest.raises(UsageError, match="not among"):
+            choose_draft_ids(head, DraftVocab(np.array([9, 5]), 0, VOCAB, {}), None)
+
+    def test_rows_belong_to_their_ids_whatever_the_order_of_the_file(self, tmp_path: Path) -> None:
+        import torch
+        from safetensors.torch import load_file
+
+        ids = [9, 4, 17, 2]
+        folder = write_head(tmp_path, draft_ids=ids)
+        vocab = DraftVocab(np.array([17, 4]), 0, VOCAB, {})
+        model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, draft_vocab=vocab, depth=1, top_k=2)
+        stored = load_file(folder / "model.safetensors")["lm_head.weight"]
+        assert model.drafter.weights.draft_to_target.tolist() == [4, 17]
+        assert torch.equal(model.drafter.weights.lm_head, stored[[ids.index(4), ids.index(17)]])
+
+    def test_rows_come_from_the_target_where_the_head_has_none(self, tmp_path: Path) -> None:
+        import torch
+
+        target = tiny_target("llama")
+        vocab = DraftVocab(np.array([20, 5, 6]), 0, VOCAB, {})
+        model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), draft_vocab=vocab, depth=1, top_k=2)
+        assert torch.equal(model.drafter.weights.lm_head, target.lm_head.weight[[5, 6, 20]])
+        assert model.draft_vocab == 3
+        assert model.drafter.weights.hidden == HIDDEN
+
+
+def test_head_config_is_read_from_its_folder(tmp_path: Path) -> None:
+    folder = write_head(tmp_path, rms_norm_eps=3e-4, norm_output=True, eagle_config={"norm_before_residual": True})
+    assert json.loads((folder / "config.json").read_text())["norm_output"] is True
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder)
+    weights = model.drafter.weights
+    assert (weights.norm_eps, weights.norm_output, weights.norm_before_residual) == (3e-4, True, True)
