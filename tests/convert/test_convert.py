@@ -1,0 +1,533 @@
+"""Conversion: rows bit for bit, maps composed, configuration, repeatability, and every refusal."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import (
+    Artifact,
+    CheckpointError,
+    MismatchError,
+    OutputExistsError,
+    UnsupportedHeadError,
+    VocabRequest,
+    convert_head,
+    open_head,
+    verify_artifact,
+)
+from eagle_slim.convert import convert as conversion
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.heads import (
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    eagle3_config,
+    eagle3_tensors,
+    random,
+    target_lm_head,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+    write_freq,
+    write_target,
+)
+from support.token_counts import token_counts
+
+
+def by_map(tmp_path: Path, ids) -> VocabRequest:
+    return VocabRequest(token_map=write_freq(tmp_path / "freq.pt", ids))
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def config_of(folder: Path):
+    return json.loads((folder / "config.json").read_text())
+
+
+def target_ids(tensors) -> np.ndarray:
+    return (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy()
+
+
+@pytest.fixture
+def target(tmp_path) -> Path:
+    return write_target(tmp_path / "target")
+
+
+RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
+
+
+@pytest.mark.parametrize("container", ["safetensors", "bin", "sharded"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_own_full_head(tmp_path, container, dtype):
+    head = write_eagle3(tmp_path / "head", container=container, dtype=dtype, spelling="layers.0")
+    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    tensors, source = written(done.folder), eagle3_tensors(rows=VOCAB, dtype=dtype)
+    ids = sorted(RANKED[:8])
+    assert target_ids(tensors).tolist() == ids
+    assert tensors["d2t"].dtype == torch.int64
+    assert tensors["t2d"].dtype == torch.bool
+    assert tensors["t2d"].nonzero().flatten().tolist() == ids
+    assert torch.equal(tensors["lm_head.weight"], source["lm_head.weight"][ids])
+    assert set(tensors) == set(source) | {"d2t", "t2d"}
+    for name in set(source) - {"lm_head.weight"}:
+        assert torch.equal(tensors[name], source[name]), name
+        assert tensors[name].dtype == dtype
+    with safe_open(done.folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    artifact = Artifact.load(done.folder)
+    assert artifact.rank_order_ids.tolist() == RANKED[:8]
+    assert torch.load(artifact.freq_file, weights_only=True) == RANKED[:8]
+    assert (done.rows_before, done.draft_vocab) == (VOCAB, 8)
+    assert done.bytes_before - done.bytes_after == (VOCAB - 8) * HIDDEN * dtype.itemsize
+    assert verify_artifact(done.folder, head=head).ok
+
+
+def test_config_has_what_engines_demand(tmp_path):
+    head = write_eagle3(
+        tmp_path / "head", architectures=["Eagle3LlamaForCausalLM"], bias=False, target_hidden_size=HIDDEN,
+        tie_word_embeddings=True, torch_dtype="float32", num_hidden_layers=40, _name_or_path="/home/someone",
+        rope_theta=5e5, norm_output=True, head_dim=None, custom=[1, {"kept": True}],
+    )  # fmt: skip
+    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    expected = eagle3_config() | {
+        "draft_vocab_size": 8,
+        "rope_theta": 5e5,
+        "rope_scaling": None,
+        "mlp_bias": False,
+        "norm_output": True,
+        "custom": [1, {"kept": True}],
+    }
+    assert config_of(done.folder) == expected
+    (other,) = convert_head(
+        head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "lm", flavour="lmdeploy"
+    )
+    assert config_of(other.folder) == expected | {"architectures": ["LlamaForCausalLM"]}
+    assert written(other.folder).keys() == written(done.folder).keys()
+    assert verify_artifact(other.folder).ok
+
+
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize("d2t_dtype", [torch.int32, torch.int64])
+def test_map_composed_with_map(tmp_path, ascending, d2t_dtype):
+    old = trained_ids(120, ascending=ascending)
+    head = write_eagle3(tmp_path / "head", ids=old, d2t_dtype=d2t_dtype)
+    chosen = [int(token_id) for token_id in np.random.default_rng(0).permutation(old)[:64]]
+    (done,) = convert_head(head, draft_vocab=64, vocabulary=by_map(tmp_path, chosen), out=tmp_path / "out")
+    tensors, source = written(done.folder), eagle3_tensors(rows=120)["lm_head.weight"]
+    for row, token in enumerate(sorted(chosen)):
+        assert torch.equal(tensors["lm_head.weight"][row], source[old.tolist().index(token)])
+    assert target_ids(tensors).tolist() == sorted(chosen)
+    assert verify_artifact(done.folder, head=head).ok
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pruning_twice_is_pruning_once(tmp_path, data):
+    order = data.draw(st.permutations(list(range(40))))
+    large = data.draw(st.integers(2, 40))
+    small = data.draw(st.integers(1, large))
+    head = tmp_path / "head"
+    if not head.exists():
+        write_eagle3(head)
+    request = by_map(tmp_path, order)
+    (first,) = convert_head(head, draft_vocab=large, vocabulary=request, out=tmp_path / "first", force=True)
+    (twice,) = convert_head(first.folder, draft_vocab=small, vocabulary=request, out=tmp_path / "twice", force=True)
+    (once,) = convert_head(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
+    for name in ("model.safetensors", "config.json", f"freq_{small}.pt"):
+        assert (twice.folder / name).read_bytes() == (once.folder / name).read_bytes()
+    rows, ids = Artifact.load(first.folder).prefix(small)
+    assert ids.tolist() == sorted(order[:small])
+    assert torch.equal(written(first.folder)["lm_head.weight"][rows], written(once.folder)["lm_head.weight"])
+
+
+def test_same_size_normalises_and_more_is_refused(tmp_path):
+    old = trained_ids(100, ascending=False)
+    head = write_eagle3(tmp_path / "head", ids=old, t2d=False, spelling="layers.0")
+    request = by_map(tmp_path, range(TOKENS))
+    (done,) = convert_head(head, draft_vocab=100, vocabulary=request, out=tmp_path / "out")
+    tensors, source = written(done.folder), eagle3_tensors(rows=100)["lm_head.weight"]
+    assert target_ids(tensors).tolist() == sorted(old.tolist())
+    assert torch.equal(tensors["lm_head.weight"], source[np.argsort(old)])
+    with pytest.raises(UsageError, match="trained on 100 ids"):
+        convert_head(head, draft_vocab=101, vocabulary=request, out=tmp_path / "more")
+    with pytest.raises(MismatchError, match="--draft-vocab 100"):
+        convert_head(head, draft_vocab="full", out=tmp_path / "full")
+    assert not (tmp_path / "more").exists()
+    assert not (tmp_path / "full").exists()
+
+
+def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
+    old = np.array([*range(300), TOKENS + 3, VOCAB - 1])
+    head = write_eagle3(tmp_path / "head", ids=old)
+    (done,) = convert_head(
+        head, draft_vocab=302, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    assert target_ids(written(done.folder)).tolist() == old.tolist()
+    assert any("belong to no token" in warning for warning in done.warnings)
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
+    old = np.array([0, 1, *range(100, 340)])
+    head = write_eagle3(tmp_path / "head", ids=old)
+    (done,) = convert_head(
+        head, draft_vocab=240, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    assert 2 not in target_ids(written(done.folder))
+    assert any("never trained" in warning for warning in done.warnings)
+    assert 2 in done.manifest.vocabulary["forced_but_untrained"]
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_rows_from_the_target(tmp_path, tied, shards):
+    target = write_target(tmp_path / "target", tied=tied, shards=shards)
+    head = write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=None)
+    (done,) = convert_head(
+        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    tensors = written(done.folder)
+    assert torch.equal(tensors["lm_head.weight"], target_lm_head(target)[target_ids(tensors)])
+    assert done.manifest.lm_head == {
+        "from": "target",
+        "tensor": "model.embed_tokens.weight" if tied else "lm_head.weight",
+        "rows": VOCAB,
+        "source_dtype": "bfloat16",
+        "dtype": "bfloat16",
+        "rounded": False,
+    }
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_rows_of_another_dtype_are_rounded_to_even(tmp_path):
+    target = write_target(tmp_path / "target", dtype=torch.float32)
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    (done,) = convert_head(
+        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    tensors = written(done.folder)
+    expected = target_lm_head(target)[target_ids(tensors)]
+    # Round to nearest even, done by hand on the bits.
+    bits = expected.view(torch.int32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    assert torch.equal(tensors["lm_head.weight"], rounded)
+    assert done.manifest.lm_head["rounded"] is True
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_rows_too_large_for_the_heads_dtype(tmp_path):
+    target = write_target(tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"][5, 3] = 70000.0
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    head = write_eagle3(tmp_path / "head", lm_head=False, dtype=torch.float16)
+    with pytest.raises(MismatchError, match="token 5 holds a value too large for the head's float16"):
+        convert_head(head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_full_writes_no_map(tmp_path):
+    head = write_eagle3(tmp_path / "head", ids=np.arange(VOCAB), spelling="layers.0")
+    (done,) = convert_head(head, draft_vocab="full", out=tmp_path / "out")
+    tensors = written(done.folder)
+    assert set(tensors) == set(eagle3_tensors(rows=VOCAB))
+    assert config_of(done.folder)["draft_vocab_size"] == VOCAB
+    assert Artifact.load(done.folder).rank_order_ids is None
+    assert not list(done.folder.glob("freq*"))
+    assert verify_artifact(done.folder, head=head).ok
+
+
+def test_embedding_is_kept_only_where_widths_differ(tmp_path):
+    same = write_eagle3(tmp_path / "same", tensors=eagle3_tensors(rows=VOCAB, embedding=True))
+    other = write_eagle3(
+        tmp_path / "other",
+        tensors=eagle3_tensors(rows=VOCAB, target_hidden=48, embedding=True),
+        target_hidden_size=48,
+    )
+    request = by_map(tmp_path, RANKED)
+    (dropped,) = convert_head(same, draft_vocab=8, vocabulary=request, out=tmp_path / "a")
+    (kept,) = convert_head(other, draft_vocab=8, vocabulary=request, out=tmp_path / "b")
+    assert "embed_tokens.weight" not in written(dropped.folder)
+    assert "embed_tokens.weight" in dropped.manifest.dropped
+    assert written(kept.folder)["embed_tokens.weight"].shape == (VOCAB, HIDDEN)
+    assert config_of(kept.folder)["target_hidden_size"] == 48
+    assert verify_artifact(kept.folder, head=other).ok
+
+
+def test_norms_over_the_taps_are_carried(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, fc_norms=True, input_norm=True)
+    head = write_eagle3(
+        tmp_path / "head", tensors=tensors, spelling="legacy-norms", fc_norm=True, norm_before_fc=True,
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    )  # fmt: skip
+    (done,) = convert_head(
+        head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", tap_layers=(2, 4, 5)
+    )
+    found = written(done.folder)
+    for name in ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "input_norm.weight"):
+        assert torch.equal(found[name], tensors[name])
+    assert config_of(done.folder)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config_of(done.folder)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
+
+
+def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
+    head = write_eagle1(tmp_path / "head", container="bin")
+    (done,) = convert_head(
+        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    source = torch.load(head / "pytorch_model.bin", weights_only=True)
+    found = written(done.folder)
+    assert torch.equal(found.pop("fc.bias"), torch.zeros(HIDDEN, dtype=torch.bfloat16))
+    assert found.keys() == source.keys()
+    assert all(torch.equal(found[name], source[name]) for name in source)
+    assert config_of(done.folder) == {
+        key: value for key, value in json.loads((head / "config.json").read_text()).items() if key != "bias"
+    }
+    artifact = Artifact.load(done.folder)
+    freq = torch.load(artifact.freq_file, weights_only=True)
+    assert len(freq) == len(set(freq)) == 320
+    assert 2 in freq
+    rows, ids = artifact.prefix(300)
+    assert rows.tolist() == ids.tolist() == sorted(freq[:300])
+    assert "--speculative-token-map HEAD/freq_320.pt" in (done.folder / "README.md").read_text()
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_eagle1_keeps_its_own_bias(tmp_path):
+    bias = random((HIDDEN,), 77)
+    head = write_eagle1(tmp_path / "head", bias=bias)
+    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert torch.equal(written(done.folder)["fc.bias"], bias)
+    assert any("vLLM drops it" in warning for warning in done.warnings)
+    with pytest.raises(UnsupportedHeadError, match="LMDeploy"):
+        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
+
+
+def test_counts_rank_and_coverage_is_measured(tmp_path, target):
+    tokenizer = load_tokenizer(str(target))
+    counts = token_counts(
+        [token % 97 for token in range(TOKENS)], [[300, 301, 302] * 20, [5, 290, 2]], tokenizer.tokenizer_hash
+    )
+    head = write_eagle3(tmp_path / "head")
+    request = VocabRequest(counts=(counts,))
+    done = convert_head(
+        head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many", say=lambda text: None
+    )
+    assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
+    small, large = (Artifact.load(one.folder) for one in done)
+    assert small.rank_order_ids.tolist() == large.rank_order_ids[:270].tolist()
+    assert large.tokenizer_hash == tokenizer.tokenizer_hash
+    assert (done[1].folder / "coverage.png").read_bytes().startswith(b"\x89PNG")
+    entry = done[0].to_json()["coverage"][0]
+    held = np.array([300, 301, 302] * 20 + [5, 290, 2])
+    assert entry["covered"] == pytest.approx(np.isin(held, small.rank_order_ids).mean(), abs=1e-6)
+    card = (done[1].folder / "README.md").read_text()
+    assert "coverage.png" in card
+    assert f"{entry['covered']:.2%}" in card
+    assert verify_artifact(large.folder, head=head, target=target).ok
+
+    (found,) = convert_head(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
+    assert found.draft_vocab == 320
+    assert found.to_json()["coverage"][0]["covered"] >= 0.02
+
+
+def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
+    with pytest.raises(TokenizerError, match="another tokenizer"):
+        convert_head(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
+    longer = token_counts([1] * (VOCAB + 9))
+    with pytest.raises(MismatchError, match="another tokenizer"):
+        convert_head(
+            head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o"
+        )
+
+
+def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    by_id = VocabRequest(order="ids")
+    wide = write_target(tmp_path / "wide", hidden=48)
+    with pytest.raises(MismatchError, match="hidden_size"):
+        convert_head(head, draft_vocab=300, vocabulary=by_id, target=wide, out=tmp_path / "o")
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
+    with pytest.raises(MismatchError, match="vocab_size"):
+        convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
+    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
+    tensors = load_file(target / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :16].contiguous()
+    save_file(tensors, target / "model.safetensors")
+    with pytest.raises(MismatchError, match="rows of 16"):
+        convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    with pytest.raises(MismatchError, match="has 3 layers"):
+        convert_head(tapped, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
+    assert not (tmp_path / "o").exists()
+
+
+def test_tokenizer_that_is_not_the_targets(tmp_path, target):
+    from support.small_tokenizers import byte_level_bpe, write_folder
+
+    head = write_eagle3(tmp_path / "head")
+    other = write_folder(tmp_path / "other", byte_level_bpe(340))
+    by_id = VocabRequest(order="ids")
+    with pytest.raises(MismatchError, match="not that of the target"):
+        convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, tokenizer=other, out=tmp_path / "o")
+    large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
+    with pytest.raises(MismatchError, match="another model"):
+        convert_head(head, draft_vocab=300, vocabulary=by_id, tokenizer=large, out=tmp_path / "o")
+
+
+def test_nan_rows_and_tensors_are_refused(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB)
+    tensors["lm_head.weight"][300, 1] = float("nan")
+    head = write_eagle3(tmp_path / "head", tensors=tensors)
+    with pytest.raises(CheckpointError, match="row of token 300"):
+        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    (fine,) = convert_head(head, draft_vocab=3, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "fine")
+    assert verify_artifact(fine.folder, head=head).ok
+    tensors = eagle3_tensors(rows=VOCAB)
+    tensors["midlayer.mlp.up_proj.weight"][2, 1] = float("inf")
+    head = write_eagle3(tmp_path / "other", tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight: row 2"):
+        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_sizes_that_do_not_fit(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    by_id = VocabRequest(order="ids")
+    counted = []
+
+    def attempt(**arguments):
+        convert_head(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
+
+    with pytest.raises(UsageError, match=r"100 is smaller than the \d+ forced ids"):
+        attempt(draft_vocab=100, vocabulary=by_id)
+    with pytest.raises(UsageError, match="100 is smaller"):
+        attempt(draft_vocab=100)
+    assert not counted
+    with pytest.raises(UsageError, match="not smaller than the 360 real tokens"):
+        attempt(draft_vocab=TOKENS, vocabulary=by_id)
+    with pytest.raises(UsageError, match="exclude each other"):
+        attempt(draft_vocab=300, coverage=0.9)
+    with pytest.raises(UsageError, match="--draft-vocab"):
+        attempt()
+    with pytest.raises(UsageError, match="needs counted text"):
+        attempt(coverage=0.9, vocabulary=by_id)
+
+
+def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
+    full = write_eagle3(tmp_path / "full")
+    with pytest.raises(UsageError, match="--target or --tokenizer"):
+        convert_head(full, draft_vocab=300, vocabulary=VocabRequest(order="ids"), out=tmp_path / "o")
+    bare = write_eagle3(tmp_path / "bare", lm_head=False)
+    with pytest.raises(UsageError, match="--target"):
+        convert_head(bare, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "o")
+    with pytest.raises(UsageError, match="--offline"):
+        convert_head(full, draft_vocab=300, target=write_target(tmp_path / "t"), offline=True, out=tmp_path / "o")
+
+
+def test_vocabulary_sources_exclude_each_other(tmp_path):
+    with pytest.raises(UsageError, match="--counts and --order"):
+        VocabRequest(counts=("a",), order="ids")
+    with pytest.raises(UsageError, match="--smooth"):
+        VocabRequest(order="ids", smooth="auto")
+
+
+def test_existing_output_is_refused_before_anything_is_read(tmp_path):
+    (tmp_path / "out").mkdir()
+    with pytest.raises(OutputExistsError):
+        convert_head("no/such-head", draft_vocab=8, out=tmp_path / "out")
+    (tmp_path / "out" / "mine.txt").write_text("mine")
+    with pytest.raises(OutputExistsError, match="did not write it"):
+        convert_head("no/such-head", draft_vocab=8, out=tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
+
+
+def test_force_replaces_an_artifact(tmp_path):
+    head = write_eagle3(tmp_path / "head")
+    request = by_map(tmp_path, RANKED)
+    convert_head(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out")
+    (done,) = convert_head(head, draft_vocab=5, vocabulary=request, out=tmp_path / "out", force=True)
+    assert sorted(path.name for path in done.folder.iterdir()) == [
+        "README.md", "config.json", "eagle_slim.json", "freq_5.pt", "model.safetensors",
+    ]  # fmt: skip
+
+
+def test_two_runs_give_the_same_bytes(tmp_path, target):
+    hash_of = load_tokenizer(str(target)).tokenizer_hash
+    counts = token_counts([3] * TOKENS, [[7, 8], [300]], hash_of)
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    for name in ("one", "two"):
+        convert_head(
+            head, draft_vocab=300, vocabulary=VocabRequest(counts=(counts,)), target=target, out=tmp_path / name / "x"
+        )
+    first, second = tmp_path / "one" / "x", tmp_path / "two" / "x"
+    names = sorted(path.name for path in first.iterdir())
+    assert names == sorted(path.name for path in second.iterdir())
+    assert "coverage.png" in names
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
+        assert str(tmp_path).encode() not in (first / name).read_bytes()
+
+
+def test_defaults_are_named(tmp_path, target, monkeypatch):
+    said = []
+    monkeypatch.setattr("eagle_slim.convert.target.known_target", lambda head: str(target))
+    counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+    asked = []
+
+    def count(sources, tokenizer):
+        asked.extend(sources)
+        return counts
+
+    head = write_eagle3(tmp_path / "head")
+    (done,) = convert_head(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
+    assert any("from the table of public heads" in line for line in said)
+    assert any("ultrachat_200k (MIT" in line for line in said)
+    assert (asked[0].location, asked[0].split, asked[0].roles) == (
+        "HuggingFaceH4/ultrachat_200k", "train_sft", "assistant",
+    )  # fmt: skip
+    assert asked[0].max_tokens == 10_000_000
+    assert done.coverage is None
+
+
+def test_target_named_by_the_head(tmp_path, target):
+    from eagle_slim.convert.target import choose_target
+
+    opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
+    choice = choose_target(None, "some/head", opened, "base/model")
+    assert (choice.name, choice.reason) == ("org/target", "named in the head's config.json")
+    plain = open_head(write_eagle3(tmp_path / "plain"))
+    assert choose_target(None, "some/head", plain, "base/model").name == "base/model"
+    assert choose_target(None, "some/head", plain, None) is None
+    assert choose_target("mine", "some/head", opened, None).name == "mine"
+
+
+def test_default_names():
+    assert conversion.default_name(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
+    assert conversion.default_name("yuhuili/EAGLE3-X", "full", flavour="lmdeploy") == "EAGLE3-X-full-lmdeploy"
+    assert conversion.default_name("org/head", None, 0.99) == "head-coverage0.99"
+
+
+def test_corrupted_weights(tmp_path):
+    head = write_eagle3(tmp_path / "head")
+    data = (head / "model.safetensors").read_bytes()
+    (head / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match="truncated"):
+        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

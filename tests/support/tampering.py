@@ -1,0 +1,67 @@
+"""Change a written artifact and sign it again, so that a check must find the fault itself and not by a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from eagle_slim.convert.hashing import encode_checksums, row_checksums
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+
+
+def change_tensors(folder: Path, change: Callable[[Tensors], Any], sign_rows: bool = False) -> None:
+    """Load the weights, let `change` work on them, save them, and record their checksums in the manifest."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"format": "pt"})
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    digests = {
+        name: hashlib.sha256(data[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]]).hexdigest()
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+    entry = {
+        "size_bytes": len(data),
+        "header_sha256": hashlib.sha256(data[:start]).hexdigest(),
+        "tensors": digests,
+    }
+
+    def sign(manifest: dict[str, Any]) -> None:
+        manifest["files"]["model.safetensors"] = entry
+        if sign_rows:
+            manifest["row_checksums"] = encode_checksums(row_checksums(tensors["lm_head.weight"]))
+
+    change_manifest(folder, sign)
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change config.json and record its checksum."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    sign_file(folder, "config.json")
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the manifest."""
+    path = folder / "eagle_slim.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def sign_file(folder: Path, name: str) -> None:
+    """Record the checksum of a small file as it is now."""
+    data = (folder / name).read_bytes()
+    entry = {"size_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    change_manifest(folder, lambda manifest: manifest["files"].update({name: entry}))
