@@ -119,7 +119,9 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
     try:
         tokenizer_file = fetch(_TOKENIZER)
         side = {name: file for name in _SIDE_FILES if (file := fetch(name)) is not None}
-        for name in list_repo_templates(source, local_files_only=offline, revision=revision):
+        for listed in list_repo_templates(source, local_files_only=offline, revision=revision):
+            # transformers lists file names when it asks the Hub, and stems when it looks into the cache.
+            name = listed.removesuffix(".jinja")
             if (file := fetch(f"{_TEMPLATE_FOLDER}/{name}.jinja")) is not None:
                 side[f"{_TEMPLATE_FOLDER}/{name}"] = file
     except (OSError, ValueError) as error:

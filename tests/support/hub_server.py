@@ -674,6 +674,9 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     settings = sys.modules.get("datasets.config")
     more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
     replaced = [(constants, values)] + ([(settings, more)] if settings else [])
+    # transformers keeps one client for the process, with the endpoint it was made for.
+    if transformers_hub := sys.modules.get("transformers.utils.hub"):
+        replaced.append((transformers_hub, {"_hf_api": None}))
     saved = [(module, name, getattr(module, name)) for module, new in replaced for name in new if hasattr(module, name)]
     environment = {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": None}
     saved_env = {name: os.environ.get(name) for name in environment}
