@@ -22,7 +22,7 @@ from .corpus_blocks import BadRecord, Block, document_index
 from .counts import HeldOut
 from .encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from .errors import TokenizerError
-from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates
+from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 
 # Bad records that a block reports one by one; beyond that it only counts them.
 _MAX_REPORTS = 16
@@ -192,14 +192,17 @@ class BlockCounter:
             bad = [record for record in bad if record.position <= last]
             token_ids, lengths, index = token_ids[: offsets[stop]], lengths[:stop], index[:stop]
             present, cuts = present[:limit], cuts[:stop]
-        if len(token_ids) and int(token_ids.max()) >= plan.encoder.vocab_size:
+        counts = np.bincount(token_ids, minlength=plan.encoder.vocab_size)
+        if len(counts) > plan.encoder.vocab_size:
             largest = plan.encoder.vocab_size - 1
-            raise TokenizerError(f"the tokenizer gave id {int(token_ids.max())}, but its largest known is {largest}")
+            raise TokenizerError(f"the tokenizer gave id {len(counts) - 1}, but its largest known is {largest}")
         keys = document_keys(plan.sources[source].held_out_key, index)
-        candidates, given_up = self._candidates(keys, lengths, token_ids, bound)
+        candidates = self._candidates(keys, lengths, token_ids, bound)
+        if len(candidates.token_ids):
+            counts -= np.bincount(candidates.token_ids, minlength=len(counts))
         return BlockCounts(
             PartialCounts(
-                np.bincount(given_up, minlength=plan.encoder.vocab_size),
+                counts,
                 documents=len(present),
                 tokens=len(token_ids),
                 empty=len(lengths) - len(present),
@@ -217,16 +220,16 @@ class BlockCounter:
 
     def _candidates(
         self, keys: NDArray[np.uint64], lengths: NDArray[np.int64], token_ids: NDArray[np.uint32], bound: int
-    ) -> tuple[Candidates, NDArray[np.uint32] | NDArray[np.int32]]:
-        """Part the documents into candidates and token ids to be counted."""
+    ) -> Candidates:
+        """The documents that may be held out."""
         rule = self._plan.held_out
         chosen = (keys < np.uint64(bound)) & (lengths > 0) & (lengths <= rule.max_tokens)
         if not rule.active or not chosen.any():
-            return Candidates.empty(), token_ids
-        of_candidate = np.repeat(chosen, lengths)
-        raw = Candidates(keys[chosen], lengths[chosen], token_ids[of_candidate].astype(np.int32))
-        candidates, given_up = merge_candidates(Candidates.empty(), raw, rule)
-        return candidates, np.concatenate([token_ids[~of_candidate].astype(np.int32), given_up])
+            return Candidates.empty()
+        starts = np.cumsum(lengths) - lengths
+        of_candidates = token_ids[ranges(starts[chosen], lengths[chosen])].astype(np.int32)
+        raw = Candidates(keys[chosen], lengths[chosen], of_candidates)
+        return merge_candidates(Candidates.empty(), raw, rule)[0]
 
     def _encode(
         self, documents: Sequence[list[Piece]]

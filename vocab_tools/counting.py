@@ -62,7 +62,7 @@ def count_tokens(
     restart: bool = False,
     save_to: Path | None = None,
     checkpoint_seconds: float = 30.0,
-    progress: bool | None = None,
+    progress: bool | Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TokenCounts:
     """Count the tokens of a corpus.
@@ -84,7 +84,8 @@ def count_tokens(
         restart: remove a checkpoint that is there, and start over.
         save_to: file to write the counts to before the checkpoint is removed, so that neither is ever missing.
         checkpoint_seconds: time between two checkpoints.
-        progress: show a progress bar on stderr; None: on a terminal.
+        progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
+            that each block adds.
         notify: called with messages for the user, such as skipped records.
 
     Raises:
@@ -113,7 +114,7 @@ def count_tokens(
     num_workers = _default_workers(corpora) if workers is None else workers
     engine: _Engine = _Processes(plan, num_workers) if num_workers else _InProcess(plan)
     counted = []
-    with _Bar(corpora, states, progress) as bar:
+    with _Bar(corpora, progress) as bar:
         try:
             with engine:
                 for position, corpus in enumerate(corpora):
@@ -536,8 +537,12 @@ class _SourceRun:
 class _Bar:
     """Progress on stderr: share of the corpus, tokens, tokens per second."""
 
-    def __init__(self, corpora: Sequence[OpenCorpus], states: Sequence[SourceState], progress: bool | None) -> None:
+    def __init__(self, corpora: Sequence[OpenCorpus], progress: bool | Callable[[int], None] | None) -> None:
         from tqdm import tqdm
+
+        self._call = progress if callable(progress) else None
+        if self._call:
+            progress = False
 
         sizes = [corpus.size for corpus in corpora]
         self._known = all(size is not None for size in sizes)
@@ -567,6 +572,8 @@ class _Bar:
         self._bar.close()
 
     def moved(self, size: int, tokens: int) -> None:
+        if self._call:
+            self._call(tokens)
         self._tokens += tokens
         seconds = max(time.monotonic() - self._started, 1e-9)
         rate = self._tokens / seconds

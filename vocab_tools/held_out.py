@@ -118,7 +118,7 @@ def merge_candidates(a: Candidates, b: Candidates, rule: HeldOutRule) -> tuple[C
     if not np.array_equal(order, np.arange(len(order))):
         starts = (np.cumsum(lengths) - lengths)[order]
         keys, lengths = keys[order], lengths[order]
-        token_ids = token_ids[_ranges(starts, lengths)]
+        token_ids = token_ids[ranges(starts, lengths)]
     num_kept = int(np.searchsorted(keys, np.uint64(bound)))
     over_cap = np.flatnonzero(np.cumsum(lengths[:num_kept]) > rule.max_tokens)
     limit = min(int(over_cap[0]) if len(over_cap) else num_kept, rule.max_documents)
@@ -128,8 +128,8 @@ def merge_candidates(a: Candidates, b: Candidates, rule: HeldOutRule) -> tuple[C
     return Candidates(keys, lengths, token_ids, bound).head(num_kept)
 
 
-def _ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Positions start, start + 1, ... of each range in turn: starts [7, 2], lengths [2, 3] give [7, 8, 2, 3, 4]."""
+def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions of each range in turn: starts [7, 2] with lengths [2, 3] give [7, 8, 2, 3, 4]."""
     ends = np.cumsum(lengths)
     shifts: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
     shifts += np.arange(len(shifts))
