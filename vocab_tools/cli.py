@@ -153,6 +153,9 @@ Example:
 )
 @click.option("--force-id", "force_ids", type=int, multiple=True, metavar="ID", help="A further id that must be in.")
 @click.option("--target-vocab", type=int, metavar="V", help="Rows of the target's LM head (config.json: vocab_size).")
+@click.option(
+    "--round-to", type=click.IntRange(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
+)
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
 @_out_option
@@ -170,6 +173,7 @@ def rank(
     force_added: Literal["chat", "all"],
     force_ids: tuple[int, ...],
     target_vocab: int | None,
+    round_to: int,
     candidates: str | None,
     weights: tuple[str, ...],
     out: str,
@@ -192,7 +196,13 @@ def rank(
     trained = None if candidates is None else _import(candidates, target_vocab).ascending_ids
     if order == "ids":
         ranked = rank_by_order(
-            None, size, tokenizer=loaded, forced=forced, target_vocab=target_vocab, candidates=trained
+            None,
+            size,
+            tokenizer=loaded,
+            forced=forced,
+            target_vocab=target_vocab,
+            candidates=trained,
+            round_to=round_to,
         )
     else:
         ranked = rank_vocabulary(
@@ -204,6 +214,7 @@ def rank(
             target_vocab=target_vocab,
             candidates=trained,
             smooth=smooth,
+            round_to=round_to,
             weights=_parse_weights(weights),
         )
     ranked.save(path)

@@ -120,7 +120,14 @@ class DraftVocab:
 
     def save(self, path: str | Path) -> None:
         """Write the vocabulary as JSON, whole or not at all."""
-        write_file(path, (json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
+        write_file(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of the JSON file: readable account, then all ids on one line."""
+        account = self.to_json()
+        ids = account.pop("target_ids")
+        head = json.dumps(account, indent=1, ensure_ascii=False).removesuffix("\n}")
+        return f'{head},\n "target_ids": {json.dumps(ids)}\n}}\n'.encode()
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form that `load` reads."""

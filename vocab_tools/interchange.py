@@ -164,7 +164,7 @@ def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> dict[str, byte
     ids = vocab.ascending_ids
     d2t, t2d = d2t_from_ids(ids), t2d_from_ids(ids, vocab.target_vocab)
     if format == "json":
-        return {"": (json.dumps(vocab.to_json(), indent=1, ensure_ascii=False) + "\n").encode()}
+        return {"": vocab.to_bytes()}
     if format == "vllm" and suffix == ".json":
         return {"": (json.dumps(vocab.target_ids.tolist()) + "\n").encode()}
     if format in ("freq", "vllm"):

@@ -68,6 +68,11 @@ def rank_vocabulary(
     if target_vocab is None:
         target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
     warnings = [] if tokenizer is None else check_tokenizer(tokenizer, counts.tokenizer_hash, "the counts")
+    beyond = sum(int(source.counts[target_vocab:].sum()) for source in counts.sources)
+    if beyond:
+        warnings.append(
+            f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab} and are left out"
+        )
     score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
     pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
     order = pool.order_by_score(score)

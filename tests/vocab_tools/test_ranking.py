@@ -102,6 +102,7 @@ def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path)
         rank_vocabulary(counts, size=tokenizer.vocab_size, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
     assert fewer.target_ids.max() == 279
+    assert any("20,020 counted tokens have ids beyond" in warning for warning in fewer.warnings)
 
 
 def test_forced_ids_beyond_the_target_are_warned_about(tmp_path: Path) -> None:

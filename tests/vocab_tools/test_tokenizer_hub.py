@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.hub_server import Fault, HubServer, connected
-from support.small_tokenizers import byte_level_bpe, write_folder
-
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from support.hub_server import Fault, HubServer, connected
+from support.small_tokenizers import byte_level_bpe, write_folder
 
 REPO = "org/chat-model"
 
