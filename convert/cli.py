@@ -115,7 +115,8 @@ Examples:
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
-@click.option("--for", "flavour", type=click.Choice(["lmdeploy"]), help="Write config.json for this engine.")
+@click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
+              help="Write the class name that only it reads (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
               help="Form of the head's own map, where it cannot be told.")  # fmt: skip
 @click.option(

@@ -19,6 +19,7 @@ from .atomic import check_output, require_space
 from .checkpoint import FileRecord
 from .eagle3 import LmHeadSource
 from .embedded import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
+from .engines import HeadFacts, conversion_findings
 from .errors import UnsupportedHeadError
 from .head import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
@@ -138,7 +139,7 @@ def convert_head(
         revision, target_revision, tokenizer_revision: branch, tag or commit on the Hub.
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
         force: replace an artifact that is there.
-        flavour: "lmdeploy" writes the architecture name that LMDeploy reads.
+        flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
         d2t_form: form of the head's own map, where it cannot be told.
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
         offline: use only local files and the Hub cache.
@@ -287,7 +288,7 @@ class _Job:
         manifest = self._manifest(head, opened, lm_head, vocab, measured)
         contents = ArtifactContents(
             manifest=manifest,
-            config={},
+            config=self._config(head, rows),
             plans=(),
             gathered=None,
             card=lambda finished: "",
@@ -295,12 +296,10 @@ class _Job:
         )
         if head.kind == "eagle3":
             assert lm_head is not None
-            contents.config = eagle3.slim_config(head, rows, self.flavour)
             contents.plans, contents.gathered = eagle3.plan_tensors(
                 head, lm_head, None if vocab is None else vocab.ascending_ids
             )
         else:
-            contents.config = eagle1.repaired_config(head)
             contents.plans = eagle1.plan_tensors(head)
         if vocab is not None:
             contents.side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
@@ -320,6 +319,11 @@ class _Job:
         )
         written = write_artifact(folder, contents, force=force)
         return Conversion(folder, written, report, _rows_before(head), before, after)
+
+    def _config(self, head: DraftHead, rows: int) -> dict[str, Any]:
+        if head.kind == "eagle3":
+            return eagle3.slim_config(head, rows, self.flavour)
+        return eagle1.repaired_config(head, self.flavour)
 
     def _source_folder(self, head: DraftHead) -> Path:
         assert head.source is not None
@@ -343,6 +347,7 @@ class _Job:
         vocab: DraftVocab | None,
         measured: tuple[CoverageReport, str] | None,
     ) -> Manifest:
+        rows = head.target_vocab if vocab is None else len(vocab)
         warnings = list(head.warnings)
         if vocab is not None:
             warnings += vocab.warnings
@@ -352,11 +357,18 @@ class _Job:
             warnings += measured[0].warnings
         if opened.target is None:
             warnings.append("the target was not at hand: the head was not compared with it")
+        facts = HeadFacts.of(
+            head,
+            config=self._config(head, rows),
+            draft_vocab=rows,
+            target_layers=None if opened.target is None else opened.target.num_layers,
+        )
+        warnings += [str(finding) for finding in conversion_findings(facts)]
         return Manifest(
             kind=head.kind,
             flavour=self.flavour,
             tool={"name": "eagle-slim", "version": version("eagle-slim")},
-            draft_vocab=head.target_vocab if vocab is None else len(vocab),
+            draft_vocab=rows,
             target_vocab=head.target_vocab,
             num_forced=0 if vocab is None else vocab.num_forced,
             rank_order_ids=None if vocab is None else vocab.target_ids,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import names
 from .eagle3 import copy_plan
+from .engines import flavoured_architecture
 from .head import DraftHead
 from .tensor_writer import TensorPlan, whole
 
@@ -33,6 +34,10 @@ def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
     return plans
 
 
-def repaired_config(head: DraftHead) -> dict[str, Any]:
-    """config.json as it was, without the keys that no engine may read."""
-    return {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
+def repaired_config(head: DraftHead, flavour: str = "default") -> dict[str, Any]:
+    """config.json as it was, without the keys that no engine may read, and with the class name of the flavour."""
+    config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
+    found = config.get("architectures")
+    architecture = str(found[0]) if isinstance(found, list) and found else "LlamaForCausalLM"
+    written = flavoured_architecture("eagle", flavour, architecture)
+    return config if written == architecture else {**config, "architectures": [written]}

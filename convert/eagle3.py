@@ -15,6 +15,7 @@ import numpy as np
 from eagle_slim.vocab_tools.token_map import d2t_from_ids, t2d_from_ids
 
 from . import head_config, names
+from .engines import flavoured_architecture
 from .errors import MismatchError
 from .head import DraftHead, LazyTensors
 from .rows import GatheredRows, RowSource, refuse_nonfinite
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-# LMDeploy reads exactly this spelling, and SGLang would load a plain Llama with it: so a flavour of its own.
-LMDEPLOY_ARCHITECTURE = "LlamaForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def plan_tensors(
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
     """config.json of the slim head: the head's own values, with what every engine demands made explicit."""
     config = dict(head.config)
-    config["architectures"] = [LMDEPLOY_ARCHITECTURE if flavour == "lmdeploy" else ARCHITECTURE]
+    config["architectures"] = [flavoured_architecture("eagle3", flavour, ARCHITECTURE)]
     config["model_type"] = "llama"
     config["draft_vocab_size"] = draft_vocab
     config["tie_word_embeddings"] = False

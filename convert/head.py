@@ -405,13 +405,6 @@ def _check_eagle3(
         )
     config["num_hidden_layers"] = 1
     config["tie_word_embeddings"] = False
-    if config.get("rope_scaling") is not None:
-        warnings.append("rope_scaling is not null: SafeAILab's own loader accepts only null, 'linear' and 'dynamic'")
-    if head_dim * heads != hidden:
-        warnings.append(
-            f"head_dim {head_dim} * {heads} heads differs from hidden_size {hidden}: SafeAILab's own loader ignores "
-            "head_dim"
-        )
     if ids is not None and ids.size and not bool(np.all(np.diff(ids) > 0)):
         warnings.append("the map was not in ascending order; rows and map are sorted together")
 

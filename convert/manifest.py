@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"
 FORMAT_VERSION = 1
 
-Flavour = Literal["default", "lmdeploy"]
+Flavour = Literal["default", "sglang", "lmdeploy"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Manifest:
                 found = "nothing" if key not in value else type(value[key]).__name__
                 expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
                 raise ArtifactError(f"{where}: {key}: expected {expected}, found {found}; convert the head again")
-        if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in ("default", "lmdeploy"):
+        if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in get_args(Flavour):
             raise ArtifactError(f"{where}: unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         draft_vocab = value["draft_vocab"]
         ids = None if value["rank_order_ids"] is None else _ids(value["rank_order_ids"], draft_vocab, where)

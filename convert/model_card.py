@@ -134,7 +134,8 @@ def _serving(manifest: Manifest) -> str:
             f"    --speculative-num-draft-tokens 64 --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt",
         )
         return text + (
-            "\nSGLang and FR-Spec gather the rows of `freq_N.pt` from the target themselves. vLLM and SafeAILab load "
+            "\nSGLang loads the head only under a class name that ends in `Eagle`, which `eagle-convert --for sglang` "
+            "writes. SGLang and FR-Spec gather the rows of `freq_N.pt` from the target themselves. vLLM and SafeAILab load "
             "the "
             "head and use the whole vocabulary.\n"
         )

@@ -6,20 +6,22 @@ needs something that is not at hand, is skipped with its reason. The reasons beh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
+from .engines import require_engines
 from .errors import ArtifactError
+from .verify_engine import EngineChecks
 from .verify_files import FileChecks
 from .verify_rules import RuleChecks
 from .verify_source import SourceChecks
-from .verify_types import Findings, SkipCheck
+from .verify_types import Doubt, Findings, SkipCheck
 
-Status = Literal["ok", "failed", "skipped"]
+Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def verify_artifact(
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
     offline: bool = False,
+    engines: Sequence[str] = (),
+    engine_version: str | None = None,
 ) -> Verification:
     """Check an artifact, and report on every check.
 
@@ -85,13 +89,17 @@ def verify_artifact(
         target: folder or repository of the target; its LM head is compared where the rows came from it.
         tokenizer: folder, tokenizer.json or repository; default the target's.
         offline: fetch nothing for `head`, `target` and `tokenizer` either.
+        engines: also check that these engines take it (keys of `engines.ENGINES`).
+        engine_version: the version that will serve it, for one engine; default the installed one.
 
     Raises:
+        UsageError: no such engine, or a version that is no number.
         ArtifactError: there is no such folder. Faults of an artifact are reported, not raised.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ArtifactError(f"{folder}: no such folder; expected one that eagle-convert wrote")
+    require_engines(engines, engine_version)
     found = Findings(folder)
     checks: list[Check] = []
 
@@ -100,6 +108,8 @@ def verify_artifact(
             checks.append(Check(name, "ok", check()))
         except SkipCheck as reason:
             checks.append(Check(name, "skipped", str(reason)))
+        except Doubt as doubt:
+            checks.append(Check(name, "warning", str(doubt)))
         except EagleSlimError as error:
             checks.append(Check(name, "failed", str(error)))
 
@@ -109,6 +119,7 @@ def verify_artifact(
         FileChecks(found),
         RuleChecks(found),
         SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline),
+        EngineChecks(found, engines, engine_version),
     ):
         for name, check in group.all():
             run(name, check)

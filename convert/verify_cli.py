@@ -14,7 +14,8 @@ from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option
     epilog="""\b
 Examples:
   eagle-verify smollm2-135m-instruct-eagle3-v32000
-  eagle-verify ./slim-head --target meta-llama/Llama-3.1-8B-Instruct --json""",
+  eagle-verify ./slim-head --target meta-llama/Llama-3.1-8B-Instruct --json
+  eagle-verify ./slim-head --engine vllm --engine-version 0.32.0""",
 )
 @click.argument("folder", metavar="DIR")
 @click.option(
@@ -22,24 +23,42 @@ Examples:
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, if in the cache.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
+@click.option("--engine", "engines", multiple=True, metavar="E",
+              help="Engine that is to take it, such as vllm, sglang or tensorrt-llm; may be given often.")  # fmt: skip
+@click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
 @json_option
 @version_option()
 def verify(
-    folder: str, head: str | None, target: str | None, tokenizer: str | None, offline: bool, as_json: bool
+    folder: str,
+    head: str | None,
+    target: str | None,
+    tokenizer: str | None,
+    engines: tuple[str, ...],
+    engine_version: str | None,
+    offline: bool,
+    as_json: bool,
 ) -> int:
     """Check a converted head against its manifest, its source, its target and its tokenizer.
 
-    Lists every check as ok, failed or skipped, with what was found. The exit code is 1 when one failed.
+    Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 when one failed.
     """
     from .verify import verify_artifact
 
-    result = verify_artifact(folder, head=head, target=target, tokenizer=tokenizer, offline=offline)
+    result = verify_artifact(
+        folder,
+        head=head,
+        target=target,
+        tokenizer=tokenizer,
+        offline=offline,
+        engines=engines,
+        engine_version=engine_version,
+    )
     if as_json:
         emit_json(result.to_json())
     else:
         width = max(len(check.name) for check in result.checks)
-        colours = {"ok": "green", "failed": "red", "skipped": "yellow"}
+        colours = {"ok": "green", "warning": "yellow", "failed": "red", "skipped": "bright_black"}
         for check in result.checks:
             status = click.style(f"{check.status:<7}", fg=colours[check.status])
             click.echo(f"{status}  {check.name:<{width}}  {check.detail}")

@@ -12,7 +12,8 @@ import numpy as np
 from . import head_config, names
 from .artifact import freq_name
 from .checkpoint import open_checkpoint
-from .eagle3 import ARCHITECTURE, LMDEPLOY_ARCHITECTURE
+from .eagle3 import ARCHITECTURE
+from .engines import flavoured_architecture
 from .hashing import row_checksums
 from .head import head_from_checkpoint
 from .rows import all_finite
@@ -40,7 +41,6 @@ class RuleChecks:
         yield "config sizes", self.sizes
         yield "tap layers in config", self.taps
         yield "freq_N.pt", self.freq
-        yield "engines", self.engines
 
     def tensor_names(self) -> str:
         """Exactly the tensors of the format, under their canonical names: vLLM and LMDeploy fail on any other."""
@@ -149,7 +149,7 @@ class RuleChecks:
             problems.append("bias: must be absent, vLLM and SGLang build attention biases that nothing fills")
         if manifest.kind == "eagle3":
             expected: dict[str, Any] = {
-                "architectures": [LMDEPLOY_ARCHITECTURE if manifest.flavour == "lmdeploy" else ARCHITECTURE],
+                "architectures": [flavoured_architecture("eagle3", manifest.flavour, ARCHITECTURE)],
                 "model_type": "llama",
                 "vocab_size": manifest.target_vocab,
                 "draft_vocab_size": manifest.draft_vocab,
@@ -208,21 +208,6 @@ class RuleChecks:
             f"{path.name}: expected the {manifest.draft_vocab} ranked ids as a list, in rank order",
         )
         return f"{path.name}: {manifest.draft_vocab} ids"
-
-    def engines(self) -> str:
-        """What single engines cannot do with this head; true of some sound heads, so it never fails."""
-        config = self.found.need_config()
-        notes = []
-        if config.get("rope_scaling") is not None:
-            notes.append("SafeAILab's loader refuses this rope_scaling")
-        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-        width = config.get("head_dim")
-        if isinstance(width, int) and isinstance(heads, int) and width * heads != hidden:
-            notes.append("SafeAILab's loader ignores head_dim, which is not hidden_size / heads here")
-        taps = self.found.manifest.tap_layers if self.found.manifest is not None else None
-        if taps is not None and len(taps) != 3:
-            notes.append("SafeAILab, speculators and LMDeploy capture three layers")
-        return "; ".join(notes) or "no engine is known to refuse it"
 
     def _read(self, name: str) -> np.ndarray[Any, Any]:
         value: np.ndarray[Any, Any] = self._tensor(name).numpy()

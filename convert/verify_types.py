@@ -20,6 +20,10 @@ class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be ma
     """The check cannot be made; the message says why."""
 
 
+class Doubt(Exception):  # noqa: N818  (not an error: the artifact is sound)
+    """The check found something to know, which is no fault of the artifact; the message says what."""
+
+
 @dataclass
 class Findings:
     """Parts of an artifact, None until a check has read them.

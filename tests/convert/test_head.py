@@ -138,7 +138,6 @@ def test_rope_parameters_are_flattened(tmp_path):
     )
     assert head.config["rope_theta"] == 500000.0
     assert head.config["rope_scaling"] == scaling
-    assert any("SafeAILab" in warning for warning in head.warnings)
     plain = open_head(
         write_eagle3(tmp_path / "plain", rope_theta=..., rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
     )

@@ -1,10 +1,19 @@
 """`convert/engines.py`: which heads an engine cannot take, and what is said instead."""
 
+import json
 from dataclasses import replace
 
 import pytest
-from eagle_slim.convert.engines import ENGINES, HeadFacts, check_engine, conversion_findings, flavoured_architecture
+from eagle_slim.convert.engines import (
+    ENGINES,
+    HeadFacts,
+    check_engine,
+    conversion_findings,
+    flavoured_architecture,
+    require_engines,
+)
 from eagle_slim.convert.head import open_head
+from eagle_slim.convert.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 
@@ -26,12 +35,15 @@ def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
 
 
 def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
-    """(severity, message) without the notes about versions."""
-    return [(f.severity, str(f)) for f in check_engine(facts, engine, installed_only=True) if f.severity != "note"]
+    """(severity, message) of what the engine makes of the head itself, versions apart."""
+    proven = ENGINES[engine].proven
+    findings = check_engine(facts, engine, version=None if proven is None else proven[0])
+    return [(f.severity, str(f)) for f in findings if f.severity != "note" and "no version of it" not in f.problem]
 
 
 def test_an_ordinary_slim_head_is_taken_by_all_engines_but_lmdeploy() -> None:
-    assert {engine for engine in ENGINES if problems(EAGLE3, engine)} == {"lmdeploy"}
+    taken = [engine for engine in ENGINES if not problems(EAGLE3, engine)]
+    assert taken == ["vllm", "sglang", "tensorrt-llm", "safeailab", "speculators", "specforge"]
     ((severity, text),) = problems(EAGLE3, "lmdeploy")
     assert severity == "error"
     assert "--for lmdeploy" in text
@@ -107,11 +119,14 @@ def test_unknown_engines_and_versions_are_usage_errors() -> None:
         check_engine(EAGLE3, "ollama")
     with pytest.raises(UsageError, match="'latest'"):
         check_engine(EAGLE3, "vllm", version="latest")
+    with pytest.raises(UsageError, match="exactly one"):
+        require_engines(["vllm", "sglang"], "0.32.0")
 
 
-def test_what_was_never_executed_says_so() -> None:
-    notes = [f for f in check_engine(EAGLE3, "tensorrt-llm") if f.severity == "note"]
-    assert any("no version of it was executed" in f.problem for f in notes)
+@pytest.mark.parametrize("engine", ["tensorrt-llm", "safeailab"])
+def test_what_was_never_executed_says_so(engine: str) -> None:
+    (finding,) = [f for f in check_engine(EAGLE3, engine) if f.severity == "warning"]
+    assert "no version of it was executed" in finding.problem
 
 
 def test_an_ordinary_head_converts_without_a_word_about_engines() -> None:
@@ -138,6 +153,25 @@ def test_an_eagle1_head_is_said_to_be_for_sglang() -> None:
 )
 def test_architecture_names_by_flavour(kind: str, flavour: str, found: str, written: str) -> None:
     assert flavoured_architecture(kind, flavour, found) == written
+
+
+def test_eagle_verify_asks_the_engine(oracle_files: OracleFiles) -> None:
+    artifact = str(oracle_files.artifact("full", 640))
+    good = verify_artifact(artifact, engines=["vllm"], engine_version="0.32.0", offline=True)
+    assert good["engine vllm"].status == "ok"
+    old = verify_artifact(artifact, engines=["vllm"], engine_version="0.9.1", offline=True)
+    assert old.ok
+    assert (old["engine vllm"].status, "outside the proven range" in old["engine vllm"].detail) == ("warning", True)
+    refused = verify_artifact(artifact, engines=["lmdeploy"], offline=True)
+    assert not refused.ok
+    assert "--for lmdeploy" in refused["engine lmdeploy"].detail
+
+
+def test_conversion_names_what_engines_cannot_take(oracle_files: OracleFiles) -> None:
+    manifest = json.loads((oracle_files.artifact("eagle1", 320) / "eagle_slim.json").read_text())
+    assert any("TensorRT-LLM" in warning and "SGLang" in warning for warning in manifest["warnings"])
+    manifest = json.loads((oracle_files.artifact("full", 640) / "eagle_slim.json").read_text())
+    assert not any(engine.title in warning for engine in ENGINES.values() for warning in manifest["warnings"])
 
 
 def test_facts_are_read_from_a_head(oracle_files: OracleFiles) -> None:

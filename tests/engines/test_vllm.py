@@ -66,7 +66,9 @@ def test_the_oracle_target_says_what_it_should(served: dict[str, Json]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_drafts_are_accepted_and_the_output_is_unchanged(served: dict[str, Json], name: str) -> None:
+def test_all_drafts_are_accepted_and_the_output_is_unchanged(
+    served: dict[str, Json], figures: dict[str, str], name: str
+) -> None:
     result = served[name]
     assert "error" not in result, result
     assert result["tokens"] == served["plain"]["tokens"][: len(PROMPTS)]
@@ -75,6 +77,7 @@ def test_all_drafts_are_accepted_and_the_output_is_unchanged(served: dict[str, J
     assert result["drafts"] == steps
     assert result["per_position"] == [steps] * K
     assert result["accepted"] == result["drafted"] == K * steps
+    figures[f"oracle, {name}"] = f"{result['accepted']} of {result['drafted']} drafts accepted"
 
 
 def test_tokens_outside_the_draft_vocabulary_are_generated_but_never_drafted(

