@@ -135,9 +135,8 @@ def _serving(manifest: Manifest) -> str:
         )
         return text + (
             "\nSGLang loads the head only under a class name that ends in `Eagle`, which `eagle-convert --for sglang` "
-            "writes. SGLang and FR-Spec gather the rows of `freq_N.pt` from the target themselves. vLLM and SafeAILab load "
-            "the "
-            "head and use the whole vocabulary.\n"
+            "writes. SGLang and FR-Spec gather the rows of `freq_N.pt` from the target themselves. vLLM and SafeAILab "
+            "load the head and use the whole vocabulary.\n"
         )
     vllm = json.dumps({"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3})
     text += _command("vLLM", f"vllm serve {target} --speculative-config '{vllm}'")
