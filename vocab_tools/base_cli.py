@@ -21,6 +21,9 @@ from .errors import EagleSlimError
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
+# Since click 8.2; before, a group without arguments prints its help and exits 0 by itself.
+_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
+
 _OS_ADVICE = {
     errno.ENOSPC: "the disk is full: free some space, or write elsewhere",
     errno.EDQUOT: "the disk quota is used up: free some space, or write elsewhere",
@@ -112,9 +115,9 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
         return _close_pipe()
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted; nothing half-written is left behind", 1, debug)
-    except click.exceptions.NoArgsIsHelpError as error:
+    except _NO_ARGUMENTS as error:
         click.echo(error.format_message(), err=True)
-        return error.exit_code
+        return int(error.exit_code)
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context is not None else ""

@@ -6,6 +6,7 @@ rare the token was in the corpus. Reserved and unused added tokens are not force
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +65,9 @@ _IN_TURN = frozenset(
         "<|constrain|>",
     ]
 )
+
+# `{% generation %}` is transformers' own tag around assistant text; it prints nothing itself.
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 _TOOL = {
     "type": "function",
@@ -198,13 +202,8 @@ def _literals(template: str, special_tokens: Mapping[str, str]) -> list[str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    # `{% generation %}` is transformers' own tag; it prints nothing.
-    for tag in ("generation", "endgeneration"):
-        for open_mark in ("{%-", "{%"):
-            for close_mark in ("-%}", "%}"):
-                template = template.replace(f"{open_mark} {tag} {close_mark}", "")
     try:
-        tree = environment.parse(template)
+        tree = environment.parse(_GENERATION_TAG.sub("", template))
     except TemplateError as error:
         raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
 

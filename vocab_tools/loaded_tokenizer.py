@@ -182,7 +182,8 @@ class LoadedTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        # A template is a program: beside refusing in its own words it may trip over anything in a message.
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise TokenizerError(f"{self.source}: the chat template refuses this conversation: {error}") from error
         return str(rendered[0])
 

@@ -61,7 +61,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if path.is_dir():
         file = path / _TOKENIZER
         return _load(str(source), file if file.is_file() else None, _side_files_of(path), None, folder=path)
-    if path.suffix or path.is_absolute() or str(source).startswith((".", "~")):
+    # A Hub id may hold dots (org/Llama-3.1-8B) but never more than one slash.
+    if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
         raise TokenizerError(f"{source}: no such file or folder. Give a tokenizer.json, its folder, or a Hub id.")
     return _load_from_hub(str(source), revision, offline)
 

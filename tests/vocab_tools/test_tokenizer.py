@@ -195,7 +195,7 @@ def test_tool_and_thinking_branches_are_probed(tmp_path: Path) -> None:
 def test_several_templates_and_generation_tags(tmp_path: Path) -> None:
     added = ["<|endoftext|>", "<|user|>", "<|tool|>", "<|rag|>"]
     folder = write_folder(tmp_path / "t", byte_level_bpe(300, added), None)
-    (folder / "chat_template.jinja").write_text("{% generation %}<|user|>{% endgeneration %}")
+    (folder / "chat_template.jinja").write_text("{%generation%}<|user|>{% endgeneration +%}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(
         "{%- generation -%}<|tool|>{% endgeneration %}"
@@ -292,6 +292,11 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_tokenizer("./none/tokenizer.json")
     with pytest.raises(TokenizerError, match=r"not in the cache|no tokenizer there"):
         load_tokenizer("someone/no-such-model", offline=True)
+    for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct"):
+        with pytest.raises(TokenizerError, match=r"not in the cache"):
+            load_tokenizer(name, offline=True)
+    with pytest.raises(TokenizerError, match="no such file or folder"):
+        load_tokenizer("models/org/Llama-3.1-8B")
     with pytest.raises(TokenizerError, match="neither an existing path nor a valid Hub id"):
         load_tokenizer("not//valid", offline=True)
     (tmp_path / "empty").mkdir()
