@@ -5,7 +5,7 @@ Opening reads headers and indexes only. `tensor` and `rows` read just what they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -23,11 +23,11 @@ from .checkpoint_paths import (
 from .checkpoint_torch import TorchFile
 from .checkpoint_types import FETCH_AGAIN, FileRecord, ReadRecord, TensorInfo, WeightsFile, shorten
 from .errors import CheckpointError
-from .safetensors_file import SafetensorsFile, torch_dtype
+from .safetensors_file import SafetensorsFile, row_size, torch_dtype
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import ArrayLike
+    from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["Checkpoint", "FileRecord", "ReadRecord", "TensorInfo", "open_checkpoint", "open_weights_file"]
 
@@ -82,18 +82,33 @@ class Checkpoint:
         Raises:
             CheckpointError: as `tensor`; or an id is outside the tensor, or `ids` is not a list of integers.
         """
-        wanted = np.asarray(ids)
-        if wanted.size == 0:
-            wanted = wanted.astype(np.int64)
-        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise CheckpointError(
-                f"{self.where}: rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape "
-                f"{wanted.shape}."
-            )
+        wanted = self._row_ids(name, ids)
         file = self._file(name)
-        value, sha256 = file.read_rows(name, np.ascontiguousarray(wanted, dtype=np.int64))
+        value, sha256 = file.read_rows(name, wanted)
         self._record(file, ReadRecord(name, len(wanted), value.numel() * value.element_size(), sha256))
         return value
+
+    def pieces(self, name: str, ids: ArrayLike | None = None, piece_bytes: int = 8 << 20) -> Iterator[torch.Tensor]:
+        """Yield a tensor [all_rows, ...], or its rows `ids` in that order, bit for bit, as pieces [n, ...].
+
+        For streaming through: it is faster than `tensor` and `rows`, and takes little memory whatever the size, because
+        the pieces share a few buffers. **A piece is valid only until two more have been asked for.** The read is
+        recorded in `files` after the last piece.
+
+        Args:
+            name: of the tensor.
+            ids: rows, as in `rows`; None for the whole tensor.
+            piece_bytes: size of a piece; it has at least one row. A scalar is one piece.
+
+        Raises:
+            CheckpointError: as `rows`.
+        """
+        wanted = None if ids is None else self._row_ids(name, ids)
+        file = self._file(name)
+        sha256 = yield from file.pieces(name, wanted, piece_bytes)
+        info = file.tensors[name]
+        size_bytes = info.size_bytes if wanted is None else len(wanted) * row_size(info)
+        self._record(file, ReadRecord(name, None if wanted is None else len(wanted), size_bytes, sha256))
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor; CheckpointError where there is none of that name."""
@@ -114,6 +129,17 @@ class Checkpoint:
             if isinstance(file, SafetensorsFile):
                 return MappingProxyType(dict(file.header.metadata))
         return MappingProxyType({})
+
+    def _row_ids(self, name: str, ids: ArrayLike) -> NDArray[np.int64]:
+        wanted = np.asarray(ids)
+        if wanted.size == 0:
+            wanted = wanted.astype(np.int64)
+        if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
+            raise CheckpointError(
+                f"{self.where}: rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape "
+                f"{wanted.shape}."
+            )
+        return np.ascontiguousarray(wanted, dtype=np.int64)
 
     def _file(self, name: str) -> WeightsFile:
         try:

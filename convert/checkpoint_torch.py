@@ -12,16 +12,17 @@ import re
 import stat
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .checkpoint_types import FETCH_AGAIN, TensorInfo, shorten
 from .errors import CheckpointError
-from .safetensors_file import allocate_bytes, check_row_ids, safetensors_dtype
+from .safetensors_file import allocate_bytes, check_row_ids, row_size, safetensors_dtype
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
@@ -85,7 +86,7 @@ class TorchFile:
 
         source, info = self._loaded[name], self._infos[name]
         check_row_ids(ids, info, self.where)
-        row_bytes = info.size_bytes // source.shape[0] if source.shape[0] else 0
+        row_bytes = row_size(info)
         flat = allocate_bytes(len(ids) * row_bytes, f"{self.where}: tensor {shorten(name)}")
         if flat.numel():
             rows = source.reshape(source.shape[0], -1)
@@ -94,6 +95,29 @@ class TorchFile:
             # As bytes, because index_select has no kernel for some 8-bit floats.
             torch.index_select(rows.view(torch.uint8), 0, torch.from_numpy(ids), out=flat.view(len(ids), row_bytes))
         return flat.view(source.dtype).reshape(len(ids), *source.shape[1:]), _sha256(flat)
+
+    def pieces(self, name: str, ids: NDArray[np.int64] | None, piece_bytes: int) -> Generator[torch.Tensor, None, str]:
+        """Yield a tensor, or its rows `ids`, in pieces of whole rows; see `Checkpoint.pieces`. Returns the sha256.
+
+        Raises:
+            KeyError: no such tensor.
+            CheckpointError: as `read_rows`.
+        """
+        import torch
+
+        info = self._infos[name]
+        if not info.shape or info.size_bytes == 0:
+            value, digest_of_all = self.read(name) if ids is None else self.read_rows(name, ids)
+            yield value
+            return digest_of_all
+        digest = hashlib.sha256()
+        step = max(1, piece_bytes // row_size(info))
+        wanted = np.arange(info.shape[0]) if ids is None else ids
+        for start in range(0, max(1, len(wanted)), step):
+            piece, _ = self.read_rows(name, wanted[start : start + step])
+            digest.update(piece.reshape(-1).view(torch.uint8).numpy().data)
+            yield piece
+        return digest.hexdigest()
 
     def _load(self) -> dict[str, torch.Tensor]:
         import torch

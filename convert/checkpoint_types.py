@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -75,6 +75,10 @@ class WeightsFile(Protocol):
 
     def read_rows(self, name: str, ids: NDArray[np.int64]) -> tuple[torch.Tensor, str]:
         """Return rows `ids` [rows] as [rows, ...] in that order, freshly allocated, and the sha256 of their bytes."""
+        ...
+
+    def pieces(self, name: str, ids: NDArray[np.int64] | None, piece_bytes: int) -> Generator[torch.Tensor, None, str]:
+        """Yield the tensor, or its rows `ids`, in pieces (`Checkpoint.pieces`); return the sha256 of all bytes."""
         ...
 
 

@@ -14,8 +14,8 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,14 @@ _MAX_DIMENSIONS = 64  # torch's own limit
 # Several readers keep a solid-state disk busy and copy from the page cache on several cores; more did not help.
 _READERS = 4
 _BLOCK_BYTES = 4 << 20
+# Of a piece, what one reader takes at once.
+_SHARE_BYTES = 1 << 20
+# Buffers for pieces: one is being filled, one is with the caller, and one or two are still being hashed or written.
+_RING = 4
+
+Block = list[tuple[int, int, int]]
+"""Parts of a file, read by one thread: (offset in the file, offset in the output, bytes)."""
+Blocks = list[Block]
 
 
 def torch_dtype(name: str, where: str) -> torch.dtype:
@@ -274,10 +282,7 @@ class SafetensorsFile:
             CheckpointError: the file has changed, cannot be read, or holds booleans other than 0 and 1.
         """
         span = self.tensors[name]
-        size = span.size_bytes
-        starts = range(0, size, _BLOCK_BYTES)
-        pieces = [(span.offset + start, start, min(_BLOCK_BYTES, size - start)) for start in starts]
-        return self._gather(span, span.shape, [[piece] for piece in pieces])
+        return self._whole(span, span.shape, _cut(span.offset, span.size_bytes, _BLOCK_BYTES))
 
     def read_rows(self, name: str, ids: NDArray[np.int64]) -> tuple[torch.Tensor, str]:
         """Return rows `ids` [rows], in that order, as a tensor [rows, ...], and the sha256 of those bytes.
@@ -290,15 +295,87 @@ class SafetensorsFile:
         """
         span = self.tensors[name]
         check_row_ids(ids, span, self.where)
-        row_bytes = span.size_bytes // span.shape[0] if span.shape[0] else 0
-        return self._gather(span, (len(ids), *span.shape[1:]), list(_row_blocks(ids, span.offset, row_bytes)))
+        blocks = list(_row_blocks(ids, span.offset, row_size(span), _BLOCK_BYTES))
+        return self._whole(span, (len(ids), *span.shape[1:]), blocks)
 
-    def _gather(
-        self, span: TensorSpan, shape: Sequence[int], blocks: list[list[tuple[int, int, int]]]
-    ) -> tuple[torch.Tensor, str]:
-        """Read blocks of (file offset, output offset, bytes), which tile the output in order, into a new tensor."""
-        import torch
+    def pieces(self, name: str, ids: NDArray[np.int64] | None, piece_bytes: int) -> Generator[torch.Tensor, None, str]:
+        """Yield a tensor, or its rows `ids`, in pieces of whole rows; see `Checkpoint.pieces`. Returns the sha256.
 
+        Raises:
+            KeyError: no such tensor.
+            CheckpointError: as `read_rows`.
+        """
+        span = self.tensors[name]
+        if not span.shape or span.size_bytes == 0 or (ids is not None and len(ids) == 0):
+            value, digest = self.read(name) if ids is None else self.read_rows(name, ids)
+            yield value
+            return digest
+        if ids is not None:
+            check_row_ids(ids, span, self.where)
+        size = row_size(span)
+        step = max(1, piece_bytes // size)
+        count = span.shape[0] if ids is None else len(ids)
+        plans = (
+            _cut(span.offset + start * size, min(step, count - start) * size, _SHARE_BYTES)
+            if ids is None
+            else list(_row_blocks(ids[start : start + step], span.offset, size, _SHARE_BYTES))
+            for start in range(0, count, step)
+        )
+        dtype = torch_dtype(span.dtype, f"{self.where}: tensor {shorten(span.name)}")
+        ring = [
+            allocate_bytes(min(step, count) * size, f"{self.where}: tensor {shorten(span.name)}")
+            for _ in range(min(_RING, -(-count // step)))
+        ]
+        return (yield from self._stream(span, plans, ring, dtype, size))
+
+    def _stream(
+        self, span: TensorSpan, plans: Iterator[Blocks], ring: list[torch.Tensor], dtype: torch.dtype, row_bytes: int
+    ) -> Generator[torch.Tensor, None, str]:
+        """Read ahead into a ring of buffers with several threads, hash in another, and yield what has been read.
+
+        Fresh memory costs more than reading into it from the page cache, so a few buffers are used again and again.
+        """
+        digest = hashlib.sha256()
+        fd = self._open()
+        readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
+        hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
+        hashed: list[Future[None] | None] = [None] * len(ring)
+
+        def start(index: int) -> tuple[int, list[Future[None]]] | None:
+            blocks = next(plans, None)
+            if blocks is None:
+                return None
+            slot = index % len(ring)
+            if (before := hashed[slot]) is not None:
+                before.result()
+            view = ring[slot].numpy().data
+            size = blocks[-1][-1][1] + blocks[-1][-1][2]
+            return size, [readers.submit(self._fill, fd, view, block) for block in blocks]
+
+        try:
+            self._refuse_changed(fd)
+            index, ahead = 0, start(0)
+            while ahead is not None:
+                size, reads = ahead
+                for read in reads:
+                    read.result()
+                slot = index % len(ring)
+                piece = ring[slot][:size]
+                hashed[slot] = hasher.submit(digest.update, piece.numpy().data)
+                self._refuse_bad_booleans(span, piece, dtype)
+                # With one buffer there is one piece, and nothing to read ahead.
+                ahead = start(index + 1)
+                yield piece.view(dtype).reshape(size // row_bytes, *span.shape[1:])
+                index += 1
+            hasher.shutdown()
+            return digest.hexdigest()
+        finally:
+            readers.shutdown(cancel_futures=True)
+            hasher.shutdown(cancel_futures=True)
+            os.close(fd)
+
+    def _whole(self, span: TensorSpan, shape: Sequence[int], blocks: Blocks) -> tuple[torch.Tensor, str]:
+        """Read blocks, which tile the output in order, into a new tensor."""
         dtype = torch_dtype(span.dtype, f"{self.where}: tensor {shorten(span.name)}")
         flat = allocate_bytes(math.prod(shape) * dtype.itemsize, f"{self.where}: tensor {shorten(span.name)}")
         view = flat.numpy().data
@@ -308,14 +385,19 @@ class SafetensorsFile:
             digest = read_in_order(blocks, lambda block: self._fill(fd, view, block), view)
         finally:
             os.close(fd)
+        self._refuse_bad_booleans(span, flat, dtype)
+        return flat.view(dtype).reshape(tuple(shape)), digest
+
+    def _refuse_bad_booleans(self, span: TensorSpan, flat: torch.Tensor, dtype: torch.dtype) -> None:
+        import torch
+
         if dtype == torch.bool and flat.numel() and int(flat.max()) > 1:
             raise CheckpointError(
                 f"{self.where}: tensor {shorten(span.name)}: booleans must be 0 or 1, found {int(flat.max())}.\n"
                 + FETCH_AGAIN
             )
-        return flat.view(dtype).reshape(tuple(shape)), digest
 
-    def _fill(self, fd: int, view: memoryview, block: list[tuple[int, int, int]]) -> None:
+    def _fill(self, fd: int, view: memoryview, block: Block) -> None:
         for offset, start, size in block:
             done = 0
             while done < size:
@@ -379,11 +461,12 @@ def allocate_bytes(size_bytes: int, where: str) -> torch.Tensor:
         raise CheckpointError(f"{where}: {size_bytes:,} bytes do not fit into the memory of this machine.") from error
 
 
-def read_in_order(
-    blocks: Sequence[list[tuple[int, int, int]]],
-    read: Callable[[list[tuple[int, int, int]]], None],
-    view: memoryview,
-) -> str:
+def row_size(tensor: TensorInfo) -> int:
+    """Bytes of one row of a tensor; 0 where it has none."""
+    return tensor.size_bytes // tensor.shape[0] if tensor.shape and tensor.shape[0] else 0
+
+
+def read_in_order(blocks: Blocks, read: Callable[[Block], None], view: memoryview) -> str:
     """Read blocks with several threads and return the sha256 of `view`, hashed in order behind the readers."""
     digest = hashlib.sha256()
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read") if len(blocks) > 1 else None
@@ -397,19 +480,25 @@ def read_in_order(
     return digest.hexdigest()
 
 
-def _row_blocks(ids: NDArray[np.int64], offset: int, row_bytes: int) -> Iterable[list[tuple[int, int, int]]]:
-    """Yield blocks of (file offset, output offset, bytes), one triple per run of consecutive ids.
+def _cut(offset: int, size_bytes: int, block_bytes: int) -> Blocks:
+    """Return blocks of one part each that cover a stretch of the file."""
+    return [
+        [(offset + start, start, min(block_bytes, size_bytes - start))] for start in range(0, size_bytes, block_bytes)
+    ]
+
+
+def _row_blocks(ids: NDArray[np.int64], offset: int, row_bytes: int, block_bytes: int) -> Iterator[Block]:
+    """Yield blocks with one part for each run of consecutive ids.
 
     Ids 4, 5, 6, 9 of rows of 8 bytes at offset 100 are two runs: (132, 0, 24) and (172, 24, 8).
     """
     if len(ids) == 0 or row_bytes == 0:
         return
-    max_rows = max(1, _BLOCK_BYTES // row_bytes)
+    max_rows = max(1, block_bytes // row_bytes)
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1
     # A run also ends where a block does, so that a long run is still read by several threads.
     starts = np.union1d(np.concatenate([[0], breaks]), np.arange(0, len(ids), max_rows))
     counts = np.diff(np.append(starts, len(ids)))
-    pieces = np.stack([offset + ids[starts] * row_bytes, starts * row_bytes, counts * row_bytes], axis=1)
-    block_of = starts // max_rows
-    for block in np.split(pieces, np.flatnonzero(np.diff(block_of)) + 1):
+    parts = np.stack([offset + ids[starts] * row_bytes, starts * row_bytes, counts * row_bytes], axis=1)
+    for block in np.split(parts, np.flatnonzero(np.diff(starts // max_rows)) + 1):
         yield [(at, out, size) for at, out, size in block.tolist()]

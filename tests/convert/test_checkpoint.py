@@ -133,6 +133,55 @@ def test_gathered_rows_equal_indexing(data: st.DataObject, tmp_path_factory: pyt
     assert (everything.rows, everything.sha256) == (None, hashlib.sha256(raw(tensor)).hexdigest())
 
 
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    rows = data.draw(st.sampled_from([0, 1, 3, 64, 333]))
+    shape = data.draw(st.sampled_from([(), (rows,), (rows, 3), (rows, 2, 5), (rows, 0)]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int64, torch.bool]))
+    tensor = random_bits((1,), dtype)[0] if shape == () else random_bits(shape, dtype)
+    ids = None
+    if shape and rows and data.draw(st.booleans()):
+        ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=400))
+    piece_bytes = data.draw(st.sampled_from([1, 8, 100, 1 << 20]))
+    zipped = data.draw(st.booleans())
+    folder = tmp_path_factory.mktemp("pieces")
+    if zipped:
+        torch.save({"t": tensor}, folder / "pytorch_model.bin")
+    else:
+        save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, folder / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_file, "_SHARE_BYTES", data.draw(st.sampled_from([1, 50, 1 << 20])))
+        checkpoint = open_checkpoint(folder)
+        found, held = b"", []
+        for piece in checkpoint.pieces("t", ids, piece_bytes):
+            assert piece.dtype == dtype
+            assert tuple(piece.shape[1:]) == shape[1:]
+            # Looked at as late as is promised to be possible: when the next one is there already.
+            held.append(piece)
+            found += raw(held[-2]) if len(held) > 1 else b""
+        found += raw(held[-1]) if held else b""
+    expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
+    assert found == raw(expected)
+    (record,) = checkpoint.files[0].reads
+    assert (record.rows, record.size_bytes) == (None if ids is None else len(ids), expected.nbytes)
+    assert record.sha256 == hashlib.sha256(raw(expected)).hexdigest()
+
+
+def test_pieces_of_a_damaged_tensor(tmp_path: Path) -> None:
+    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
+    checkpoint = open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="booleans must be 0 or 1"):
+        list(checkpoint.pieces("t2d"))
+    with pytest.raises(CheckpointError, match="row 3 was asked for"):
+        list(checkpoint.pieces("t2d", [3]))
+    # Broken off in the middle: nothing is recorded, nothing hangs.
+    pieces = checkpoint.pieces("t2d", [0, 1], piece_bytes=1)
+    assert next(pieces).tolist() == [False]
+    pieces.close()
+    assert checkpoint.files[0].reads == ()
+
+
 def test_rows_read_only_their_own_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = random_bits((1000, 16), torch.bfloat16)
     save_file({"t": tensor}, tmp_path / "model.safetensors")
