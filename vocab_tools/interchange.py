@@ -18,6 +18,7 @@ from __future__ import annotations
 import io
 import pickle
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -191,11 +192,13 @@ def _npy_bytes(array: NDArray[Any]) -> bytes:
     return buffer.getvalue()
 
 
+@dataclass(frozen=True, eq=False)
 class _Map:
     """What a file holds: ids in rank order, or d2t with or without t2d."""
 
-    def __init__(self, ids: Any = None, d2t: Any = None, t2d: NDArray[Any] | None = None) -> None:
-        self.ids, self.d2t, self.t2d = ids, d2t, t2d
+    ids: Any = None
+    d2t: Any = None
+    t2d: NDArray[Any] | None = None
 
 
 def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:

@@ -213,7 +213,8 @@ class LoadedTokenizer:
         text = self.token_texts[token_id] if 0 <= token_id < self.vocab_size else None
         if text is None:
             return b""
-        if token_id in self.added_tokens:
+        # Gemma-3's runs of spaces are added tokens, spelled with "▁"; special markers are never spelled in it.
+        if token_id in self.special_ids or (self.byte_level and token_id in self.added_tokens):
             return text.encode()
         if token_id in self.byte_of_id:
             return bytes([self.byte_of_id[token_id]])

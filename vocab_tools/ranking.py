@@ -8,6 +8,7 @@ forced id 3 rank as 3, 1, 2, 4, 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -134,21 +135,27 @@ def rank_by_order(
     return pool.cut(ranked, size, round_to, {**found, **(provenance or {})})
 
 
+@dataclass(frozen=True, eq=False)
 class _Pool:
-    """The ids that may be chosen, and those that must be."""
+    """The ids that may be chosen, and those that must be.
 
-    def __init__(
-        self,
-        ids: NDArray[np.int64],
-        forced: NDArray[np.int64],
-        reasons: Mapping[int, str],
-        target_vocab: int,
-        trained: int | None,
-        untrained: list[int],
-        warnings: list[str],
-    ) -> None:
-        self.ids, self.forced, self.reasons = ids, forced, reasons
-        self.target_vocab, self.trained, self.untrained, self.warnings = target_vocab, trained, untrained, warnings
+    Attributes:
+        ids: may be chosen, int64 [pool], ascending.
+        forced: must be, int64 [forced], ascending, all in `ids`.
+        reasons: why, by id.
+        target_vocab: rows of the target's LM head.
+        trained: how many ids the head was trained on, None for a head without a map.
+        untrained: forced ids that the head never trained.
+        warnings: for the user; grows on the way.
+    """
+
+    ids: NDArray[np.int64]
+    forced: NDArray[np.int64]
+    reasons: Mapping[int, str]
+    target_vocab: int
+    trained: int | None
+    untrained: list[int]
+    warnings: list[str]
 
     @classmethod
     def of(

@@ -47,6 +47,13 @@ def test_sentencepiece_spelling(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_fallback_bpe()))
     assert readable_token(tokenizer, tokenizer.vocab["▁hell"]) == " hell"
     assert readable_token(tokenizer, tokenizer.vocab["<0xE4>"]) == "\\xe4"
+    # As Gemma-3 has them: runs of spaces among the added tokens, spelled with the space mark.
+    backend = byte_fallback_bpe()
+    backend.add_tokens(["▁▁▁"])
+    backend.add_special_tokens(["<end▁of▁turn>"])
+    gemma = load_tokenizer(write_folder(tmp_path / "g", backend))
+    assert readable_token(gemma, gemma.vocab["▁▁▁"]) == "   "
+    assert readable_token(gemma, gemma.vocab["<end▁of▁turn>"]) == "<end▁of▁turn>"
 
 
 def test_listing(tokenizer: LoadedTokenizer) -> None:
