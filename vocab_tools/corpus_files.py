@@ -189,9 +189,9 @@ def _plain_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
 
 
 def _text_cut(data: BinaryIO, start: int, size: int) -> tuple[int, bool]:
-    tail_start = start + BLOCK_BYTES - MAX_PARAGRAPH_BYTES
+    tail_start = max(start, start + BLOCK_BYTES - MAX_PARAGRAPH_BYTES)
     data.seek(tail_start)
-    return tail_start + cut_text(data.read(MAX_PARAGRAPH_BYTES)), True
+    return tail_start + cut_text(data.read(start + BLOCK_BYTES - tail_start)), True
 
 
 def _line_cut(data: BinaryIO, start: int, size: int) -> tuple[int, bool]:

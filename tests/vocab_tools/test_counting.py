@@ -1,0 +1,398 @@
+"""count_tokens: right, the same however it is run, and resumable after kill -9."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools import corpus_files
+from eagle_slim.vocab_tools.corpus import CorpusSource
+from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
+from eagle_slim.vocab_tools.held_out import HeldOutRule
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.tokenizers import WORDS, llama3_like
+
+NOTHING_HELD_OUT = HeldOutRule(0)
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+def some_texts(count: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    words = WORDS.split(" ")
+    return [" ".join(draw.choices(words, k=draw.randint(1, 40))) for _ in range(count)]
+
+
+def naive(texts: list[str]) -> list[int]:
+    counter: Counter[int] = Counter()
+    for text in texts:
+        counter.update(llama3_like().backend.encode(text, add_special_tokens=False).ids)
+    return [counter[token_id] for token_id in range(llama3_like().vocab_size)]
+
+
+def everything(counts: TokenCounts, source: int = 0) -> list[int]:
+    found = counts.sources[source]
+    assert found.held_out is not None
+    return (found.counts + np.bincount(found.held_out.token_ids, minlength=counts.vocab_size)).tolist()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 2000)
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), max_size=30), min_size=1, max_size=12))
+@settings(max_examples=40, deadline=None)
+def test_counts_are_those_of_a_counter(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    path = write_jsonl(tmp_path_factory.mktemp("corpus") / "a.jsonl", ["a word", *texts])
+    counts = count_tokens(
+        [CorpusSource(str(path))], llama3_like(), workers=0, held_out=NOTHING_HELD_OUT, tokenizer_engine="tokenizers"
+    )
+    assert counts.sources[0].held_out is None
+    assert counts.sources[0].counts.tolist() == naive(["a word", *texts])
+    assert counts.tokenizer_hash == llama3_like().tokenizer_hash
+
+
+def test_held_out_documents_are_whole_and_not_counted(tmp_path: Path) -> None:
+    texts = some_texts(200)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, held_out=HeldOutRule(0.1))
+    assert everything(counts) == naive(texts)
+    held_out = counts.sources[0].held_out
+    assert held_out is not None
+    assert held_out.num_documents == 20
+    of_texts = Counter(tuple(llama3_like().backend.encode(text).ids) for text in texts)
+    kept = Counter(
+        tuple(held_out.token_ids[start:stop].tolist())
+        for start, stop in zip(held_out.doc_offsets[:-1], held_out.doc_offsets[1:], strict=True)
+    )
+    assert kept <= of_texts
+    provenance = counts.sources[0].provenance
+    assert (provenance["documents"], provenance["held_out"]["documents"]) == (180, 20)
+    other = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, held_out=HeldOutRule(0.1), seed=1)
+    assert other.sources[0].held_out is not None
+    assert other.sources[0].held_out.token_ids.tolist() != held_out.token_ids.tolist()
+
+
+def test_workers_blocks_and_compression_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = some_texts(300)
+    plain = write_jsonl(tmp_path / "a.jsonl", texts)
+    (tmp_path / "gz").mkdir()
+    packed = tmp_path / "gz" / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    arguments: dict[str, Any] = {"held_out": HeldOutRule(0.1, max_tokens=300), "tokenizer_engine": "tokenizers"}
+    whole = count_tokens([CorpusSource(str(plain))], llama3_like(), workers=0, **arguments)
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 1500)
+    assert everything(whole) == naive(texts)
+    for workers, path in ((0, plain), (2, plain), (0, packed)):
+        other = count_tokens([CorpusSource(str(path))], llama3_like(), workers=workers, **arguments)
+        if path == plain:
+            assert other.to_bytes() == whole.to_bytes()
+        assert other.sources[0].counts.tolist() == whole.sources[0].counts.tolist()
+        assert other.sources[0].held_out is not None
+        assert whole.sources[0].held_out is not None
+        assert other.sources[0].held_out.token_ids.tolist() == whole.sources[0].held_out.token_ids.tolist()
+
+
+def test_limits_fall_on_the_same_document_in_any_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = some_texts(120)
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    lengths = [len(llama3_like().backend.encode(text).ids) for text in texts]
+    limit = sum(lengths[:50]) - 1
+    for block_bytes in (1 << 20, 3000, 200):
+        monkeypatch.setattr(corpus_files, "BLOCK_BYTES", block_bytes)
+        by_documents = CorpusSource(str(path), max_documents=50)
+        by_tokens = CorpusSource(str(path), max_tokens=limit)
+        for source in (by_documents, by_tokens, CorpusSource(str(path), max_tokens=10**9, max_documents=50)):
+            counts = count_tokens([source], llama3_like(), workers=0)
+            assert everything(counts) == naive(texts[:50])
+            assert counts.sources[0].provenance["ended_by_limit"] is True
+    exact = count_tokens([CorpusSource(str(path), max_tokens=limit + 1)], llama3_like(), workers=0)
+    assert everything(exact) == naive(texts[:50])
+
+
+def test_a_bad_line_behind_the_limit_is_not_met(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(20))
+    path.write_text(path.read_text() + "broken\n" + json.dumps({"text": "end"}) + "\n")
+    counts = count_tokens([CorpusSource(str(path), max_documents=20)], llama3_like(), workers=0)
+    assert counts.sources[0].provenance["skipped_records"] == 0
+    with pytest.raises(CorpusError, match=r"a\.jsonl, line 21: not JSON"):
+        count_tokens([CorpusSource(str(path), max_documents=21)], llama3_like(), workers=0)
+
+
+def test_sampling_is_a_share_drawn_by_the_seed(tmp_path: Path) -> None:
+    texts = [f"document {number}" for number in range(1000)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+
+    def sampled(seed: int, share: float) -> int:
+        counts = count_tokens(
+            [CorpusSource(str(path), sample=share)], llama3_like(), workers=0, seed=seed, held_out=NOTHING_HELD_OUT
+        )
+        return int(counts.sources[0].provenance["documents"])
+
+    assert sampled(0, 1.0) == 1000
+    first = sampled(0, 0.2)
+    assert abs(first - 200) < 4 * 12.7
+    assert first == sampled(0, 0.2)
+    assert len({sampled(seed, 0.2) for seed in range(4)}) > 1
+
+
+def test_shuffle_takes_files_in_another_order(tmp_path: Path) -> None:
+    for number in range(8):
+        write_jsonl(tmp_path / f"{number}.jsonl", [f"only {number}"])
+    taken = set()
+    for seed in range(6):
+        source = CorpusSource(str(tmp_path), shuffle=True, max_documents=1)
+        counts = count_tokens([source], llama3_like(), workers=0, seed=seed, held_out=NOTHING_HELD_OUT)
+        taken.add(counts.sources[0].provenance["files"][0]["name"])
+    assert len(taken) > 1
+
+
+def test_provenance_says_what_was_read(tmp_path: Path) -> None:
+    import hashlib
+
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(30))
+    write_jsonl(tmp_path / "b.jsonl", some_texts(30, seed=1))
+    counts = count_tokens([CorpusSource(str(tmp_path), name="mine", weight=2)], llama3_like(), workers=0)
+    provenance = counts.sources[0].provenance
+    data = path.read_bytes()
+    assert provenance["files"][0] == {
+        "name": "a.jsonl",
+        "bytes": len(data),
+        "sha256": hashlib.sha256(data).hexdigest(),
+    }
+    assert [entry["name"] for entry in provenance["files"]] == ["a.jsonl", "b.jsonl"]
+    assert str(tmp_path) not in json.dumps(provenance)
+    assert (counts.sources[0].name, counts.sources[0].weight, provenance["text"]) == ("mine", 2, "all")
+    assert provenance["tokenizer_engine"].split()[0] in ("tokenizers", "fastokens")
+
+
+def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> None:
+    good = some_texts(40)
+    lines = [json.dumps({"text": text}) for text in good]
+    for at, bad in ((5, "{"), (17, '{"other": 1}'), (30, '{"text": 5}')):
+        lines.insert(at, bad)
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(lines))
+    told: list[str] = []
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, on_error="skip", notify=told.append)
+    assert everything(counts) == naive(good)
+    assert counts.sources[0].provenance["skipped_records"] == 3
+    said = "\n".join(told)
+    for line, reason in ((6, "not JSON"), (18, "no column 'text'"), (31, "expected a string, found int")):
+        assert f"a.jsonl, line {line}: " in said
+        assert reason in said
+    assert "3 records skipped in all" in said
+
+
+def test_texts_too_long_are_cut_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eagle_slim.vocab_tools import encode
+
+    monkeypatch.setattr(encode, "MAX_TEXT_CHARS", 100)
+    text = " ".join(some_texts(5))
+    path = write_jsonl(tmp_path / "a.jsonl", [text])
+    counts = count_tokens([CorpusSource(str(path), column="text")], llama3_like(), workers=0)
+    # Cut before spaces, where this tokenizer starts a new word anyway.
+    assert counts.sources[0].counts.tolist() == naive([text])
+    assert counts.sources[0].provenance["cuts_in_long_texts"] >= len(text) // 100
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda path: [], UsageError, "at least one source"),
+        (lambda path: [CorpusSource(str(path)), CorpusSource(str(path))], UsageError, "two sources are called 'a'"),
+    ],
+)
+def test_sources_that_do_not_fit(tmp_path: Path, make: Any, error: type[Exception], message: str) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(error, match=message):
+        count_tokens(make(path), llama3_like(), workers=0)
+
+
+def test_a_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["", ""])
+    with pytest.raises(CorpusError, match="2 empty documents"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0)
+
+
+# Checkpoints
+
+RUN = """
+    import os, signal, sys
+    from pathlib import Path
+    sys.path.insert(0, {tests!r})
+    from eagle_slim.vocab_tools import corpus_files
+    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from eagle_slim.vocab_tools.counting import count_tokens
+    from support.tokenizers import llama3_like
+
+    def main():
+        corpus_files.BLOCK_BYTES = 4000
+        folder, workers, die_after = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+        blocks = 0
+
+        def progress(tokens):
+            nonlocal blocks
+            blocks += 1
+            if blocks == die_after:
+                children = Path(f"/proc/self/task/{{os.getpid()}}/children").read_text()
+                (folder / "children").write_text(children)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        count_tokens(
+            [CorpusSource(str(folder / "*.jsonl*"), name="a"), CorpusSource(str(folder / "b.txt"))],
+            llama3_like(), workers=workers, checkpoint=folder / "check", checkpoint_seconds=0,
+            save_to=folder / "counts", progress=progress,
+        )
+        (folder / "blocks").write_text(str(blocks))
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+@pytest.fixture
+def corpus_folder(tmp_path: Path) -> Path:
+    write_jsonl(tmp_path / "1.jsonl", some_texts(120))
+    (tmp_path / "2.jsonl.gz").write_bytes(
+        gzip.compress("".join(json.dumps({"text": text}) + "\n" for text in some_texts(120, 1)).encode())
+    )
+    (tmp_path / "b.txt").write_text("\n\n".join(some_texts(200, 2)))
+    return tmp_path
+
+
+def _run(folder: Path, workers: int, die_after: int) -> int:
+    script = folder / "run.py"
+    script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))
+    command = [sys.executable, str(script), str(folder), str(workers), str(die_after)]
+    return subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+
+def test_after_kill_the_same_command_ends_with_the_same_bytes(corpus_folder: Path) -> None:
+    assert _run(corpus_folder, 0, -1) == 0
+    expected = (corpus_folder / "counts").read_bytes()
+    all_blocks = int((corpus_folder / "blocks").read_text())
+    assert all_blocks > 12
+    (corpus_folder / "counts").unlink()
+    # Killed once in each file, with and without workers.
+    for workers, die_after in ((2, 3), (0, all_blocks // 3), (0, all_blocks // 3)):
+        assert _run(corpus_folder, workers, die_after) == -signal.SIGKILL
+        assert (corpus_folder / "check").exists()
+        assert not (corpus_folder / "counts").exists()
+        if workers:
+            _wait_for_the_end_of((corpus_folder / "children").read_text().split())
+    assert _run(corpus_folder, 0, -1) == 0
+    assert (corpus_folder / "counts").read_bytes() == expected
+    assert int((corpus_folder / "blocks").read_text()) < all_blocks // 2
+    assert not (corpus_folder / "check").exists()
+    assert not list(corpus_folder.glob(".*"))
+
+
+def _wait_for_the_end_of(pids: list[str]) -> None:
+    deadline = time.monotonic() + 10
+    assert pids
+    while any(_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, "workers outlive their parent"
+        time.sleep(0.05)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _stop_after(blocks: int) -> Any:
+    left = blocks
+
+    def progress(tokens: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_interrupting_keeps_the_checkpoint_and_says_how_to_go_on(tmp_path: Path, small_blocks: None) -> None:
+    texts = some_texts(200)
+    source = CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", texts)))
+    check = tmp_path / "check"
+    with pytest.raises(
+        CountingInterruptedError, match=r"stopped after [\d,]+ tokens. The same command goes on"
+    ) as caught:
+        count_tokens([source], llama3_like(), workers=0, checkpoint=check, progress=_stop_after(3))
+    assert caught.value.exit_code == 130
+    told: list[str] = []
+    counts = count_tokens([source], llama3_like(), workers=0, checkpoint=check, notify=told.append)
+    assert any(message.startswith(f"going on from the checkpoint {check}") for message in told)
+    assert everything(counts) == naive(texts)
+    assert not check.exists()
+
+
+def test_a_checkpoint_is_never_taken_up_by_another_count(tmp_path: Path, small_blocks: None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
+    check = tmp_path / "check"
+    arguments: dict[str, Any] = {"workers": 0, "checkpoint": check}
+    with pytest.raises(CountingInterruptedError):
+        count_tokens([CorpusSource(str(path))], llama3_like(), progress=_stop_after(2), **arguments)
+    with pytest.raises(UsageError, match=r"sources\[0\]\.max_tokens was null, is 5.*--restart"):
+        count_tokens([CorpusSource(str(path), max_tokens=5)], llama3_like(), **arguments)
+    with pytest.raises(UsageError, match="seed was 0, is 1"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), seed=1, **arguments)
+    write_jsonl(path, some_texts(200, seed=3))
+    with pytest.raises(UsageError, match=r"its input has changed: sources\[0\]\.input\.files"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
+    assert check.exists()
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), restart=True, **arguments)
+    assert everything(counts) == naive(some_texts(200, seed=3))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    check = tmp_path / "check"
+    check.write_bytes(b"\0" * 100)
+    with pytest.raises(CorpusError, match="not a readable checkpoint"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, checkpoint=check)
+
+
+def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, small_blocks: None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
+
+    def grow(tokens: int) -> None:
+        with path.open("a") as file:
+            file.write("\n")
+
+    with pytest.raises(CorpusError, match="changed while it was being counted"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, progress=grow)
+
+
+def test_engine_that_is_not_there_is_an_error_only_when_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+    with pytest.raises(TokenizerError, match=r"pip install 'eagle-slim\[fast\]'"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, tokenizer_engine="fastokens")
+    told: list[str] = []
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, notify=told.append)
+    assert counts.sources[0].provenance["tokenizer_engine"].startswith("tokenizers ")
+    assert "fastokens is not installed" in told[0]

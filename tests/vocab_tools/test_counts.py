@@ -1,0 +1,182 @@
+"""TokenCounts: mixing, merging, and the file."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
+from support.token_counts import source, token_counts
+
+
+def test_one_source_is_weighted_exactly() -> None:
+    big = 2**53 + 1
+    counts = token_counts([big, 3, 0])
+    assert counts.weighted().tolist() == [float(big), 3.0, 0.0]
+
+
+def test_weights_are_shares_whatever_the_size() -> None:
+    counts = TokenCounts((source([8, 0, 0], name="chat", weight=3), source([0, 1, 1], name="code")), None)
+    # 10 tokens in all; chat gets 3/4 of them, code 1/4, spread over two ids.
+    assert counts.weighted().tolist() == [7.5, 1.25, 1.25]
+    assert counts.weighted({"code": 3}).tolist() == [5.0, 2.5, 2.5]
+    assert counts.weighted({"chat": 0}).tolist() == [0.0, 1.0, 1.0]
+
+
+def test_a_source_without_tokens_takes_no_share() -> None:
+    counts = TokenCounts((source([1, 3], name="a"), source([0, 0], name="b", weight=9)), None)
+    assert counts.weighted().tolist() == [1.0, 3.0]
+
+
+def test_weights_that_fit_nothing_are_refused() -> None:
+    counts = TokenCounts((source([1], name="a"), source([1], name="b")), None)
+    with pytest.raises(UsageError, match=r"no source named 'c'.*a, b"):
+        counts.weighted({"c": 1})
+    with pytest.raises(UsageError, match="above 0, found -1"):
+        counts.weighted({"a": -1})
+    with pytest.raises(UsageError, match="every source has weight 0"):
+        counts.weighted({"a": 0, "b": 0})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: source([1, -2]), "count of id 1 is -2"),
+        (lambda: source([1], weight=0), "weight above 0, found 0"),
+        (lambda: source([1], weight=float("nan")), "weight above 0"),
+        (lambda: source([1, 1], [[2]]), "held-out ids must lie in 0 to 1"),
+        (lambda: SourceCounts("a", 1.0, np.zeros(2, np.int32), None, {}), r"int64 \[vocab\], found int32 \[2\]"),
+        (lambda: TokenCounts((), None), "at least one source"),
+        (lambda: TokenCounts((source([1]), source([1])), None), "more than once: text"),
+        (lambda: TokenCounts((source([1], name="a"), source([1, 2], name="b")), None), "'a': 1, 'b': 2"),
+        (lambda: HeldOut(np.zeros(2, np.int32), np.array([0, 3], np.int64)), "rise from 0 to 2"),
+        (lambda: HeldOut(np.zeros(2, np.int32), np.array([0, 2, 1, 2], np.int64)), "rise from 0 to 2"),
+    ],
+)
+def test_bad_counts_are_refused(make: object, message: str) -> None:
+    with pytest.raises(VocabularyError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_merge_keeps_sources_apart_and_adds_up_parts() -> None:
+    first = TokenCounts((source([1, 2], [[0, 1]], name="chat"), source([5, 0], name="code")), "h")
+    second = SourceCounts("chat", 1.0, np.array([10, 0]), source([0, 0], [[1], [0, 0]]).held_out, {"made": "elsewhere"})
+    merged = merge_counts([first, TokenCounts((second,), "h")], {"code": 2.5})
+    chat, code = merged.sources
+    assert (chat.name, chat.counts.tolist(), code.counts.tolist(), code.weight) == ("chat", [11, 2], [5, 0], 2.5)
+    assert chat.held_out is not None
+    assert chat.held_out.token_ids.tolist() == [0, 1, 1, 0, 0]
+    assert chat.held_out.doc_offsets.tolist() == [0, 2, 3, 5]
+    assert chat.provenance == {"parts": [{"made": "by hand"}, {"made": "elsewhere"}]}
+    assert merged.tokenizer_hash == "h"
+
+
+def test_merging_what_does_not_belong_together_is_refused() -> None:
+    one = token_counts([1, 2], tokenizer_hash="a")
+    with pytest.raises(TokenizerError, match="found a, b"):
+        merge_counts([one, token_counts([1, 2], tokenizer_hash="b")])
+    with pytest.raises(VocabularyError, match=r"found \[2, 3\]"):
+        merge_counts([one, token_counts([1, 2, 3], tokenizer_hash="a")])
+    with pytest.raises(VocabularyError, match="counted twice"):
+        merge_counts([one, one])
+    with pytest.raises(VocabularyError, match="counted twice"):
+        merge_counts([merge_counts([one, TokenCounts((_part("x"),), "a")]), TokenCounts((_part("x"),), "a")])
+    with pytest.raises(UsageError, match="no source named 'y'"):
+        merge_counts([one], {"y": 1})
+    with pytest.raises(UsageError, match=r"weights \[1.0, 2.0\]"):
+        merge_counts([one, TokenCounts((_part("x", weight=2.0),), "a")])
+    with pytest.raises(UsageError, match="nothing to merge"):
+        merge_counts([])
+
+
+def _part(made: str, weight: float = 1.0) -> SourceCounts:
+    return SourceCounts("text", weight, np.array([1, 1]), None, {"made": made})
+
+
+_names = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8)
+
+
+@st.composite
+def _token_counts(draw: st.DrawFn) -> TokenCounts:
+    vocab = draw(st.integers(1, 6))
+    sources = []
+    for name in draw(st.lists(_names, min_size=1, max_size=3, unique=True)):
+        counts = draw(st.lists(st.integers(0, 2**62), min_size=vocab, max_size=vocab))
+        documents = draw(st.none() | st.lists(st.lists(st.integers(0, vocab - 1), max_size=4), max_size=4))
+        sources.append(source(counts, documents, name, draw(st.floats(1e-3, 1e3))))
+    return TokenCounts(tuple(sources), draw(st.none() | _names))
+
+
+def _same(a: TokenCounts, b: TokenCounts) -> bool:
+    return a.to_bytes() == b.to_bytes()
+
+
+@given(_token_counts())
+@settings(max_examples=40, deadline=None)
+def test_save_and_load_are_inverse_and_bytes_repeat(
+    tmp_path_factory: pytest.TempPathFactory, counts: TokenCounts
+) -> None:
+    path = tmp_path_factory.mktemp("counts") / "counts.safetensors"
+    counts.save(path)
+    loaded = TokenCounts.load(path)
+    assert _same(loaded, counts)
+    for before, after in zip(counts.sources, loaded.sources, strict=True):
+        assert (before.name, before.weight, before.provenance) == (after.name, after.weight, after.provenance)
+        assert np.array_equal(before.counts, after.counts)
+
+
+@given(st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=3, max_size=3))
+def test_merging_is_associative(rows: list[list[int]]) -> None:
+    a, b, c = (
+        TokenCounts((SourceCounts("t", 1.0, np.array(row), source([0] * 3, [[i]]).held_out, {"part": i}),), None)
+        for i, row in enumerate(rows)
+    )
+    assert _same(merge_counts([merge_counts([a, b]), c]), merge_counts([a, merge_counts([b, c])]))
+    assert _same(merge_counts([merge_counts([a, b]), c]), merge_counts([a, b, c]))
+
+
+def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(VocabularyError, match="no such counts file"):
+        TokenCounts.load(path)
+    path.write_bytes(b"not safetensors at all")
+    with pytest.raises(VocabularyError, match="not a readable safetensors file"):
+        TokenCounts.load(path)
+    save_file({"a": np.zeros(3)}, path)
+    with pytest.raises(VocabularyError, match="not token counts"):
+        TokenCounts.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, header: header.update(version=2), "format version 2"),
+        (lambda tensors, header: header.pop("sources"), "damaged counts file"),
+        (lambda tensors, header: tensors.pop("counts.0"), "damaged counts file"),
+        (lambda tensors, header: tensors.pop("held_out.0.token_ids"), "belong together"),
+        (lambda tensors, header: tensors.update(extra=np.zeros(1)), "belong to no source: extra"),
+        (lambda tensors, header: tensors.update({"counts.0": np.array([-1, 0])}), "below 0"),
+        (lambda tensors, header: tensors.update({"held_out.0.doc_offsets": np.array([0, 9])}), "rise from 0 to 2"),
+    ],
+)
+def test_tampered_files_are_refused(tmp_path: Path, change: object, message: str) -> None:
+    path = tmp_path / "counts.safetensors"
+    token_counts([4, 5], [[0, 1]]).save(path)
+    tensors = dict(load_file(path))
+    header = json.loads(_metadata(path))
+    change(tensors, header)  # type: ignore[operator]
+    save_file(tensors, path, {"eagle_slim.token_counts": json.dumps(header)})
+    with pytest.raises(VocabularyError, match=message) as caught:
+        TokenCounts.load(path)
+    assert str(path) in str(caught.value)
+
+
+def _metadata(path: Path) -> str:
+    from safetensors import safe_open
+
+    with safe_open(path, "numpy") as file:
+        return file.metadata()["eagle_slim.token_counts"]
