@@ -25,7 +25,7 @@ Part = Literal["held-out", "counted"]
 MEAN = "all sources"
 """Name of the weighted mean beside the sources."""
 
-_CURVE_POINTS = 40
+_CURVE_POINTS = 64
 _CONFIDENCE = 0.95
 # Bootstrap weights are drawn for this many documents × resamples at a time: 64 MB of float64.
 _WEIGHTS_AT_ONCE = 8_000_000

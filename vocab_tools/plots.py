@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, told apart under all common colour blindness; black is kept for the mean of all sources.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_SMALLEST_MISS = 1e-5
+# The axis ends here at the latest; curves that cover more leave it through the top.
+_SMALLEST_MISS = 1e-4
 
 
 def plot_coverage(report: CoverageReport, path: str | Path) -> None:
@@ -81,10 +82,11 @@ def _draw_axes(axes: Axes, report: CoverageReport) -> None:
     misses = np.concatenate([_miss(part) for source in report.sources for part in (source.coverage, source.baseline)])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    low, high = max(float(misses.min()), _SMALLEST_MISS), float(misses.max())
+    inside = misses[misses >= _SMALLEST_MISS]
+    low, high = (float(inside.min()), float(inside.max())) if len(inside) else (_SMALLEST_MISS, _SMALLEST_MISS)
     axes.set_ylim(min(1.0, high * 1.3), low / 1.4)
     steps = (1, 2, 5) if high > 50 * low else (1, 2, 3, 5, 7)
-    ticks = [step * 10.0**power for power in range(-5, 1) for step in steps]
+    ticks = [step * 10.0**power for power in range(-4, 1) for step in steps]
     ticks = [tick for tick in ticks if low / 1.4 <= tick <= min(1.0, high * 1.3)]
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -113,4 +115,5 @@ def _without_neighbours(powers: list[int], size: int) -> list[int]:
 
 
 def _miss(coverage: Any) -> Any:
-    return np.maximum(1.0 - np.asarray(coverage), _SMALLEST_MISS)
+    # Zero has no place on a logarithmic axis; far above its end will do.
+    return np.maximum(1.0 - np.asarray(coverage), _SMALLEST_MISS / 1000)
