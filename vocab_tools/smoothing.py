@@ -11,8 +11,10 @@ Poisson, so the posterior mean rate is
 `p_i ∝ (rank_i + shift) ** -exponent`, fitted to the counted text by maximum likelihood. The strength `a` is the number
 of observations the prior is worth at every token: 0 leaves the counts alone, infinity leaves the id order. "auto" takes
 the strength under which the held-out text is likeliest. It does not depend on the draft vocabulary's size, so
-vocabularies stay nested. Plain counts with ties by id already use the order for the ids never seen; measured on
-163 M tokens, smoothing moves coverage by less than 0.1 points when the counted text is of the right kind.
+vocabularies stay nested.
+
+Plain counts with ties by id already use the order for the ids never seen, so smoothing changes little where enough text
+of the right kind was counted; it helps where the text is scarce and the held-out part is broader than it.
 """
 
 from __future__ import annotations
