@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from .corpus_blocks import BadRecord, Block
 from .corpus_files import (
     CorpusFile,
@@ -172,10 +174,22 @@ class OpenCorpus:
 
     def blocks(self, after: tuple[int, int] | None = None) -> Iterator[Block]:
         """Yield the blocks in the corpus's order, those behind (shard, stop) of a block when given."""
+        for shard, start in self.shards_after(after):
+            yield from self.shard_blocks(shard, start)
+
+    def shards_after(self, after: tuple[int, int] | None = None) -> Iterator[tuple[int, int]]:
+        """Yield the shards in the corpus's order, each with the position to begin at; see `blocks`."""
         first = 0 if after is None else self._order.index(after[0])
         for visited, shard in enumerate(self._order[first:]):
-            start = after[1] if after is not None and visited == 0 else 0
-            yield from self._opened.blocks_of(shard, start, self.column)
+            yield shard, after[1] if after is not None and visited == 0 else 0
+
+    def shard_blocks(self, shard: int, start: int) -> Iterator[Block]:
+        """Yield the blocks of one shard from a position on."""
+        return self._opened.blocks_of(shard, start, self.column)
+
+    def is_cheap_to_cut(self, shard: int) -> bool:
+        """Whether the blocks of a shard are found without reading it; they hold no data then."""
+        return bool(self._files) and not self._files[shard].compressed
 
     def shards_until(self, cursor: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Yield the shards read up to a cursor, each with the position reached; -1 stands for its end."""
@@ -200,10 +214,7 @@ class OpenCorpus:
         if not self._files:
             shard = f" of shard {bad.shard}" if self._opened.num_shards > 1 else ""
             return f"{self.source.location}, split {self.origin['split']}, row {bad.position}{shard}"
-        file = self._files[bad.shard]
-        if file.format == "parquet":
-            return f"{file.path}, row {bad.position}"
-        return f"{file.path}, line {line_of(file, bad.position)}"
+        return _place(self._files[bad.shard], bad)
 
     def hasher(self) -> FileHasher | None:
         """Start hashing the files beside the counting; None for a dataset, which its commit names."""
@@ -260,8 +271,12 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
                 f"{source.location}: .txt files have no columns, .{tables[0].format} files have. "
                 "Give them as two sources, each with its own pattern."
             )
-        rows = (first_row(file) for file in tables)
-        column, kind = _choose_column(source, next((row for row in rows if row is not None), None))
+        row = next((row for file in tables if (row := first_row(file)) is not None), None)
+        if row is None:
+            raise CorpusError(
+                f"{source.location}: no readable record. {_first_fault(files[0], source.column or 'text')}"
+            )
+        column, kind = _choose_column(source, row)
     elif source.column is not None:
         raise UsageError(f"{source.location}: plain text has no columns; leave out column {source.column!r}")
     return OpenCorpus(
@@ -281,7 +296,10 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
     from .corpus_hub import HubDataset
 
     dataset = HubDataset(source.location, source.config, source.split, source.revision)
-    column, kind = _choose_column(source, dataset.first_row())
+    row = dataset.first_row()
+    if row is None:
+        raise CorpusError(f"{source.location}: split {dataset.split} has no rows")
+    column, kind = _choose_column(source, row)
     origin = {
         "dataset": source.location,
         "config": dataset.config,
@@ -301,12 +319,23 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
     )
 
 
-def _choose_column(source: CorpusSource, row: Mapping[str, Any] | None) -> tuple[str, str]:
-    if row is None:
-        raise CorpusError(
-            f"{source.location}: no readable record at its beginning. JSON files hold one object per line: "
-            '{"text": "..."} or {"messages": [...]}.'
-        )
+def _first_fault(file: CorpusFile, column: str) -> str:
+    """Say what is wrong with a file in which nothing can be read."""
+    for block in blocks_of(file, 0, 0, column):
+        records = block.read(column)
+        for value in records.values(np.arange(len(records.positions))):
+            if isinstance(value, BadRecord):
+                return f"{_place(file, value)}: {value.reason}."
+    return f"{file.path} is empty."
+
+
+def _place(file: CorpusFile, bad: BadRecord) -> str:
+    if file.format == "parquet":
+        return f"{file.path}, row {bad.position}"
+    return f"{file.path}, line {line_of(file, bad.position)}"
+
+
+def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, str]:
     if source.column is not None:
         if source.column not in row:
             raise UsageError(f"{source.location}: no column {source.column!r}; the records have {', '.join(row)}")

@@ -1,0 +1,362 @@
+"""Corpora: which files, which column, which records, and what is said of bad ones."""
+
+import gzip
+import itertools
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from eagle_slim.vocab_tools import corpus_blocks, corpus_files
+from eagle_slim.vocab_tools.corpus import CorpusSource, open_corpus, parse_source, with_unique_names
+from eagle_slim.vocab_tools.corpus_blocks import BadRecord, Block, cut_text, document_index, text_documents
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from hypothesis import given
+from hypothesis import strategies as st
+
+TEXTS = [f"text number {number} of many, größer 你好 👋" for number in range(60)]
+
+
+def read_all(source: CorpusSource, after: tuple[int, int] | None = None) -> list[tuple[int, int, Any]]:
+    """(shard, position, value or reason) of every record."""
+    corpus = open_corpus(source)
+    return [record for block in corpus.blocks(after) for record in read_block(block, corpus.column)]
+
+
+def read_block(block: Block, column: str) -> Iterator[tuple[int, int, Any]]:
+    records = block.read(column)
+    for position, value in zip(
+        records.positions.tolist(), records.values(np.arange(len(records.positions))), strict=True
+    ):
+        yield block.shard, position, value.reason if isinstance(value, BadRecord) else value
+
+
+def values(source: CorpusSource) -> list[Any]:
+    return [value for _, _, value in read_all(source)]
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def bad_places(source: CorpusSource) -> list[tuple[str, str]]:
+    corpus = open_corpus(source)
+    found = []
+    for block in corpus.blocks():
+        records = block.read(corpus.column)
+        for value in records.values(np.arange(len(records.positions))):
+            if isinstance(value, BadRecord):
+                found.append((corpus.place_of(value), value.reason))
+    return found
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """The same texts in every format."""
+    rows = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=25)
+    (tmp_path / "d.json").write_bytes(jsonl(rows))
+    (tmp_path / "e.ndjson").write_bytes(jsonl(rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("block_bytes", [50, 700, 1 << 20])
+@pytest.mark.parametrize("name", ["a.jsonl", "b.jsonl.gz", "c.parquet", "d.json", "e.ndjson"])
+def test_every_format_gives_the_texts_in_order(
+    files: Path, name: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", block_bytes)
+    source = CorpusSource(str(files / name))
+    found = read_all(source)
+    assert [value for _, _, value in found] == TEXTS
+    if name == "c.parquet":
+        assert [position for _, position, _ in found] == list(range(60))
+    else:
+        lines = (files / "a.jsonl").read_bytes().splitlines(keepends=True)
+        assert [position for _, position, _ in found] == np.cumsum([0, *map(len, lines[:-1])]).tolist()
+    corpus = open_corpus(source)
+    # Going on behind any block gives the rest.
+    stops = [(block.shard, block.stop) for block in corpus.blocks()]
+    for stop in {stops[0], stops[len(stops) // 2], stops[-1]}:
+        assert read_all(source, stop) == [record for record in found if record[1] >= stop[1]]
+    sizes = sum(block.size for block in corpus.blocks())
+    assert corpus.size is not None
+    assert abs(sizes - corpus.size) <= len(stops)
+
+
+def test_folders_and_globs(files: Path) -> None:
+    (files / "sub").mkdir()
+    (files / "sub" / "z.jsonl").write_bytes(jsonl([{"text": "deep"}]))
+    (files / ".hidden.jsonl").write_bytes(jsonl([{"text": "hidden"}]))
+    (files / "notes.md").write_text("not a corpus")
+    assert values(CorpusSource(str(files))) == [*TEXTS * 5, "deep"]
+    assert values(CorpusSource(str(files / "[ab].*"))) == TEXTS * 2
+    assert values(CorpusSource(str(files / "**" / "*.jsonl"))) == [*TEXTS, "deep"]
+    (files / "docs").mkdir()
+    (files / "docs" / "notes.md").write_text("not a corpus")
+    with pytest.raises(CorpusError, match=r"no corpus file among the 1 .*\.jsonl"):
+        open_corpus(CorpusSource(str(files / "docs")))
+    with pytest.raises(CorpusError, match="no file matches"):
+        open_corpus(CorpusSource(str(files / "*.nothing")))
+    with pytest.raises(CorpusError, match="no such file or folder"):
+        open_corpus(CorpusSource(str(files / "missing.jsonl")))
+    with pytest.raises(CorpusError, match="unknown kind of file"):
+        open_corpus(CorpusSource(str(files / "notes.md")))
+
+
+def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
+    def column_of(row: dict[str, Any], column: str | None = None) -> tuple[str, str]:
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(jsonl([row]))
+        corpus = open_corpus(CorpusSource(str(path), column=column))
+        return corpus.column, corpus.kind
+
+    chat = [{"role": "user", "content": "x"}]
+    assert column_of({"id": 1, "text": "x"}) == ("text", "text")
+    assert column_of({"text": "x", "messages": chat}) == ("messages", "chat")
+    assert column_of({"conversations": chat}) == ("conversations", "chat")
+    assert column_of({"id": 1, "body": "x"}) == ("body", "text")
+    assert column_of({"a": "x", "b": "y"}, "b") == ("b", "text")
+    with pytest.raises(UsageError, match="say which column holds the text; the records have a, b"):
+        column_of({"a": "x", "b": "y"})
+    with pytest.raises(UsageError, match="no column 'c'; the records have a"):
+        column_of({"a": "x"}, "c")
+
+
+def test_bad_lines_are_named_by_file_line_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        b'{"text": "fine"}',
+        b"",
+        b'{"text": "cut off',
+        b"[1, 2]",
+        b'{"other": 1, "more": 2}',
+        b'{"text": "bad \xff byte"}',
+        b'{"text": "half \\ud800 pair"}',
+        b'{"text": NaN}',
+        b'{"text": "NaN elsewhere is taken", "x": NaN}',
+        b"   ",
+        b'{"text": "crlf"}\r',
+        b'{"text": "last, no line end"}',
+    ]
+    expected = [
+        (3, "not JSON: Unterminated string"),
+        (4, "expected a JSON object, found list"),
+        (5, "no column 'text'; the line has 'other', 'more'"),
+        (6, "not UTF-8 text: byte 0xff"),
+        (7, "half of a surrogate pair"),
+    ]
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    plain.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    for path in (plain, packed):
+        for block_bytes in (40, 1 << 20):
+            monkeypatch.setattr(corpus_files, "BLOCK_BYTES", block_bytes)
+            found = bad_places(CorpusSource(str(path)))
+            assert [place for place, _ in found] == [f"{path}, line {line}" for line, _ in expected]
+            for (_, reason), (_, start) in zip(found, expected, strict=True):
+                assert reason.startswith(start)
+            good = [value for value in values(CorpusSource(str(path))) if isinstance(value, str)]
+            assert [text for text in good if text.startswith(("fine", "NaN", "crlf", "last"))] == [
+                "fine",
+                "NaN elsewhere is taken",
+                "crlf",
+                "last, no line end",
+            ]
+
+
+def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(corpus_files, "MAX_RECORD_BYTES", 300)
+    monkeypatch.setattr(corpus_blocks, "MAX_RECORD_BYTES", 300)
+    rows = jsonl([{"text": "a"}, {"text": "b" * 1000}, {"text": "c"}, {"text": "d" * 250}])
+    for path, data in ((tmp_path / "a.jsonl", rows), (tmp_path / "b.jsonl.gz", gzip.compress(rows))):
+        path.write_bytes(data)
+        found = values(CorpusSource(str(path)))
+        assert (found[0], found[2:]) == ("a", ["c", "d" * 250])
+        assert found[1].startswith("the line is too long: at most 300 bytes, found 1,01")
+        assert bad_places(CorpusSource(str(path)))[0][0] == f"{path}, line 2"
+
+
+def test_damaged_gzip_gives_what_is_before_the_damage(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rows = [{"text": "".join(chr(draw.randrange(97, 123)) for _ in range(300))} for _ in range(400)]
+    data = gzip.compress(jsonl(rows))
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(data[: len(data) // 2])
+    found = values(CorpusSource(str(path)))
+    assert found[-1].startswith("the gzip stream is damaged from about here on")
+    assert found[:-1] == [row["text"] for row in rows[: len(found) - 1]]
+    place, _ = bad_places(CorpusSource(str(path)))[-1]
+    assert place.startswith(f"{path}, line ")
+
+
+def test_damaged_parquet_is_named(tmp_path: Path, files: Path) -> None:
+    good = (files / "c.parquet").read_bytes()
+    start = pq.ParquetFile(files / "c.parquet").metadata.row_group(1).column(0).dictionary_page_offset
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(good[:start] + b"\xff" * 60 + good[start + 60 :])
+    ((place, reason),) = bad_places(CorpusSource(str(path), column="text"))
+    assert place == f"{path}, row 25"
+    assert reason.startswith("row group 1 cannot be read: ")
+    assert values(CorpusSource(str(path)))[:25] == TEXTS[:25]
+    path.write_bytes(good[: len(good) // 2])
+    with pytest.raises(CorpusError, match=r"no readable record\. .*bad\.parquet, row 0: damaged Parquet file"):
+        open_corpus(CorpusSource(str(path)))
+
+
+def test_files_without_a_readable_record_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "one"}], indent=2))
+    with pytest.raises(CorpusError, match=r"no readable record\. .*a\.json, line 1: not JSON"):
+        open_corpus(CorpusSource(str(path)))
+    path.write_text("")
+    with pytest.raises(CorpusError, match=r"a\.json is empty"):
+        open_corpus(CorpusSource(str(path)))
+
+
+def test_large_row_groups_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"{n} " + "x" * 50 for n in range(500)]}), path, row_group_size=500)
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 2000)
+    corpus = open_corpus(CorpusSource(str(path)))
+    blocks = list(corpus.blocks())
+    assert len(blocks) > 5
+    assert [value.split()[0] for value in values(CorpusSource(str(path)))] == [str(n) for n in range(500)]
+    middle = blocks[3]
+    rest = read_all(CorpusSource(str(path)), (middle.shard, middle.stop))
+    assert [position for _, position, _ in rest] == list(range(middle.stop, 500))
+
+
+# Plain text
+
+
+def test_text_documents_end_at_blank_lines() -> None:
+    paragraph = b"line one\nline two\n\n"
+    data = paragraph * 500
+    documents = text_documents(data)
+    assert documents[0][0] == 0
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(documents))
+    assert documents[-1][1] == len(data)
+    for start, stop in documents[:-1]:
+        assert data[start:stop].endswith(b"\n\n")
+        assert 4096 <= stop - start < 4096 + 2 * len(paragraph)
+
+
+@given(st.binary(max_size=400) | st.text(max_size=300).map(str.encode), st.integers(1, 40), st.integers(8, 80))
+def test_text_is_never_lost_or_cut_within_a_character(data: bytes, fill: int, most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_blocks, "TEXT_DOCUMENT_BYTES", fill)
+        patch.setattr(corpus_blocks, "MAX_PARAGRAPH_BYTES", most)
+        documents = text_documents(data)
+    assert b"".join(data[start:stop] for start, stop in documents) == data
+    assert all(0 < stop - start <= most for start, stop in documents)
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return
+    for start, stop in documents:
+        data[start:stop].decode()
+
+
+def test_cut_text_prefers_blank_line_then_line_then_space_then_character() -> None:
+    assert cut_text(b"a\n\nb\nc d") == 3
+    assert cut_text(b"ab\nc d") == 3
+    assert cut_text(b"ab cd") == 3
+    assert cut_text("abé".encode()) == 2
+    assert cut_text(b"abcd") == 4
+    assert cut_text(b"\xff" * 8) > 0
+
+
+def test_text_files_are_the_same_however_blocks_are_cut(tmp_path: Path) -> None:
+    text = "\n\n".join(f"Paragraph {number}: {'word ' * (number % 90)}größer." for number in range(3000))
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
+    plain, packed = values(CorpusSource(str(tmp_path / "a.txt"))), values(CorpusSource(str(tmp_path / "b.txt.gz")))
+    assert "".join(plain) == text
+    assert packed == plain
+    assert open_corpus(CorpusSource(str(tmp_path / "a.txt"))).kind == "text"
+
+
+def test_undecodable_text_is_named_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"first\nsecond\nthird \xe9\n" + b"x" * 5000 + b"\n\nand more\n")
+    ((place, reason),) = bad_places(CorpusSource(str(path)))
+    assert (place, reason) == (f"{path}, line 3", "not UTF-8 text: byte 0xe9, invalid continuation byte")
+    path.write_bytes("wide".encode("utf-16"))
+    assert bad_places(CorpusSource(str(path)))[0][0] == f"{path}, line 1"
+
+
+def test_text_has_no_columns_and_does_not_mix(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    with pytest.raises(UsageError, match="plain text has no columns"):
+        open_corpus(CorpusSource(str(tmp_path / "a.txt"), column="text"))
+    (tmp_path / "b.jsonl").write_bytes(jsonl([{"text": "x"}]))
+    with pytest.raises(UsageError, match="two sources"):
+        open_corpus(CorpusSource(str(tmp_path)))
+
+
+# Sources as text
+
+
+def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    parsed = parse_source("chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3,max-tokens=50")
+    assert parsed == CorpusSource("HuggingFaceH4/ultrachat_200k", "chat", 3.0, split="train_sft", max_tokens=50)
+    assert parse_source("org/data").name == "data"
+    assert parse_source("some/code-*.jsonl.gz").name == "code-"
+    assert parse_source("x.jsonl,column=body,shuffle=yes").shuffle is True
+    assert parse_source("a,b.jsonl,column=body").location == "a,b.jsonl"
+    defaults = {"split": "test", "column": "body", "max_tokens": 7}
+    assert parse_source("x.jsonl", defaults) == CorpusSource("x.jsonl", column="body", max_tokens=7)
+    assert parse_source("org/x,max-tokens=9", defaults) == CorpusSource(
+        "org/x", split="test", column="body", max_tokens=9
+    )
+    (tmp_path / "k=v.jsonl").write_bytes(b"")
+    assert parse_source("k=v.jsonl").location == "k=v.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("org/x,colum=a", "unknown key 'colum'; known are weight, config"),
+        ("org/x,weight=heavy", "'heavy' is no value for weight"),
+        ("org/x,weight=-1", "weight above 0"),
+        ("org/x,roles=user", "`assistant` or `all`"),
+        ("org/x,sample=2", "above 0 and at most 1"),
+        ("org/x,max-documents=0", "at least 1"),
+        ("", "needs a location"),
+    ],
+)
+def test_parse_source_refuses(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse_source(spec)
+
+
+def test_local_files_take_no_hub_settings(files: Path) -> None:
+    with pytest.raises(UsageError, match="split belongs to Hub datasets only"):
+        open_corpus(CorpusSource(str(files / "a.jsonl"), split="train"))
+
+
+def test_names_are_made_unique() -> None:
+    sources = with_unique_names([CorpusSource("a/x"), CorpusSource("b/x"), CorpusSource("y"), CorpusSource("c/x")])
+    assert [source.name for source in sources] == ["x", "x-2", "y", "x-3"]
+
+
+def test_document_index_is_unique() -> None:
+    index = np.concatenate([document_index(shard, np.arange(0, 2**40, 2**38)) for shard in range(5)])
+    assert len(np.unique(index)) == len(index)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(files: Path) -> None:
+    (files / "a.jsonl").chmod(0)
+    with pytest.raises(CorpusError, match="cannot be read: Permission denied"):
+        open_corpus(CorpusSource(str(files / "a.jsonl")))
