@@ -105,7 +105,8 @@ def plan_tensors(
         ids = np.arange(head.target_vocab, dtype=np.int64)
     gathered = gather_lm_head(head, lm_head, ids)
     plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors if _kept(head, name)]
-    plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
+    read_hash = None if gathered.rounded else gathered.digest
+    plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks, read_hash))
     if target_ids is not None:
         plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
         plans.append(array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab)))
@@ -135,9 +136,11 @@ def copy_plan(tensors: LazyTensors, name: str, where: str) -> TensorPlan:
 
 
 def _read(tensors: LazyTensors, name: str, where: str) -> Iterator[torch.Tensor]:
-    tensor = tensors.get(name)
-    refuse_nonfinite(tensor, f"{where}: {name}")
-    yield tensor
+    row = 0
+    for piece in tensors.pieces(name):
+        refuse_nonfinite(piece, f"{where}: {name}", first_row=row)
+        row += len(piece)
+        yield piece
 
 
 def _kept(head: DraftHead, name: str) -> bool:

@@ -54,6 +54,9 @@ class TensorSource(Protocol):
     def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
         """Rows `ids` [rows] of a tensor, [rows, ...]."""
 
+    def pieces(self, name: str, ids: NDArray[np.int64] | None = None) -> Iterator[torch.Tensor]:
+        """A tensor or its rows `ids` in pieces, each valid until two more have been asked for."""
+
 
 @dataclass(frozen=True)
 class LazyTensors:
@@ -90,8 +93,12 @@ class LazyTensors:
         """The whole tensor, on the CPU, as stored. KeyError where it is absent."""
         return self.source.tensor(self.stored[name])
 
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        """The tensor in pieces [n, ...], each valid until two more have been asked for. KeyError where it is absent."""
+        return self.source.pieces(self.stored[name])
+
     def digest_of_last_read(self, name: str) -> str:
-        """SHA-256 of the bytes that the last `get` of this tensor returned, as its reader computed it on the way."""
+        """SHA-256 of the bytes of the last `get` or `pieces` of this tensor, as its reader computed it on the way."""
         stored = self.stored[name]
         reads = [
             read for file in self.source.files for read in file.reads if read.tensor == stored and read.rows is None

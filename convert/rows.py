@@ -5,7 +5,7 @@ Rows that keep their dtype keep their bits. Rows of a target in another dtype ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,12 +18,17 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# Gathered at once: large enough for long sequential reads, small beside any slim head.
-CHUNK_BYTES = 32 << 20
+    from .checkpoint import FileRecord
+
+_INFINITY_BITS = {"torch.bfloat16": 0x7F80, "torch.float16": 0x7C00, "torch.float32": 0x7F800000}
 
 
 class RowSource(Protocol):
-    """A matrix whose rows can be gathered."""
+    """A checkpoint with a matrix whose rows can be gathered."""
+
+    @property
+    def files(self) -> Sequence[FileRecord]:
+        """What was read so far."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the matrix, [rows, columns]."""
@@ -31,8 +36,8 @@ class RowSource(Protocol):
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of the matrix."""
 
-    def rows(self, name: str, ids: NDArray[np.int64]) -> torch.Tensor:
-        """Rows `ids` [rows], in that order, [rows, columns]."""
+    def pieces(self, name: str, ids: NDArray[np.int64]) -> Iterator[torch.Tensor]:
+        """Rows `ids`, in that order, in pieces [n, columns], each valid until two more have been asked for."""
 
 
 @dataclass
@@ -72,18 +77,17 @@ class GatheredRows:
         return np.concatenate(self._checksums)
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        """Yield the rows [n, hidden], in order.
+        """Yield the rows [n, hidden], in order; a chunk is valid until two more have been asked for.
 
         Raises:
             CheckpointError: a row holds NaN or infinity.
             MismatchError: a value does not fit the head's dtype.
         """
         self._checksums.clear()
-        row_bytes = self.shape[1] * self.source.dtype(self.name).itemsize
-        step = max(1, CHUNK_BYTES // max(row_bytes, 1))
-        for start in range(0, len(self.row_ids), step):
-            piece = slice(start, start + step)
-            rows = self.source.rows(self.name, self.row_ids[piece])
+        start = 0
+        for rows in self.source.pieces(self.name, self.row_ids):
+            piece = slice(start, start + len(rows))
+            start += len(rows)
             refuse_nonfinite(rows, f"{self.where}: {self.name}", self.target_ids[piece])
             if rows.dtype != self.dtype:
                 rounded = rows.to(self.dtype)
@@ -91,6 +95,11 @@ class GatheredRows:
                 rows = rounded
             self._checksums.append(row_checksums(rows))
             yield rows
+
+    def digest(self) -> str:
+        """SHA-256 of all rows as they were read, which is as they are written where they keep their dtype."""
+        reads = [read for file in self.source.files for read in file.reads if read.tensor == self.name and read.rows]
+        return reads[-1].sha256
 
     def _refuse_overflow(self, rounded: torch.Tensor, target_ids: NDArray[np.int64]) -> None:
         import torch
@@ -106,23 +115,33 @@ class GatheredRows:
 
 
 def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating-point tensor holds neither NaN nor infinity: one pass, no temporary memory."""
+    """Whether a CPU tensor of bf16, fp16 or fp32 holds neither NaN nor infinity, without temporary memory.
+
+    With all exponent bits set a number is not finite, and its bits exceed those of every finite number of its sign: as
+    signed integers the positive ones come to the top, as unsigned integers the negative ones. bf16 infinity is
+    0x7f80, minus infinity 0xff80. Two maxima on one core take a tenth of the time of `torch.isfinite` on all.
+    """
     import torch
 
     if tensor.numel() == 0:
         return True
-    # aminmax hands NaN through, and an infinity is the extreme.
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+    infinity = _INFINITY_BITS[str(tensor.dtype)]
+    wide = tensor.dtype.itemsize == 4
+    bits = tensor.contiguous().view(torch.int32 if wide else torch.int16).numpy()
+    unsigned = bits.view(np.uint32 if wide else np.uint16)
+    sign = 1 << (31 if wide else 15)
+    return int(bits.max()) < infinity and int(unsigned.max()) < sign + infinity
 
 
-def refuse_nonfinite(tensor: torch.Tensor, where: str, target_ids: NDArray[np.int64] | None = None) -> None:
-    """Raise CheckpointError where a tensor holds NaN or infinity, naming the first row."""
+def refuse_nonfinite(
+    tensor: torch.Tensor, where: str, target_ids: NDArray[np.int64] | None = None, first_row: int = 0
+) -> None:
+    """Raise CheckpointError where a tensor (or its part from `first_row` on) holds NaN or infinity, naming the row."""
     import torch
 
     if all_finite(tensor):
         return
     rows = tensor.reshape(tensor.shape[0], -1)
     row = int(torch.nonzero(~torch.isfinite(rows).all(dim=1))[0])
-    place = f"row {row}" if target_ids is None else f"row of token {int(target_ids[row])}"
+    place = f"row {first_row + row}" if target_ids is None else f"row of token {int(target_ids[row])}"
     raise CheckpointError(f"{where}: {place} holds NaN or infinity; the checkpoint is damaged, fetch it again")
