@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from eagle_slim.convert.artifact import Artifact
+from eagle_slim.convert.default_counts import load_embedded_counts
 from eagle_slim.convert.embedded import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.head import DraftHead, open_head
 from eagle_slim.convert.manifest import MANIFEST_NAME
 from eagle_slim.convert.source import open_head_source
 from eagle_slim.convert.target import choose_target
+from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from torch import nn
 
 from .config import TreeConfig
 from .drafter import Drafter, ReferenceDrafter
 from .errors import DrafterError, UsageError
-from .weights import HeadWeights
+from .weights import HeadWeights, choose_draft_ids
 
 if TYPE_CHECKING:
     import numpy as np
+    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
 MapForm = Literal["auto", "offset", "absolute"]
@@ -43,7 +46,18 @@ class OpenedHead:
     num_forced: int = 0
     tokenizer_hash: str | None = None
     target_name: str | None = None
-    """Repository or folder of the target, as far as the head knows it; the embedded one is a folder."""
+    """Repository or folder of the target, as far as the head knows it."""
+    is_embedded: bool = False
+    """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
+
+    def choose(self, draft_vocab: int | DraftVocab | None) -> NDArray[np.int64]:
+        """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
+        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab:
+            tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
+            draft_vocab = rank_vocabulary(
+                load_embedded_counts(), draft_vocab, tokenizer=tokenizer, target_vocab=self.head.target_vocab
+            )
+        return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
 
 
 def open_any_head(
@@ -69,7 +83,8 @@ def open_any_head(
                 raise UsageError(f"{head} is a converted head: its manifest settles tap layers and map form already.")
             return _from_artifact(Artifact.load(source.folder))
     opened = open_head(head, revision=revision, offline=offline, d2t_form=d2t_form, tap_layers=tap_layers)
-    return OpenedHead(opened, target_name=_target_of(opened, None if head is None else str(head)))
+    name = None if head is None else str(head)
+    return OpenedHead(opened, target_name=_target_of(opened, name), is_embedded=head is None)
 
 
 def load_target(target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None) -> nn.Module:

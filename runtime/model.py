@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -26,6 +26,7 @@ from .generate import OnTokens, generate
 from .loading import (
     DrafterFactory,
     MapForm,
+    OpenedHead,
     build_drafter,
     load_target,
     load_target_config,
@@ -37,7 +38,7 @@ from .pairing import check_pairing, check_tokenizer, resolve_tap_layers
 from .requests import Request, RequestOutput
 from .stats import GenerationStats
 from .target import TargetModel
-from .weights import choose_draft_ids, load_head_weights
+from .weights import gather_lm_head_rows, load_head_weights
 
 if TYPE_CHECKING:
     from eagle_slim.convert.artifact import Artifact
@@ -91,11 +92,19 @@ class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
     def __init__(
-        self, target: TargetModel, drafter: Drafter, tokenizer: Any | None = None, max_model_len: int | None = None
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        tokenizer: Any | None = None,
+        max_model_len: int | None = None,
+        opened: OpenedHead | None = None,
+        drafter_kind: str | DrafterFactory = "reference",
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
+        self.opened = opened
+        self.drafter_kind = drafter_kind
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
@@ -127,7 +136,7 @@ class SpeculativeModel:
             target: Hub id, folder, or a loaded transformers model; None takes the one that the head names.
             head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
             draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
-                converting again; or a `DraftVocab`; None takes all.
+                converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None means 60, or all
                 candidates where there are fewer.
             dtype: of target and drafter, "auto" for what the target's files hold.
@@ -156,7 +165,7 @@ class SpeculativeModel:
             name, model = str(location), None
             text_config = load_target_config(location, revision).get_text_config()
         check_pairing(opened.head, text_config, name)
-        draft_ids = choose_draft_ids(opened.head, draft_vocab, opened.rank_order, opened.num_forced)
+        draft_ids = opened.choose(draft_vocab)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
@@ -164,7 +173,23 @@ class SpeculativeModel:
             model = load_target(location, dtype, place, revision)
         wrapped = TargetModel(model, resolve_tap_layers(opened.head, int(text_config.num_hidden_layers)))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
-        return cls(wrapped, build_drafter(drafter, weights, tree), tokenizer, max_model_len)
+        return cls(wrapped, build_drafter(drafter, weights, tree), tokenizer, max_model_len, opened, drafter)
+
+    def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
+        """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
+
+        Raises `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`.
+        """
+        if self.opened is None:
+            raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
+        weights = self.drafter.weights
+        ids = self.opened.choose(draft_vocab)
+        rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
+        other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
+        drafter = build_drafter(self.drafter_kind, other, self.drafter.tree)
+        return SpeculativeModel(
+            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.drafter_kind
+        )
 
     @property
     def draft_vocab(self) -> int:

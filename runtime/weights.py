@@ -135,12 +135,6 @@ def load_head_weights(
     if head.kind == "eagle":
         # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
         tensors.pop("input_layernorm.weight", None)
-    ids = torch.from_numpy(draft_ids).to(device)
-    if head.has_lm_head:
-        rows = rows_of_ids(head, draft_ids)
-        lm_head = head.tensors.rows("lm_head.weight", rows).to(device, dtype)
-    else:
-        lm_head = target.lm_head.detach()[torch.from_numpy(draft_ids).to(target.lm_head.device)].to(device, dtype)
     if "embed_tokens.weight" in head.tensors and head.target_hidden_size != head.hidden_size:
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
@@ -150,8 +144,8 @@ def load_head_weights(
         kind=head.kind,
         tensors=tensors,
         embedding=embedding,
-        lm_head=lm_head,
-        draft_to_target=ids,
+        lm_head=gather_lm_head_rows(head, target, draft_ids, dtype, device),
+        draft_to_target=torch.from_numpy(draft_ids).to(device),
         rotary=rotary_embedding(config, device),
         hidden=head.hidden_size,
         num_heads=int(config["num_attention_heads"]),
@@ -163,6 +157,16 @@ def load_head_weights(
         norm_before_residual=_flag(config, eagle_config, "norm_before_residual"),
         norm_output=_flag(config, eagle_config, "norm_output", "return_hidden_post_norm"),
     )
+
+
+def gather_lm_head_rows(
+    head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Gather the LM-head rows of target ids, from the head or else from the target: [draft_vocab, hidden]."""
+    if head.has_lm_head:
+        return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
+    rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
+    return target.lm_head.detach()[rows].to(device, dtype)
 
 
 def _flag(config: Mapping[str, Any], nested: Mapping[str, Any], *names: str) -> bool:
