@@ -62,7 +62,8 @@ Notify = Callable[[str], object]
 
 _LIBRARY_NAME = "eagle-slim"
 _BUSY = (408, 429, 500, 502, 503, 504)
-_READ_BYTES = 1 << 16
+# requests loses what it holds back of a chunk when a connection breaks, so chunks are small.
+_READ_BYTES = 1 << 13
 
 
 def notify_stderr(message: str) -> None:
@@ -515,7 +516,8 @@ class _HubFile:
 @contextmanager
 def _open_stream(session: Any, url: str, headers: dict[str, str], timeout_s: float) -> Iterator[tuple[Any, Any]]:
     """Open a streamed GET on the library's session: httpx since huggingface_hub 1.0, requests before."""
-    if hasattr(session, "stream"):
+    # A requests session has an attribute of this name too, a switch.
+    if callable(session.stream):
         with session.stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
             # As it comes: given a size, httpx holds chunks back until they are that large, and loses them on an error.
             yield response, response.iter_raw()
@@ -595,11 +597,12 @@ def _explained(repo_id: str, revision: str | None, purpose: str = "read") -> Ite
 
     try:
         yield
-    except errors.HfHubHTTPError as error:
-        raise _http_error(error, repo_id, revision, purpose) from error
+    # First, because before huggingface_hub 1.0 it was one of the HTTP errors.
     except errors.LocalEntryNotFoundError as error:
         cause = error.__cause__ or error.__context__ or error
         raise _UnreachableError(*_unreachable(repo_id, cause)) from error
+    except errors.HfHubHTTPError as error:
+        raise _http_error(error, repo_id, revision, purpose) from error
     except errors.EntryNotFoundError as error:
         raise SourceError(f"{repo_id}: a file is missing{_at(revision)} ({shorten(str(error), 200)}).") from error
     except errors.HFValidationError as error:

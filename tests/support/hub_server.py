@@ -652,8 +652,10 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     """
     import sys
 
-    from huggingface_hub import constants
-    from huggingface_hub.utils import close_session
+    from huggingface_hub import constants, file_download, utils
+
+    # The second name is that of huggingface_hub before 1.0.
+    close_session = getattr(utils, "close_session", None) or utils.reset_sessions
 
     home = Path(home)
     values: dict[str, Any] = {
@@ -673,7 +675,8 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     }
     settings = sys.modules.get("datasets.config")
     more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
-    replaced = [(constants, values)] + ([(settings, more)] if settings else [])
+    # Before 1.0 this module had a copy of its own.
+    replaced = [(constants, values), (file_download, values)] + ([(settings, more)] if settings else [])
     # transformers keeps one client for the process, with the endpoint it was made for.
     if transformers_hub := sys.modules.get("transformers.utils.hub"):
         replaced.append((transformers_hub, {"_hf_api": None}))
