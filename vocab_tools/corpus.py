@@ -39,7 +39,7 @@ class CorpusSource:
     """One source of text.
 
     Attributes:
-        location: id of a Hub dataset, or a local file, folder or glob.
+        location: id of a Hub dataset, a local file, folder or glob, or a URL such as s3://bucket/*.parquet.
         name: how counts and reports call it; empty: made from the location.
         weight: its share when sources are mixed, relative to the others.
         config: configuration ("subset") of a Hub dataset.
@@ -312,7 +312,7 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
         kind="chat" if kind == "chat" else "text",
         column=column,
         size=None,
-        identity=dict(origin),
+        identity=origin if dataset.state is None else {**origin, "state": dataset.state},
         origin=origin,
         _opened=dataset,
         _order=_order_of(dataset.num_shards, source, seed),

@@ -61,7 +61,9 @@ class CorpusFile:
 
 
 def looks_local(location: str) -> bool:
-    """Whether a location is a path or a glob rather than the id of a Hub dataset."""
+    """Whether a location is a path or a glob rather than the id of a Hub dataset or a URL."""
+    if "://" in location:
+        return False
     if location.startswith((".", "/", "~")) or _is_glob(location):
         return True
     return _format_of(location) is not None or Path(location).expanduser().exists()

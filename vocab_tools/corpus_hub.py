@@ -1,4 +1,7 @@
-"""Datasets of the Hugging Face Hub, streamed through `datasets` shard by shard.
+"""Datasets of the Hugging Face Hub, and files in object storage, streamed through `datasets` shard by shard.
+
+A URL such as s3://bucket/chats/*.parquet is read with fsspec's library for its scheme (s3fs, gcsfs, adlfs), which takes
+its credentials from where that library looks for them. Each file is a shard.
 
 Nothing is downloaded whole. With HF_HUB_OFFLINE set, a dataset that was prepared in the local cache is read from there.
 HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_DATASETS_CACHE work as everywhere.
@@ -8,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import PurePosixPath
 from typing import Any
 
 from .corpus_blocks import Block, RowsBlock
@@ -22,10 +26,14 @@ _ADVICE = (
 )
 
 
+_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
+
+
 class HubDataset:
     """One split of a dataset.
 
     Attributes:
+        state: JSON that changes when files behind a URL change; None for a dataset of the Hub.
         split: the split that was opened.
         config: the configuration that was opened.
         commit: commit of the repository, or None where `datasets` does not say.
@@ -36,11 +44,18 @@ class HubDataset:
         import datasets
 
         self._id = dataset_id
+        self.state: list[Any] | None = None
+        self._stream: Any
+        self.num_shards: int
+        self.commit: str | None
+        if "://" in dataset_id:
+            self._open_url(dataset_id)
+            return
         with _readable_errors(dataset_id):
             builder = datasets.load_dataset_builder(dataset_id, config, revision=revision)
             found = _COMMIT.search(str(builder.base_path or "")) or _COMMIT.search(str(builder.config.data_files))
             self.commit = found.group(1) if found else None
-            self.config: str = builder.config.name
+            self.config = builder.config.name
             if datasets.config.HF_HUB_OFFLINE:
                 loaded: Any = datasets.load_dataset(dataset_id, config, revision=revision)
             else:
@@ -49,7 +64,20 @@ class HubDataset:
         self.split = _choose_split(dataset_id, split, list(loaded))
         stream = loaded[self.split]
         self._stream = stream.to_iterable_dataset() if datasets.config.HF_HUB_OFFLINE else stream
-        self.num_shards: int = self._stream.num_shards
+        self.num_shards = self._stream.num_shards
+
+    def _open_url(self, url: str) -> None:
+        import datasets
+
+        suffix = PurePosixPath(url.removesuffix(".gz")).suffix
+        if suffix not in _BUILDERS:
+            raise UsageError(f"{url}: expected files that end in {', '.join(_BUILDERS)}, gzip or not")
+        with _readable_errors(url):
+            builder = datasets.load_dataset_builder(_BUILDERS[suffix], data_files={"train": url})
+            self._stream = builder.as_streaming_dataset(split="train")
+            self.state = [list(entry) for entry in builder.config.data_files["train"].origin_metadata]
+        self.commit, self.config, self.split = None, builder.config.name, "train"
+        self.num_shards = self._stream.num_shards
 
     def first_row(self) -> dict[str, Any] | None:
         """First row with all its columns, or None for an empty split."""
@@ -111,6 +139,11 @@ class _readable_errors:  # noqa: N801 - used as a function
 
         first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         message = f"{self._id}: cannot be read as a dataset: {first_line}"
+        if isinstance(error, ImportError | FileNotFoundError | StopIteration) and "://" in self._id:
+            raise CorpusError(
+                f"{self._id}: cannot be read: {str(error) or 'no such file'}. Check the URL, and that fsspec's library for its scheme is "
+                "installed (s3fs for s3://, gcsfs for gs://, adlfs for az://)."
+            ) from error
         if isinstance(error, DatasetNotFoundError):
             raise CorpusError(f"{message} {_ADVICE}") from error
         if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):

@@ -93,6 +93,13 @@ _CORPUS_OPTIONS = (
         help="Library that tokenizes; auto takes fastokens where it is installed and right on a probe of the corpus.",
     ),
     click.option("--workers", type=click.IntRange(min=0), metavar="N", help="Processes; default: one per core."),
+    click.option(
+        "--engine",
+        type=click.Choice(["local", "ray"]),
+        default="local",
+        show_default=True,
+        help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (extra `ray`).",
+    ),
 )
 
 
@@ -147,6 +154,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
         "on_error": options["on_error"],
         "tokenizer_engine": options["tokenizer_engine"],
         "workers": options["workers"],
+        "engine": options["engine"],
     }
 
 

@@ -26,7 +26,7 @@ from .checkpoint import SourceState, load_checkpoint, save_checkpoint
 from .corpus import BadRecord, Block, CorpusSource, OpenCorpus, open_corpus
 from .count_block import BlockCounter, BlockCounts, CountPlan, DocumentReader, PartialCounts, SourcePlan, merge_partial
 from .counts import JSON, SourceCounts, TokenCounts
-from .encode import SpanEncoder, build_encoder, choose_engine, encoder_spec
+from .encode import SpanEncoder, choose_engine, encoder_spec, engine_name
 from .errors import CorpusError, EagleSlimError, UsageError
 from .held_out import HeldOutRule, key_of_source
 
@@ -53,6 +53,7 @@ def count_tokens(
     tokenizer: LoadedTokenizer,
     *,
     workers: int | None = None,
+    engine: Literal["local", "ray"] = "local",
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens"] = "auto",
     chat_template: str | None = None,
     seed: int = 0,
@@ -74,6 +75,8 @@ def count_tokens(
         tokenizer: from `load_tokenizer`.
         workers: worker processes, each with one tokenizer thread; 0 counts in this process; None: one per core, or 0
             for a small corpus. Processes are spawned, so a script needs `if __name__ == "__main__":`.
+        engine: "local" for this machine, or "ray" for a Ray cluster (see `counting_ray`), where a worker is an actor of
+            one CPU, and None means one for each CPU of the cluster.
         tokenizer_engine: library that encodes; "auto" takes `fastokens` where it is installed and has given the ids of
             `tokenizers` on a probe of the corpus.
         chat_template: Jinja source in place of the tokenizer's own template.
@@ -103,28 +106,27 @@ def count_tokens(
         checkpoint.unlink(missing_ok=True)
     corpora = [open_corpus(source, seed) for source in sources]
     plan = _make_plan(corpora, tokenizer, tokenizer_engine, chat_template, seed, rule, on_error == "skip", say)
-    engine_name = build_encoder(plan.encoder).engine
-    identity = _identity(corpora, tokenizer, plan, engine_name, seed)
+    library = engine_name(plan.encoder.engine)
+    identity = _identity(corpora, tokenizer, plan, library, seed)
     states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
     if checkpoint is not None and checkpoint.exists():
         states = load_checkpoint(checkpoint, identity)
         done = sum(state.partial.tokens for state in states)
         say(f"going on from the checkpoint {checkpoint}: {done:,} tokens are counted already")
     keeper = _Checkpoints(checkpoint, identity, states, checkpoint_seconds)
-    num_workers = _default_workers(corpora) if workers is None else workers
-    engine: _Engine = _Processes(plan, num_workers) if num_workers else _InProcess(plan)
+    running = _engine(engine, plan, workers, corpora)
     counted = []
     with _Bar(corpora, progress) as bar:
         try:
-            with engine:
+            with running:
                 for position, corpus in enumerate(corpora):
-                    run = _SourceRun(position, corpus, engine, rule, on_error == "skip", keeper, bar, say)
+                    run = _SourceRun(position, corpus, running, rule, on_error == "skip", keeper, bar, say)
                     counted.append(run.count())
         except KeyboardInterrupt as error:
             raise CountingInterruptedError(keeper.interrupted()) from error
     result = TokenCounts(
         tuple(
-            _source_counts(corpus, state, plan, position, files, engine_name, tokenizer, seed)
+            _source_counts(corpus, state, plan, position, files, library, tokenizer, seed)
             for position, (corpus, state, files) in enumerate(zip(corpora, keeper.states, counted, strict=True))
         ),
         tokenizer.tokenizer_hash,
@@ -142,6 +144,17 @@ def _check_names(sources: Sequence[CorpusSource]) -> None:
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise UsageError(f"two sources are called {repeated[0]!r}; name them apart, as in chat=...")
+
+
+def _engine(
+    name: Literal["local", "ray"], plan: CountPlan, workers: int | None, corpora: Sequence[OpenCorpus]
+) -> _Engine:
+    if name == "ray":
+        from .counting_ray import RayEngine
+
+        return RayEngine(plan, workers)
+    num_workers = _default_workers(corpora) if workers is None else workers
+    return _Processes(plan, num_workers) if num_workers else _InProcess(plan)
 
 
 def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
@@ -252,7 +265,7 @@ def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[
 
 
 def _identity(
-    corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, engine_name: str, seed: int
+    corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, library: str, seed: int
 ) -> dict[str, Any]:
     """Everything that has a say in the counts, as JSON."""
     rule = plan.held_out
@@ -261,7 +274,7 @@ def _identity(
         "tokenizer": tokenizer.tokenizer_hash,
         "chat_template": None if plan.chat is None else plan.chat.template,
         "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
-        "tokenizer_engine": engine_name,
+        "tokenizer_engine": library,
         "seed": seed,
         "skip_bad": plan.skip_bad,
         "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
@@ -305,8 +318,29 @@ class _Engine(Protocol):
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
         """Yield tasks and their results in the order of the tasks."""
 
+    def corpus(
+        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
+    ) -> Iterator[tuple[Task, BlockCounts]]:
+        """Yield the results of a corpus behind `after` in its order: of each block, or of blocks that were merged.
 
-class _InProcess:
+        A merged result bears the place of its last block and the size of all. A corpus with limits needs single blocks.
+        `bound` gives the bound of what was counted until then.
+        """
+
+
+class _BlockByBlock:
+    """An engine to which this process hands every block."""
+
+    def corpus(
+        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
+    ) -> Iterator[tuple[Task, BlockCounts]]:
+        return self.map(Task(source, block, bound()) for block in corpus.blocks(after))
+
+    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
+        raise NotImplementedError
+
+
+class _InProcess(_BlockByBlock):
     def __init__(self, plan: CountPlan) -> None:
         self._counter = BlockCounter(plan)
 
@@ -321,7 +355,7 @@ class _InProcess:
             yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
 
 
-class _Processes:
+class _Processes(_BlockByBlock):
     def __init__(self, plan: CountPlan, workers: int) -> None:
         from multiprocessing import get_context
 
@@ -477,7 +511,11 @@ class _SourceRun:
         return f"{partial.empty:,} empty documents, {partial.skipped:,} records skipped"
 
     def _run(self, reached: Callable[[int, int], None] | None) -> None:
-        with contextlib.closing(self._engine.map(self._tasks())) as results:  # type: ignore[type-var]
+        state = self._state
+        found = self._engine.corpus(
+            self._position, self._corpus, state.cursor, lambda: self._state.partial.candidates.bound
+        )
+        with contextlib.closing(found) as results:  # type: ignore[type-var]
             for task, result in results:
                 allowed = self._documents_allowed(result)
                 limited = allowed is not None
@@ -502,10 +540,6 @@ class _SourceRun:
                     return
         self._keeper.update(self._position, replace(self._state, done=True))
         self._tell_rest()
-
-    def _tasks(self) -> Iterator[Task]:
-        for block in self._corpus.blocks(self._state.cursor):
-            yield Task(self._position, block, self._state.partial.candidates.bound)
 
     def _documents_allowed(self, result: BlockCounts) -> int | None:
         """How many of a block's documents the limits let in; None when they end elsewhere."""
@@ -588,7 +622,7 @@ def _source_counts(
     plan: CountPlan,
     position: int,
     files: list[dict[str, Any]] | None,
-    engine_name: str,
+    library: str,
     tokenizer: LoadedTokenizer,
     seed: int,
 ) -> SourceCounts:
@@ -613,7 +647,7 @@ def _source_counts(
         "sample": source.sample,
         "shuffle": source.shuffle,
         "seed": seed,
-        "tokenizer_engine": engine_name,
+        "tokenizer_engine": library,
         "held_out": {
             "documents": num_held_out,
             "tokens": held_out.num_tokens if held_out else 0,
