@@ -140,8 +140,9 @@ class _readable_errors:  # noqa: N801 - used as a function
         first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         message = f"{self._id}: cannot be read as a dataset: {first_line}"
         if isinstance(error, ImportError | FileNotFoundError | StopIteration) and "://" in self._id:
+            reason = str(error) or "no such file"
             raise CorpusError(
-                f"{self._id}: cannot be read: {str(error) or 'no such file'}. Check the URL, and that fsspec's library for its scheme is "
+                f"{self._id}: cannot be read: {reason}. Check the URL, and that fsspec's library for its scheme is "
                 "installed (s3fs for s3://, gcsfs for gs://, adlfs for az://)."
             ) from error
         if isinstance(error, DatasetNotFoundError):
