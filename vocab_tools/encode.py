@@ -9,6 +9,7 @@ import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -65,12 +66,13 @@ class Encoded:
 class Encoder(Protocol):
     """Encodes texts as they stand: special tokens in the text are recognised, none are added."""
 
-    @property
-    def engine(self) -> str:
-        """Name and version of the library."""
-
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode one batch; the caller keeps batches small."""
+
+
+def engine_name(engine: TokenizerEngine) -> str:
+    """Name and version of an installed library, for provenance."""
+    return f"{engine} {version(engine)}"
 
 
 def build_encoder(spec: EncoderSpec) -> Encoder:
@@ -84,10 +86,9 @@ def build_encoder(spec: EncoderSpec) -> Encoder:
 
 class _Tokenizers:
     def __init__(self, tokenizer_json: str) -> None:
-        import tokenizers
+        from tokenizers import Tokenizer
 
-        self.engine = f"tokenizers {tokenizers.__version__}"
-        self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+        self._tokenizer = Tokenizer.from_str(tokenizer_json)
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -106,9 +107,6 @@ class _Fastokens:
             import fastokens
         except ImportError as error:
             raise TokenizerError("fastokens is not installed; try: pip install 'eagle-slim[fast]'") from error
-        from importlib.metadata import version
-
-        self.engine = f"fastokens {version('fastokens')}"
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
         except Exception as error:  # fastokens raises bare exceptions from Rust
@@ -230,7 +228,7 @@ def choose_engine(
         texts.append(text)
     difference = _first_difference(build_encoder(spec), fast, texts)
     if difference is None:
-        reason = f"{fast.engine} gave the ids of tokenizers on {len(texts):,} texts of the corpus"
+        reason = f"{engine_name('fastokens')} gave the ids of tokenizers on {len(texts):,} texts of the corpus"
         return EngineChoice("fastokens", reason)
     position, expected, found = difference
     reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
