@@ -13,7 +13,8 @@ in shards of 5 GB. The shards are sparse files: only the LM head has data, so th
     network     bytes that a Hub on loopback sends for head and target, against head plus LM-head tensor; from a
                 checkout only, as the server belongs to the tests
 
-Every measurement is a process of its own. The last line of output is one JSON document.
+Every measurement is a process of its own; sampling and counting are not done in the processes that are timed. The
+last line of output is one JSON document.
 """
 
 from __future__ import annotations
@@ -129,8 +130,13 @@ def _run(folder: Path, sizes: Sizes, repeats: int, network: bool) -> dict[str, A
         "out": str(folder / "out"),
     }
     result: dict[str, Any] = {"sizes": asdict(sizes), "machine": _machine(), "must_read_bytes": must_read}
-    counted = _measure({**local, "count_hashes": True})
+    counted = _measure({**local, "count": True})
+    sampled = [_measure({**local, "sample": True}) for _ in range(2)]
     result["hashing"] = {key: counted[key] for key in ("hashed_bytes", "read_bytes", "output_bytes")}
+    result["memory"] = memory = {
+        "peak_anonymous_bytes": max(run["peak_anonymous_bytes"] for run in sampled),
+        "output_bytes": counted["output_bytes"],
+    }
     _check(folder / "out", folder, kept, sizes)
     for cache in ("warm", "cold"):
         ours, copies = [], []
@@ -141,14 +147,14 @@ def _run(folder: Path, sizes: Sizes, repeats: int, network: bool) -> dict[str, A
             copies.append(_copy(folder / "must-read", folder / "copied"))
         seconds = [run["seconds"] for run in ours]
         ratio = statistics.median(seconds) / statistics.median(copies)
-        result[cache] = {"convert_s": seconds, "cp_fsync_s": copies, "ratio": ratio}
+        cpu = [run["cpu_seconds"] for run in ours]
+        result[cache] = {"convert_s": seconds, "convert_cpu_s": cpu, "cp_fsync_s": copies, "ratio": ratio}
         print(
-            f"{cache}: convert {statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f}), "
+            f"{cache}: convert {statistics.median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f}; "
+            f"{statistics.median(cpu):.2f} s of CPU), "
             f"cp + fsync {statistics.median(copies):.2f} s ({min(copies):.2f}-{max(copies):.2f}), ratio {ratio:.2f}",
             flush=True,
         )
-        result["memory"] = _memory(ours, result.get("memory"))
-    memory = result["memory"]
     print(
         f"memory: peak {memory['peak_anonymous_bytes'] / 1e6:,.0f} MB above the imports, "
         f"output {memory['output_bytes'] / 1e6:,.0f} MB; hashed {counted['hashed_bytes'] / 1e6:,.0f} MB of "
@@ -263,7 +269,7 @@ def _child(job: dict[str, Any]) -> None:
     from eagle_slim.convert.convert import convert_head
     from eagle_slim.convert.vocab_choice import VocabRequest
 
-    counted = (count_sha256(), count_reads()) if job.get("count_hashes") else None
+    counted = (count_sha256(), count_reads()) if job.get("count") else None
     before = _anonymous_bytes()
     peak, stop = [before], threading.Event()
 
@@ -272,8 +278,9 @@ def _child(job: dict[str, Any]) -> None:
             peak[0] = max(peak[0], _anonymous_bytes())
 
     sampler = threading.Thread(target=sample)
-    sampler.start()
-    start = time.perf_counter()
+    if job.get("sample"):
+        sampler.start()
+    cpu, start = time.process_time(), time.perf_counter()
     (conversion,) = convert_head(
         job["head"],
         draft_vocab=job["draft_vocab"],
@@ -281,15 +288,17 @@ def _child(job: dict[str, Any]) -> None:
         target=job["target"],
         out=job["out"],
     )
-    seconds = time.perf_counter() - start
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     stop.set()
-    sampler.join()
+    if job.get("sample"):
+        sampler.join()
     output = sum(file.stat().st_size for file in conversion.folder.iterdir())
     print(
         json.dumps(
             {
                 "seconds": seconds,
-                "peak_anonymous_bytes": peak[0] - before,
+                "cpu_seconds": cpu_seconds,
+                "peak_anonymous_bytes": peak[0] - before if job.get("sample") else None,
                 "output_bytes": output,
                 "hashed_bytes": counted[0].bytes if counted else None,
                 "read_bytes": counted[1].bytes if counted else None,
@@ -304,14 +313,6 @@ def _anonymous_bytes() -> int:
             if line.startswith(b"RssAnon:"):
                 return int(line.split()[1]) * 1024
     raise SystemExit("this kernel does not tell anonymous memory apart (RssAnon in /proc/self/status)")
-
-
-def _memory(runs: list[dict[str, Any]], before: dict[str, int] | None) -> dict[str, int]:
-    peak = max(run["peak_anonymous_bytes"] for run in runs)
-    return {
-        "peak_anonymous_bytes": max(peak, before["peak_anonymous_bytes"] if before else 0),
-        "output_bytes": runs[0]["output_bytes"],
-    }
 
 
 def _copy(source: Path, destination: Path) -> float:
@@ -368,7 +369,7 @@ def _over_the_network(folder: Path, sizes: Sizes, local: dict[str, Any]) -> dict
     with HubServer() as hub:
         for name in ("head", "target"):
             hub.add_model(f"bench/{name}", {path.name: path for path in (folder / name).iterdir()})
-        job = {**local, "head": "bench/head", "target": "bench/target"}
+        job = {**local, "head": "bench/head", "target": "bench/target", "sample": True}
         for name in ("first", "again"):
             hub.reset_counts()
             run = _measure(job, hub.env(folder / "home"))
