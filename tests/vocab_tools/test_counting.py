@@ -254,7 +254,7 @@ RUN = """
             if blocks == die_after:
                 children = Path(f"/proc/self/task/{{os.getpid()}}/children").read_text()
                 (folder / "children").write_text(children)
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.Signals(int(sys.argv[4])))
 
         count_tokens(
             [CorpusSource(str(folder / "*.jsonl*"), name="a"), CorpusSource(str(folder / "b.txt"))],
@@ -278,11 +278,14 @@ def corpus_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def _run(folder: Path, workers: int, die_after: int) -> int:
+def _run(folder: Path, workers: int, die_after: int, by: signal.Signals = signal.SIGKILL) -> int:
     script = folder / "run.py"
     script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))
-    command = [sys.executable, str(script), str(folder), str(workers), str(die_after)]
-    return subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    command = [sys.executable, str(script), str(folder), str(workers), str(die_after), str(int(by))]
+    with (folder / "stderr").open("wb") as stderr:
+        return subprocess.run(
+            command, check=False, stderr=stderr, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        ).returncode
 
 
 def test_after_kill_the_same_command_ends_with_the_same_bytes(corpus_folder: Path) -> None:
@@ -292,15 +295,19 @@ def test_after_kill_the_same_command_ends_with_the_same_bytes(corpus_folder: Pat
     assert all_blocks > 12
     (corpus_folder / "counts").unlink()
     # Killed once in each file, with and without workers.
-    for workers, die_after in ((2, 3), (0, all_blocks // 3), (0, all_blocks // 3)):
+    for workers, die_after in ((2, 3), (0, all_blocks // 4), (0, all_blocks // 4)):
         assert _run(corpus_folder, workers, die_after) == -signal.SIGKILL
         assert (corpus_folder / "check").exists()
         assert not (corpus_folder / "counts").exists()
         if workers:
             _wait_for_the_end_of((corpus_folder / "children").read_text().split())
+    # Ctrl-C ends the workers, too.
+    assert _run(corpus_folder, 2, 2, signal.SIGINT) == 1
+    assert "tokens. The same command goes on from there" in (corpus_folder / "stderr").read_text()
+    _wait_for_the_end_of((corpus_folder / "children").read_text().split())
     assert _run(corpus_folder, 0, -1) == 0
     assert (corpus_folder / "counts").read_bytes() == expected
-    assert int((corpus_folder / "blocks").read_text()) < all_blocks // 2
+    assert int((corpus_folder / "blocks").read_text()) < all_blocks // 3
     assert not (corpus_folder / "check").exists()
     assert not list(corpus_folder.glob(".*"))
 

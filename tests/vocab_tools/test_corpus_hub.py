@@ -1,0 +1,138 @@
+"""Datasets of a Hub on loopback, streamed through the real `datasets`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from eagle_slim.vocab_tools import corpus_hub
+from eagle_slim.vocab_tools.corpus import BadRecord, CorpusSource, open_corpus
+from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+from eagle_slim.vocab_tools.held_out import HeldOutRule
+from support.hub_server import HubServer, connected
+from support.tokenizers import llama3_like
+
+# `datasets` and aiohttp leave files and sockets to the garbage collector.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+ROWS = 250
+
+
+def parquet(shard: int) -> bytes:
+    sink = pa.BufferOutputStream()
+    rows = [{"text": f"shard {shard} row {row}", "id": row} for row in range(ROWS)]
+    pq.write_table(pa.Table.from_pylist(rows), sink, row_group_size=100)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
+    with HubServer() as server:
+        server.add_dataset(
+            "org/texts",
+            {f"data/train-{shard:05d}-of-00003.parquet": parquet(shard) for shard in range(3)}
+            | {"data/test-00000-of-00001.parquet": parquet(9)},
+        )
+        chats = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}] * 5
+        server.add_dataset("org/chats", {"train.jsonl": "\n".join(json.dumps(chat) for chat in chats)})
+        with connected(server, tmp_path_factory.mktemp("home")):
+            yield server
+
+
+def texts(source: CorpusSource, after: tuple[int, int] | None = None) -> list[str]:
+    corpus = open_corpus(source)
+    found: list[str] = []
+    for block in corpus.blocks(after):
+        records = block.read(corpus.column)
+        found += records.values(np.arange(len(records.positions)))
+    return found
+
+
+def test_streams_every_shard_in_order(hub: HubServer) -> None:
+    source = CorpusSource("org/texts")
+    assert texts(source) == [f"shard {shard} row {row}" for shard in range(3) for row in range(ROWS)]
+    corpus = open_corpus(source)
+    assert (corpus.kind, corpus.column, corpus.size) == ("text", "text", None)
+    assert corpus.origin == {
+        "dataset": "org/texts",
+        "config": "default",
+        "split": "train",
+        "revision": hub.repo("org/texts", "dataset").branches["main"],
+        "column": "text",
+    }
+    assert texts(CorpusSource("org/texts", split="test"))[0] == "shard 9 row 0"
+    assert corpus.place_of(BadRecord(1, 17, "")) == "org/texts, split train, row 17 of shard 1"
+
+
+def test_goes_on_from_any_row(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_hub, "_BLOCK_BYTES", 1000)
+    assert texts(CorpusSource("org/texts"), (1, 240)) == [
+        *(f"shard 1 row {row}" for row in range(240, ROWS)),
+        *(f"shard 2 row {row}" for row in range(ROWS)),
+    ]
+    assert texts(CorpusSource("org/texts"), (2, ROWS)) == []
+
+
+def test_counts_and_resumes_to_the_same_bytes(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = CorpusSource("org/texts", max_documents=600)
+    rule = HeldOutRule(0.1)
+    whole = count_tokens([source], llama3_like(), workers=0, held_out=rule)
+    assert whole.sources[0].provenance["documents"] == 540
+    monkeypatch.setattr(corpus_hub, "_BLOCK_BYTES", 1000)
+    blocks = 0
+
+    def stop(tokens: int) -> None:
+        nonlocal blocks
+        blocks += 1
+        if blocks == 4:
+            raise KeyboardInterrupt
+
+    check = tmp_path / "check"
+    with pytest.raises(CountingInterruptedError):
+        count_tokens([source], llama3_like(), workers=0, held_out=rule, checkpoint=check, progress=stop)
+    resumed = count_tokens([source], llama3_like(), workers=0, held_out=rule, checkpoint=check)
+    assert resumed.to_bytes() == whole.to_bytes()
+
+
+def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
+    hub.reset_counts()
+    count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)
+    assert hub.bytes_sent("train-00000-of-00003.parquet") > 0
+    assert hub.bytes_sent("train-00002-of-00003.parquet") == 0
+
+
+def test_chats_in_json_lines(hub: HubServer) -> None:
+    counts = count_tokens([CorpusSource("org/chats")], llama3_like(), workers=0, held_out=HeldOutRule(0))
+    turn = llama3_like().backend.encode("Hello<|eot_id|>").ids
+    assert counts.sources[0].counts.tolist() == (5 * np.bincount(turn, minlength=counts.vocab_size)).tolist()
+
+
+def test_what_is_not_there_is_named(hub: HubServer) -> None:
+    with pytest.raises(CorpusError, match=r"org/missing: cannot be read as a dataset: .*HF_TOKEN"):
+        open_corpus(CorpusSource("org/missing"))
+    with pytest.raises(UsageError, match="no split 'dev'; it has train, test"):
+        open_corpus(CorpusSource("org/texts", split="dev"))
+    with pytest.raises(UsageError, match="BuilderConfig 'other' not found"):
+        open_corpus(CorpusSource("org/texts", config="other"))
+    with pytest.raises(UsageError, match="no column 'body'; the records have text, id"):
+        open_corpus(CorpusSource("org/texts", column="body"))
+
+
+def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None:
+    with connected(hub, tmp_path):
+        datasets.load_dataset("org/texts")
+        online = texts(CorpusSource("org/texts"))
+    with connected(hub, tmp_path, offline=True):
+        hub.reset_counts()
+        assert texts(CorpusSource("org/texts")) == online
+        assert hub.bytes_sent() == 0
+        with pytest.raises(CorpusError, match="only a dataset that is already in the cache can be read"):
+            open_corpus(CorpusSource("org/chats"))

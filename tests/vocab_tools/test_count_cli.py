@@ -1,0 +1,121 @@
+"""`eagle-vocab count`: wiring, exit codes, what is printed."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
+from eagle_slim.vocab_tools.cli import vocab
+from eagle_slim.vocab_tools.corpus import CorpusSource
+from eagle_slim.vocab_tools.count_cli import Amount, corpus_arguments, corpus_options
+from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.errors import UsageError
+from support.tokenizers import smollm2_folder
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(json.dumps({"text": f"text {n}"}).encode() + b"\n" for n in range(100))))
+    return path
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as stop:
+        run_cli(vocab, ["count", *arguments])
+    return int(stop.value.code or 0)
+
+
+def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "counts.safetensors"
+    arguments = (str(corpus), "--tokenizer", str(smollm2_folder()), "--out", str(out))
+    assert run(*arguments, "--json") == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    counts = TokenCounts.load(out)
+    assert result["tokens"] == counts.num_tokens
+    assert result["tokenizer_hash"] == counts.tokenizer_hash
+    assert (result["sources"][0]["name"], result["sources"][0]["documents"]) == ("mine", 95)
+    assert "tokenizing with fastokens" in shown.err
+    first = out.read_bytes()
+    # Existing output is refused before anything is read.
+    assert run("missing.jsonl", *arguments[1:]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run(*arguments, "--force") == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0].startswith("mine: ")
+    assert shown.out.splitlines()[-1] == f"wrote {out}"
+    assert out.read_bytes() == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["counts.safetensors", "mine.jsonl.gz"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "nothing to count"),
+        (["missing.jsonl"], 1, "missing.jsonl: no such file or folder"),
+        (["{corpus},colum=x"], 2, "unknown key 'colum'"),
+        (["{corpus}", "--split", "train"], 2, "--split is for Hub datasets"),
+        (["{corpus}", "--max-tokens", "some"], 2, "'some' is no number above 0"),
+        (["{corpus}", "--held-out", "1.5"], 2, "held-out fraction"),
+        (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: the chat template cannot be read"),
+        (["{corpus}", "--column", "body"], 2, "no column 'body'; the records have text"),
+    ],
+)
+def test_mistakes(
+    corpus: Path, tmp_path: Path, arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.safetensors"
+    given = [argument.format(corpus=corpus) for argument in arguments]
+    assert run(*given, "--tokenizer", str(smollm2_folder()), "--out", str(out)) == code
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert "Traceback" not in shown.err
+    assert not out.exists()
+
+
+def test_help_ends_in_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    text = capsys.readouterr().out
+    assert "eagle-vocab count" in text.split("Example:")[-1]
+    assert "[NAME=]LOCATION[,KEY=VALUE...]" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"), [("5", 5), ("500k", 500_000), ("10M", 10_000_000), ("1.5B", 1_500_000_000), ("1,000", 1000)]
+)
+def test_amounts(text: str, amount: int) -> None:
+    assert Amount().convert(text, None, None) == amount
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "k", "ten"])
+def test_no_amounts(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Amount().convert(text, None, None)
+
+
+def _parsed(*arguments: str) -> dict[str, Any]:
+    @click.command(cls=EagleCommand)
+    @corpus_options
+    def command(**options: Any) -> dict[str, Any]:
+        return options
+
+    result: dict[str, Any] = command.main(list(arguments), standalone_mode=False)
+    return result
+
+
+def test_options_are_taken_up_by_other_commands() -> None:
+    sources, arguments = corpus_arguments(
+        _parsed("-d", "chat=org/x,weight=2", "-d", "b.jsonl", "--split", "train", "--max-tokens", "1M", "--seed", "7")
+    )
+    assert sources == [
+        CorpusSource("org/x", "chat", 2.0, split="train", max_tokens=10**6),
+        CorpusSource("b.jsonl", max_tokens=10**6),
+    ]
+    assert (arguments["seed"], arguments["on_error"], arguments["held_out"].fraction) == (7, "stop", 0.05)
+    assert corpus_arguments(_parsed())[0] == []
+    with pytest.raises(UsageError, match="--dataset-revision is for Hub datasets"):
+        corpus_arguments(_parsed("-d", "b.jsonl", "--dataset-revision", "main"))
