@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,15 @@ class WeightsFile(Protocol):
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """Return `repr(value)`, cut to `limit` characters, for messages that quote what a file claims."""
-    text = repr(value)
+    """Return about `limit` characters of `repr(value)`, for messages that quote what a file claims.
+
+    Neither the size nor the depth of the value matters: only its beginning is looked at.
+    """
+    if isinstance(value, str):
+        text = repr(value[: limit + 1])
+    else:
+        brief = reprlib.Repr()
+        brief.maxlist = brief.maxtuple = brief.maxdict = 16
+        brief.maxlevel, brief.maxstring, brief.maxlong, brief.maxother = 3, limit, limit, limit
+        text = brief.repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -173,8 +174,7 @@ def _load_object(raw: bytes, where: str) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise CheckpointError(f"{where}: the header names {shorten(twice)} twice.\n" + FETCH_AGAIN)
         return found
 
@@ -224,9 +224,10 @@ def _span(name: str, entry: object, data_offset: int, where: str) -> TensorSpan:
             f"{label}: data_offsets must be [begin, end] with begin <= end, found {shorten(offsets)}.\n" + FETCH_AGAIN
         )
     bits = math.prod(shape) * DTYPE_BITS[dtype]
+    needs = f"{shorten(bits)} bits" if bits % 8 else f"{shorten(bits // 8)} bytes"
     if bits % 8 or bits // 8 != offsets[1] - offsets[0]:
         raise CheckpointError(
-            f"{label}: {dtype} of shape {shorten(shape)} takes {shorten(bits / 8 if bits % 8 else bits // 8)} bytes, "
+            f"{label}: {dtype} of shape {shorten(shape)} takes {needs}, "
             f"the offsets span {offsets[1] - offsets[0]:,}.\n" + FETCH_AGAIN
         )
     return TensorSpan(name, dtype, tuple(shape), bits // 8, data_offset + offsets[0])

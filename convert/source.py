@@ -462,13 +462,13 @@ class _HubFile:
 
     @classmethod
     def open(cls, target: ResolvedSource, name: str) -> _HubFile:
-        from huggingface_hub import get_hf_file_metadata, get_token, hf_hub_url
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         repo_id, commit = target.pinned
         url = hf_hub_url(repo_id, name, revision=commit)
         label = f"{target.label}/{name}"
         with _explained(repo_id, target.revision):
-            metadata = get_hf_file_metadata(url, token=get_token(), library_name=_LIBRARY_NAME)
+            metadata = get_hf_file_metadata(url, library_name=_LIBRARY_NAME)
         if metadata.size is None or metadata.etag is None:
             raise SourceError(
                 f"{label}: the server at {_endpoint()} names no size and etag, so it is not a Hub.\n"
