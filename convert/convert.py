@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -377,7 +378,7 @@ class _Job:
             target=self._target_provenance(opened),
             lm_head=None if lm_head is None else _lm_head_provenance(head, lm_head),
             tokenizer=_tokenizer_provenance(opened),
-            vocabulary=None if vocab is None else dict(vocab.provenance),
+            vocabulary=None if vocab is None else _vocabulary_provenance(vocab),
             tap_layers=head.tap_layers,
             coverage=None
             if measured is None
@@ -471,6 +472,15 @@ def _lm_head_provenance(head: DraftHead, lm_head: LmHeadSource) -> dict[str, Any
         "dtype": str(written).removeprefix("torch."),
         "rounded": found != written,
     }
+
+
+def _vocabulary_provenance(vocab: DraftVocab) -> dict[str, Any]:
+    """The ranking's provenance; counts from memory and from a file differ in nothing but the order of their keys."""
+    found = dict(vocab.provenance)
+    if "sources" in found:
+        found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+    # Warnings stand in the manifest's own list.
+    return {key: value for key, value in found.items() if key != "warnings"}
 
 
 def _tokenizer_provenance(opened: _Opened) -> dict[str, Any] | None:

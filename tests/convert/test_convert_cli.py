@@ -1,0 +1,210 @@
+"""The commands: wiring, output, exit codes, and what an interruption leaves behind."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import support.killed_conversion
+from eagle_slim.convert import Artifact
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.verify_cli import main as verify_command
+from support.heads import trained_ids, write_eagle3, write_freq, write_target
+from support.small_tokenizers import byte_level_bpe, write_folder
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Run a command in-process in `tmp_path`; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(command, *arguments):
+        with pytest.raises(SystemExit) as stop:
+            command([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
+def head(tmp_path):
+    return write_eagle3(tmp_path / "head")
+
+
+@pytest.fixture
+def token_map(tmp_path):
+    return write_freq(tmp_path / "freq.pt", [2, 0, 1, 300, 17, 44, 4, 359, 100, 9])
+
+
+def test_convert_then_verify(run, head, token_map, tmp_path):
+    code, out, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", token_map)
+    assert code == 0
+    assert "wrote head-v8" in out
+    assert "384 → 8" in out
+    assert "writing head-v8" in err
+    assert Artifact.load(tmp_path / "head-v8").rank_order_ids.tolist() == [2, 0, 1, 300, 17, 44, 4, 359]
+    code, out, _ = run(verify_command, "head-v8", "--head", head)
+    assert code == 0
+    assert "ok       d2t" in out
+    assert "skipped" in out
+    (tmp_path / "head-v8" / "pytorch_model.bin").write_bytes(b"")
+    code, out, _ = run(verify_command, "head-v8", "--json")
+    result = json.loads(out)
+    assert (code, result["ok"]) == (1, False)
+    assert [check["name"] for check in result["checks"] if check["status"] == "failed"] == ["stray files"]
+
+
+def test_dataset_to_artifact_in_one_command(run, tmp_path):
+    head, target = write_eagle3(tmp_path / "head", lm_head=False), write_target(tmp_path / "target")
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"Say {n}"},
+                {"role": "assistant", "content": f"def main(): {n} fox"},
+            ]
+        }
+        for n in range(200)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
+    tokens = write_folder(tmp_path / "tokens", byte_level_bpe(), generation_config={"eos_token_id": 2})
+    assert (tokens / "tokenizer.json").read_bytes() == (target / "tokenizer.json").read_bytes()
+    code, out, err = run(
+        convert_command, head, "--draft-vocab", "270,300", "--target", target, "--tokenizer", tokens,
+        "--dataset", "chat=chats.jsonl", "--workers", "0", "--held-out", "0.2", "--save-counts", "kept.safetensors",
+        "--tokenizer-engine", "tokenizers", "--out", "out", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    results = json.loads(out)
+    assert [result["draft_vocab"] for result in results] == [270, 300]
+    assert results[0]["coverage"][0]["source"] == "chat"
+    assert results[0]["coverage"][0]["part"] == "held-out"
+    manifest = json.loads((tmp_path / "out" / "head-v270" / "eagle_slim.json").read_text())
+    provenance = manifest["vocabulary"]["sources"][0]["provenance"]
+    assert str(tmp_path) not in json.dumps(manifest)
+    assert provenance["documents"] > 100
+    # The counts that were kept give the same artifact.
+    code, _, err = run(
+        convert_command, head, "--draft-vocab", "300", "--target", target, "--tokenizer", tokens,
+        "--counts", "kept.safetensors", "--out", "b",
+    )  # fmt: skip
+    assert code == 0, err
+    first, second = tmp_path / "out" / "head-v300", tmp_path / "b"
+    for path in first.iterdir():
+        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+
+
+def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp_path):
+    usage = [
+        ((head,), "--draft-vocab"),
+        ((head, "--draft-vocab", "many"), "many"),
+        ((head, "--draft-vocab", "0"), "'0'"),
+        ((head, "--draft-vocab", "8", "--coverage", "0.9"), "exclude"),
+        ((head, "--draft-vocab", "8", "--order", "ids", "--token-map", token_map), "exclude"),
+        ((head, "--draft-vocab", "8", "--split", "train"), "--split describes a --dataset"),
+        ((head, "--draft-vocab", "8", "--tap-layers", "2,x"), "2,x"),
+        ((head, "--draft-vocab", "8", "--smooth", "very"), "very"),
+        ((head, "--draft-vocab", "8", "--weights", "chat"), "NAME=SHARE"),
+        ((head, "--draft-vocab", "8,9", "--token-map", token_map, "--push-to-hub", "me/x"), "one size"),
+        ((head, "--draft-vocab", "8", "--token-map", token_map, "--save-counts", "c"), "--save-counts"),
+        ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
+        ((head, "--draft-vocab", "300", "--order", "ids"), "--target or --tokenizer"),
+        ((head, "--unknown"), "--unknown"),
+        ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
+    ]
+    failures = [
+        ((tmp_path / "nothing", "--draft-vocab", "8", "--token-map", token_map), "nothing"),
+        ((head, "--draft-vocab", "8", "--token-map", tmp_path / "nothing.pt"), "nothing.pt"),
+        (
+            (head, "--draft-vocab", "300", "--counts", tmp_path / "none", "--tokenizer", write_target(tmp_path / "t")),
+            "none",
+        ),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for cases, expected in ((usage, 2), (failures, 1)):
+        for arguments, message in cases:
+            code, out, err = run(convert_command, *arguments)
+            assert code == expected, (arguments, err)
+            assert message in err
+            assert "Traceback" not in err
+            assert not out
+    assert sorted(tmp_path.iterdir()) == before
+    code, _, err = run(convert_command, tmp_path / "nothing", "--draft-vocab", "8", "--token-map", token_map, "--debug")
+    assert code == 1
+    assert "Traceback" in err
+    assert run(verify_command, tmp_path / "nothing")[0] == 1
+
+
+def test_absolute_map_needs_its_flag(run, token_map, tmp_path):
+    ids = trained_ids()
+    absolute = write_eagle3(tmp_path / "absolute", ids=ids, d2t="absolute")
+    chosen = write_freq(tmp_path / "chosen.pt", ids[:20])
+    code, _, err = run(convert_command, absolute, "--draft-vocab", "20", "--token-map", chosen, "--out", "o")
+    assert (code, "--d2t-form absolute" in err) == (1, True)
+    arguments = (absolute, "--draft-vocab", "20", "--token-map", chosen, "--out", "o", "--d2t-form", "absolute")
+    assert run(convert_command, *arguments)[0] == 0
+    assert run(verify_command, "o", "--head", absolute)[0] == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_folder(run, head, token_map, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", token_map, "--out", locked / "o")
+    assert code == 1
+    assert "no permission" in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk(run, head, token_map, tmp_path, monkeypatch):
+    written = os.write
+
+    def no_space(descriptor, data):
+        if len(data) > 1000:
+            return written(os.open("/dev/full", os.O_WRONLY), data)
+        return written(descriptor, data)
+
+    monkeypatch.setattr(os, "write", no_space)
+    code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", token_map, "--out", "o")
+    assert code == 1
+    assert "disk is full" in err
+    assert not (tmp_path / "o").exists()
+    assert not list(tmp_path.glob(".o.*"))
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+def test_killed_at_any_moment(head, token_map, tmp_path, name):
+    out = tmp_path / "work" / "slim"
+    done = subprocess.run(
+        [sys.executable, support.killed_conversion.__file__, str(head), str(token_map), str(out), name],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["moments"] > 20
+    assert all(entry["ok"] for entry in report["found"])
+    sizes = [entry["draft_vocab"] for entry in report["found"]]
+    assert set(sizes) == {5, 8}
+    assert sizes[0] == 5
+    assert sizes[-1] == 8
+    exits = {entry["exit"] for entry in report["found"][:-1]}
+    assert exits == ({-9} if name == "SIGKILL" else {1})
+    # What a kill left behind went with the next run.
+    assert not report["found"][-1]["leftovers"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["slim"]
+
+
+def test_console_scripts_and_help():
+    for name, word in (("eagle-convert", "--draft-vocab"), ("eagle-verify", "--tokenizer")):
+        script = shutil.which(name, path=str(Path(sys.executable).parent))
+        assert script is not None
+        done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0
+        assert word in done.stdout
+        assert "Examples:" in done.stdout

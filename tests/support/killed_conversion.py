@@ -1,0 +1,93 @@
+"""Run one conversion again and again, each time in a child that gets a signal at the next moment; a script for tests.
+
+    python killed_conversion.py HEAD TOKEN_MAP OUT SIGNAL
+
+Moments are everything that happens to files below OUT's folder, and every write and flush. After each the artifact OUT
+is verified: it must be the old one or the new one, whole. Prints a JSON object with the number of moments and what was
+found after each.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir")
+
+
+def main() -> None:
+    head, token_map, out, name = sys.argv[1:5]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from eagle_slim.convert import Artifact, VocabRequest, convert_head, verify_artifact
+    from eagle_slim.convert.cli import main as command
+
+    request = VocabRequest(token_map=token_map)
+    moment = {"count": -1, "at": None}
+
+    folder = str(Path(out).parent)
+
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        if moment["count"] >= 0 and event in EVENTS and folder in str(arguments):
+            tick()
+
+    def tick() -> None:
+        if moment["count"] < 0:
+            return
+        moment["count"] += 1
+        if moment["count"] == moment["at"]:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    sys.addaudithook(audit)
+    for call in ("write", "fsync"):
+        original = getattr(os, call)
+
+        def ticking(*arguments, original=original):
+            tick()
+            return original(*arguments)
+
+        setattr(os, call, ticking)
+
+    def convert() -> None:
+        command([head, "--draft-vocab", "8", "--token-map", token_map, "--out", out, "--force", "--json"])
+
+    # Once beforehand, so that no moment falls into the loading of modules.
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
+        convert()
+    found = []
+    at = 0
+    while True:
+        convert_head(head, draft_vocab=5, vocabulary=request, out=out, force=True)
+        at += 1
+        child = os.fork()
+        if child == 0:
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            moment.update(count=0, at=at)
+            try:
+                convert()
+            except SystemExit as stop:
+                # Without the interpreter's own farewell, which takes longer than the conversion.
+                os._exit(stop.code if isinstance(stop.code, int) else 3)
+        _, status = os.waitpid(child, 0)
+        checked = verify_artifact(out, head=head)
+        leftovers = sorted(
+            path.name for path in Path(out).parent.iterdir() if path.name.startswith(f".{Path(out).name}.")
+        )
+        found.append(
+            {
+                "draft_vocab": Artifact.load(out).manifest.draft_vocab,
+                "ok": checked.ok,
+                "exit": os.waitstatus_to_exitcode(status),
+                "leftovers": leftovers,
+            }
+        )
+        if os.waitstatus_to_exitcode(status) == 0 or at > 500:
+            break
+    print(json.dumps({"moments": at, "found": found}))
+
+
+if __name__ == "__main__":
+    main()
