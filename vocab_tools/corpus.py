@@ -198,6 +198,13 @@ class OpenCorpus:
             yield shard, -1
         yield cursor
 
+    def size_until(self, cursor: tuple[int, int]) -> int:
+        """About how much of `size` lies before a cursor."""
+        if not self._files:
+            return 0
+        reached = ((self._files[shard].size, stop) for shard, stop in self.shards_until(cursor))
+        return sum(size if stop < 0 else min(size, stop) for size, stop in reached)
+
     def probe_blocks(self, num_blocks: int = 4) -> Iterator[Block]:
         """Yield a few blocks from all over the corpus, the first one among them."""
         for step in range(num_blocks):

@@ -7,6 +7,7 @@ anything that maps tasks to block counts in the order of the tasks; `_InProcess`
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import threading
 import time
@@ -116,7 +117,7 @@ def count_tokens(
     keeper = _Checkpoints(checkpoint, identity, states, checkpoint_seconds)
     running = _engine(engine, plan, workers, corpora)
     counted = []
-    with _Bar(corpora, progress) as bar:
+    with _Bar(corpora, states, progress) as bar:
         try:
             with running:
                 for position, corpus in enumerate(corpora):
@@ -124,10 +125,14 @@ def count_tokens(
                     counted.append(run.count())
         except KeyboardInterrupt as error:
             raise CountingInterruptedError(keeper.interrupted()) from error
+    if chat_template is not None:
+        template_hash = replace(tokenizer, chat_templates={"default": chat_template}).chat_template_hash
+    else:
+        template_hash = tokenizer.chat_template_hash
     result = TokenCounts(
         tuple(
-            _source_counts(corpus, state, plan, position, files, library, tokenizer, seed)
-            for position, (corpus, state, files) in enumerate(zip(corpora, keeper.states, counted, strict=True))
+            _source_counts(corpus, state, plan, files, library, template_hash, seed)
+            for corpus, state, files in zip(corpora, keeper.states, counted, strict=True)
         ),
         tokenizer.tokenizer_hash,
     )
@@ -450,6 +455,9 @@ class _Checkpoints:
     def remove(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            # What a run that was killed while it wrote a checkpoint left behind.
+            for leftover in self._path.parent.glob(f".{glob.escape(self._path.name)}.*.tmp"):
+                leftover.unlink(missing_ok=True)
 
     def interrupted(self) -> str:
         self.save()
@@ -572,24 +580,35 @@ class _SourceRun:
 class _Bar:
     """Progress on stderr: share of the corpus, tokens, tokens per second."""
 
-    def __init__(self, corpora: Sequence[OpenCorpus], progress: bool | Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        corpora: Sequence[OpenCorpus],
+        states: Sequence[SourceState],
+        progress: bool | Callable[[int], None] | None,
+    ) -> None:
         from tqdm import tqdm
 
         self._call = progress if callable(progress) else None
-        if self._call:
+        if self._call is not None:
             progress = False
 
         sizes = [corpus.size for corpus in corpora]
         self._known = all(size is not None for size in sizes)
         total = sum(size or 0 for size in sizes) if self._known else None
+        done = sum(
+            corpus.size_until(state.cursor) for corpus, state in zip(corpora, states, strict=True) if state.cursor
+        )
         self._tokens = 0
         self._started = time.monotonic()
         # A limit on tokens ends a source before its last byte; then the tokens are what the bar shows.
         caps = [corpus.source.max_tokens for corpus in corpora]
         if all(cap is not None for cap in caps):
             self._known, total = False, sum(cap or 0 for cap in caps)
+        if not self._known:
+            done = sum(state.partial.tokens for state in states)
         self._bar = tqdm(
             total=total,
+            initial=done,
             unit="B" if self._known else "tok",
             unit_scale=True,
             desc="counting",
@@ -620,10 +639,9 @@ def _source_counts(
     corpus: OpenCorpus,
     state: SourceState,
     plan: CountPlan,
-    position: int,
     files: list[dict[str, Any]] | None,
     library: str,
-    tokenizer: LoadedTokenizer,
+    template_hash: str | None,
     seed: int,
 ) -> SourceCounts:
     partial, rule, source = state.partial, plan.held_out, corpus.source
@@ -635,7 +653,7 @@ def _source_counts(
         **({} if files is None else {"files": files}),
         "text": source.roles if is_chat else "all",
         "chat": is_chat,
-        "chat_template_hash": tokenizer.chat_template_hash if is_chat else None,
+        "chat_template_hash": template_hash if is_chat else None,
         "documents": partial.documents - num_held_out,
         "tokens": int(counts.sum()),
         "empty_documents": partial.empty,

@@ -232,6 +232,17 @@ def test_a_corpus_without_tokens_is_refused(tmp_path: Path) -> None:
         count_tokens([CorpusSource(str(path))], llama3_like(), workers=0)
 
 
+def test_the_bar_shows_share_tokens_and_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(50))
+    count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, progress=True)
+    shown = capsys.readouterr()
+    assert "100%" in shown.err
+    assert "M tokens/s" in shown.err
+    assert shown.out == ""
+    count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, progress=False)
+    assert capsys.readouterr().err == ""
+
+
 # Checkpoints
 
 RUN = """
