@@ -299,7 +299,8 @@ def _explained(folder: Path) -> Iterator[None]:
     try:
         yield
     except OutputError as error:
-        raise SourceError(f"{error}\n{advice}") from error
+        headline = str(error).partition("\n")[0]
+        raise SourceError(f"{headline}\n{advice}") from error
     except OSError as error:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else shorten(error.strerror)
         raise SourceError(f"{folder}: the cache cannot be written: {reason}.\n{advice}") from error
