@@ -55,8 +55,15 @@ TOKENIZER_FILES = (
 TARGET_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
 """Small files of a target: its configuration and its tokenizer."""
 
-HEAD_FILES = ("config.json", "generation_config.json", "hf_quant_config.json", "README.md", *TOKENIZER_FILES)
-"""Small files of a head: its configuration, its card (which may name the target), and a tokenizer if it has one."""
+HEAD_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "eagle_slim.json",
+    "README.md",
+    *TOKENIZER_FILES,
+)
+"""Small files of a head: configuration, manifest, card (which may name the target), and a tokenizer if it has one."""
 
 Notify = Callable[[str], object]
 

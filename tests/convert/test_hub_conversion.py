@@ -1,0 +1,157 @@
+"""Heads and targets from a Hub, through the real `huggingface_hub`, to an artifact and back to the Hub."""
+
+import json
+
+import pytest
+import torch
+from eagle_slim.convert import Artifact, SourceError, VocabRequest, convert_head, open_head, verify_artifact
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.source import open_head_source
+from safetensors.torch import load_file
+from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
+from support.hub_server import HubServer, connected
+
+BY_ID = VocabRequest(order="ids")
+
+
+def files(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def hub(tmp_path):
+    """A Hub with a head as SafeAILab publishes it (`.bin`, no LM head) and a target of which one tensor is needed."""
+    target = write_target(tmp_path / "target")
+    tensors = load_file(target / "model.safetensors")
+    tensors |= {f"model.layers.{n}.mlp.up_proj.weight": random((4096, HIDDEN), n) for n in range(8)}
+    (target / "model.safetensors").unlink()
+    write_tensors(target, tensors, "sharded")
+    head = write_eagle3(tmp_path / "head", lm_head=False, container="bin")
+    (head / "README.md").write_text("---\nlicense: mit\nbase_model: org/target\n---\nA head.\n")
+    with HubServer() as server:
+        server.commits = {
+            "org/head": server.add_model("org/head", files(head)),
+            "org/target": server.add_model("org/target", files(target)),
+        }
+        yield server
+
+
+def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
+    said = []
+    with connected(hub, tmp_path / "home"):
+        (done,) = convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim", say=said.append)
+        needed = VOCAB * HIDDEN * 2
+        sent = hub.bytes_sent("of-00002.safetensors")
+        assert needed <= sent < needed + 20_000
+        assert "target: org/target (named in the head's model card)" in said
+        assert done.manifest.head["revision"] == hub.commits["org/head"]
+        assert done.manifest.target["repo_id"] == "org/target"
+        assert done.manifest.target["revision"] == hub.commits["org/target"]
+        front = (done.folder / "README.md").read_text().split("---")[1]
+        assert "base_model: org/target" in front
+        assert "license: mit" in front
+        tensors = load_file(done.folder / "model.safetensors")
+        ids = tensors["d2t"] + torch.arange(320)
+        assert torch.equal(tensors["lm_head.weight"], target_lm_head(tmp_path / "target")[ids])
+
+        # A second run asks for no weights again, and neither does verification, which finds everything in the cache.
+        hub.reset_counts()
+        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "again")
+        assert hub.bytes_sent(".safetensors") == hub.bytes_sent(".bin") == 0
+        assert files(tmp_path / "again") == files(tmp_path / "slim") | {
+            "README.md": (tmp_path / "again" / "README.md").read_bytes()
+        }
+        result = verify_artifact(tmp_path / "slim")
+        assert result.ok
+        assert result["lm_head rows of the source"].status == "ok"
+        assert result["tensors of the source head"].status == "ok"
+        assert hub.bytes_sent(".safetensors") == 0
+    with connected(hub, tmp_path / "home", offline=True):
+        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "offline", offline=True)
+        assert files(tmp_path / "offline").keys() == files(tmp_path / "slim").keys()
+
+
+def test_existing_output_is_refused_before_the_first_request(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "head-v320").mkdir(exist_ok=True)
+    with connected(hub, tmp_path / "home"), pytest.raises(SystemExit) as stop:
+        convert_command(["org/head", "--draft-vocab", "320", "--order", "ids"])
+    assert stop.value.code == 2
+    assert "exists already" in capsys.readouterr().err
+    assert not hub.requests
+
+
+def test_revisions(hub, tmp_path):
+    first = hub.commits["org/head"]
+    other = write_eagle3(tmp_path / "other", ids=None)
+    hub.add_model("org/head", files(other) | {"README.md": b"without a target"})
+    with connected(hub, tmp_path / "home"):
+        (done,) = convert_head(
+            "org/head", draft_vocab=320, vocabulary=BY_ID, revision=first, target="org/target", out=tmp_path / "slim"
+        )
+        assert done.manifest.head["revision"] == first
+        assert done.manifest.lm_head["from"] == "target"
+        (newer,) = convert_head(
+            "org/head", draft_vocab=320, vocabulary=BY_ID, target="org/target", out=tmp_path / "newer"
+        )
+        assert newer.manifest.lm_head["from"] == "head"
+
+
+def test_gated_target_says_what_to_do(hub, tmp_path):
+    hub.repo("org/target").gated = True
+    with connected(hub, tmp_path / "home"), pytest.raises(SourceError, match="HF_TOKEN"):
+        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
+    assert not (tmp_path / "slim").exists()
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
+    assert not hub.leaked_tokens
+
+
+def test_pushed_and_loaded_again(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        with pytest.raises(SystemExit) as stop:
+            convert_command(
+                ["org/head", "--draft-vocab", "320", "--order", "ids", "--push-to-hub", "tester/slim", "--json"]
+            )
+        out, err = capsys.readouterr()
+        assert stop.value.code == 0, err
+        assert "tester/slim" in json.loads(out)["pushed_to"]
+        pushed = hub.repo("tester/slim").files()
+        for name, data in files(tmp_path / "head-v320").items():
+            assert pushed[name] == data
+        here, there = Artifact.load(tmp_path / "head-v320"), Artifact.load(open_head_source("tester/slim").folder)
+        assert there.rank_order_ids.tolist() == here.rank_order_ids.tolist()
+        assert open_head("tester/slim").draft_ids_to_target.tolist() == sorted(here.rank_order_ids.tolist())
+
+
+def test_default_dataset_is_streamed_and_named(hub, tmp_path):
+    from eagle_slim.convert.vocab_choice import DEFAULT_DATASET
+
+    chats = [
+        {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"The quick fox {n}"}]}
+        for n in range(300)
+    ]
+    lines = "\n".join(json.dumps(chat) for chat in chats)
+    hub.add_dataset(DEFAULT_DATASET, {"data/train_sft.jsonl": lines, "README.md": CARD})
+    said = []
+    import datasets  # noqa: F401  (before `connected`, which turns its constants too)
+
+    with connected(hub, tmp_path / "home"):
+        (done,) = convert_head("org/head", draft_vocab=320, out=tmp_path / "slim", say=said.append)
+    assert any("no corpus was named" in line and DEFAULT_DATASET in line for line in said)
+    (source,) = done.manifest.vocabulary["sources"]
+    assert source["provenance"]["dataset"] == DEFAULT_DATASET
+    assert source["provenance"]["split"] == "train_sft"
+    assert len(source["provenance"]["revision"]) == 40
+    assert done.to_json()["coverage"][0]["part"] == "held-out"
+
+
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train_sft
+    path: data/train_sft.jsonl
+---
+"""
