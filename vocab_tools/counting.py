@@ -229,8 +229,9 @@ def _probe_texts(corpora: Sequence[OpenCorpus], plan: CountPlan) -> Iterator[tup
                 if isinstance(document, BadRecord):
                     continue
                 for piece in document:
-                    yield _Place(corpus, block.shard, position), piece.text
-                    texts, chars = texts + 1, chars + len(piece.text)
+                    text = piece.text[:_PROBE_CHARS]
+                    yield _Place(corpus, block.shard, position), text
+                    texts, chars = texts + 1, chars + len(text)
                 if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
                     break
 
