@@ -112,6 +112,12 @@ def count_tokens(
     states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
     if checkpoint is not None and checkpoint.exists():
         states = load_checkpoint(checkpoint, identity)
+        skipped = sum(state.partial.skipped for state in states)
+        if skipped and on_error == "stop":
+            raise UsageError(
+                f"{checkpoint}: this count has skipped {skipped:,} records already. Go on with --on-error skip, or "
+                "start over with --restart."
+            )
         done = sum(state.partial.tokens for state in states)
         say(f"going on from the checkpoint {checkpoint}: {done:,} tokens are counted already")
     keeper = _Checkpoints(checkpoint, identity, states, checkpoint_seconds)
@@ -125,6 +131,9 @@ def count_tokens(
                     counted.append(run.count())
         except KeyboardInterrupt as error:
             raise CountingInterruptedError(keeper.interrupted()) from error
+        except EagleSlimError:
+            keeper.save()
+            raise
     if chat_template is not None:
         template_hash = replace(tokenizer, chat_templates={"default": chat_template}).chat_template_hash
     else:
@@ -282,7 +291,6 @@ def _identity(
         "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
         "tokenizer_engine": library,
         "seed": seed,
-        "skip_bad": plan.skip_bad,
         "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
         "sources": [
             {
@@ -449,7 +457,8 @@ class _Checkpoints:
             self.save()
 
     def save(self) -> None:
-        if self._path is not None:
+        """Write the checkpoint, unless nothing was counted yet."""
+        if self._path is not None and any(state.cursor for state in self.states):
             save_checkpoint(self._path, self._identity, self.states)
             self._saved_at = time.monotonic()
 
@@ -463,7 +472,7 @@ class _Checkpoints:
     def interrupted(self) -> str:
         self.save()
         tokens = sum(state.partial.tokens for state in self.states)
-        if self._path is None:
+        if self._path is None or not tokens:
             return f"stopped after {tokens:,} tokens; there is no checkpoint, so the same command starts over"
         return f"stopped after {tokens:,} tokens. The same command goes on from there (checkpoint {self._path})."
 
@@ -546,6 +555,7 @@ class _SourceRun:
                 self._keeper.update(self._position, state)
                 self._bar.moved(task.block.size, result.partial.tokens)
                 if limited:
+                    self._tell_rest()
                     return
         self._keeper.update(self._position, replace(self._state, done=True))
         self._tell_rest()
@@ -565,7 +575,7 @@ class _SourceRun:
     def _report(self, bad: Sequence[BadRecord]) -> None:
         if not self._skip_bad:
             raise CorpusError(
-                f"{self._corpus.place_of(bad[0])}: {bad[0].reason}. Mend it, or leave such records out with "
+                f"{self._corpus.place_of(bad[0])}: {bad[0].reason}. Mend it, or go on without such records with "
                 "--on-error skip."
             )
         for record in bad[: _MAX_SKIP_MESSAGES - self._told]:

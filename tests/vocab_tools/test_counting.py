@@ -384,6 +384,38 @@ def test_a_checkpoint_is_never_taken_up_by_another_count(tmp_path: Path, small_b
     assert everything(counts) == naive(some_texts(200, seed=3))
 
 
+def test_a_count_that_stopped_at_a_bad_record_goes_on_without_it(tmp_path: Path, small_blocks: None) -> None:
+    lines = [json.dumps({"text": text}) for text in some_texts(200)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join([*lines[:150], "broken", *lines[150:]]))
+    check = tmp_path / "check"
+    arguments: dict[str, Any] = {"workers": 0, "checkpoint": check}
+    with pytest.raises(CorpusError, match=r"a\.jsonl, line 151: not JSON.*--on-error skip"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
+    told: list[str] = []
+    with pytest.raises(CountingInterruptedError):
+        count_tokens(
+            [CorpusSource(str(path))],
+            llama3_like(),
+            on_error="skip",
+            notify=told.append,
+            progress=_stop_after(3),
+            **arguments,
+        )
+    assert any(message.startswith("going on") for message in told)
+    with pytest.raises(UsageError, match="has skipped 1 records already"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
+    counts = count_tokens([CorpusSource(str(path))], llama3_like(), on_error="skip", **arguments)
+    fresh = count_tokens([CorpusSource(str(path))], llama3_like(), on_error="skip", workers=0)
+    assert counts.to_bytes() == fresh.to_bytes()
+    assert everything(counts) == naive(some_texts(200))
+    # Nothing was counted before the fault: nothing is kept.
+    path.write_text("broken\n" + lines[0])
+    with pytest.raises(CorpusError, match="line 1: not JSON"):
+        count_tokens([CorpusSource(str(path))], llama3_like(), **arguments)
+    assert not check.exists()
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ["x"])
     check = tmp_path / "check"
