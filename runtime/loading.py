@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -47,6 +47,8 @@ class OpenedHead:
     tokenizer_hash: str | None = None
     target_name: str | None = None
     """Repository or folder of the target, as far as the head knows it."""
+    coverage: Mapping[str, Any] | None = None
+    """Coverage of held-out text as the manifest records it (JSON form of a `CoverageReport`)."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
 
@@ -87,20 +89,22 @@ def open_any_head(
     return OpenedHead(opened, target_name=_target_of(opened, name), is_embedded=head is None)
 
 
-def load_target(target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None) -> nn.Module:
+def load_target(
+    target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
+) -> nn.Module:
     """Load a causal LM with transformers, in evaluation mode on a device."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
     moved: nn.Module = model.to(device).eval()
     return moved
 
 
-def load_target_config(target: str | Path, revision: str | None) -> Any:
+def load_target_config(target: str | Path, revision: str | None, offline: bool) -> Any:
     """Load a target's configuration."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(target, revision=revision)
+    return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline)
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
@@ -111,7 +115,8 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
     from transformers import AutoTokenizer
 
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
-    return AutoTokenizer.from_pretrained(target, revision=revision), loaded.tokenizer_hash
+    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, local_files_only=offline)
+    return tokenizer, loaded.tokenizer_hash
 
 
 def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> Drafter:
@@ -145,7 +150,14 @@ def _from_artifact(artifact: Artifact) -> OpenedHead:
         target_name: str | None = EMBEDDED_TARGET_REPO
     else:
         target_name = artifact.target
-    return OpenedHead(artifact.head, artifact.rank_order_ids, artifact.num_forced, artifact.tokenizer_hash, target_name)
+    return OpenedHead(
+        artifact.head,
+        artifact.rank_order_ids,
+        artifact.num_forced,
+        artifact.tokenizer_hash,
+        target_name,
+        artifact.manifest.coverage,
+    )
 
 
 def _target_of(head: DraftHead, name: str | None) -> str | None:

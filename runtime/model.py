@@ -99,12 +99,15 @@ class SpeculativeModel:
         max_model_len: int | None = None,
         opened: OpenedHead | None = None,
         drafter_kind: str | DrafterFactory = "reference",
+        tokenizer_source: str | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.opened = opened
         self.drafter_kind = drafter_kind
+        self.tokenizer_source = tokenizer_source
+        """Where the tokenizer was loaded from: Hub id or folder; None when it was handed over, or there is none."""
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
@@ -163,17 +166,20 @@ class SpeculativeModel:
         else:
             location = target_location(opened, target)
             name, model = str(location), None
-            text_config = load_target_config(location, revision).get_text_config()
+            text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
+        tokenizer_source = None
         draft_ids = opened.choose(draft_vocab)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
+            tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
             tokenizer = tokenizer or loaded_tokenizer
-            model = load_target(location, dtype, place, revision)
+            model = load_target(location, dtype, place, revision, offline)
         wrapped = TargetModel(model, resolve_tap_layers(opened.head, int(text_config.num_hidden_layers)))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
-        return cls(wrapped, build_drafter(drafter, weights, tree), tokenizer, max_model_len, opened, drafter)
+        built = build_drafter(drafter, weights, tree)
+        return cls(wrapped, built, tokenizer, max_model_len, opened, drafter, tokenizer_source)
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -188,7 +194,13 @@ class SpeculativeModel:
         other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
         drafter = build_drafter(self.drafter_kind, other, self.drafter.tree)
         return SpeculativeModel(
-            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.drafter_kind
+            self.target,
+            drafter,
+            self.tokenizer,
+            self.max_model_len,
+            self.opened,
+            self.drafter_kind,
+            self.tokenizer_source,
         )
 
     @property
@@ -244,7 +256,7 @@ class SpeculativeModel:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other or lack a tokenizer.
         """
-        sampling = _sampling(do_sample, temperature, top_p, top_k, seed)
+        sampling = sampling_config(do_sample, temperature, top_p, top_k, seed)
         prompts = self._prompts(input_ids, attention_mask)
         if max_new_tokens < 0:
             raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
@@ -349,9 +361,14 @@ def _tree(depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
     return TreeConfig(depth, top_k, total_tokens)
 
 
-def _sampling(
-    do_sample: bool | None, temperature: float | None, top_p: float | None, top_k: int | None, seed: int
+def sampling_config(
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
 ) -> SamplingConfig:
+    """Read sampling arguments as `SpeculativeModel.generate` does. Raises `UsageError` when they contradict."""
     if do_sample is None:
         if temperature is None and (top_p is not None or top_k is not None):
             raise UsageError("top_p and top_k act on sampling only: give do_sample=True or a temperature as well.")

@@ -152,3 +152,18 @@ def plain_greedy(model: nn.Module, prompt: list[int], max_new_tokens: int, eos: 
         pad_token_id=0,
     )  # fmt: skip
     return output[0, len(prompt) :].tolist()
+
+
+def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
+    """Write a tiny target with tokenizer and chat template, and a full-vocabulary head for it: (target, head)."""
+    from support.small_tokenizers import byte_level_bpe, write_folder
+
+    tokenizer = byte_level_bpe(360, ["<|im_start|>", "<|im_end|>"])
+    vocab = tokenizer.get_vocab_size()
+    end = tokenizer.token_to_id("<|im_end|>")
+    target = write_folder(folder / "target", tokenizer)
+    target = folder / "target" if target is None else Path(target)
+    model = tiny_target("llama", seed, vocab_size=vocab, eos_token_id=end, bos_token_id=end, pad_token_id=end)
+    model.generation_config.eos_token_id = end
+    model.save_pretrained(target)
+    return target, write_head(folder / "head", vocab=vocab)

@@ -1,0 +1,172 @@
+"""`eagle-generate`: one answer, or a chat, from a converted head with its target."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
+from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+
+from .model_options_cli import load_model, model_options, show_warnings_as_lines
+
+if TYPE_CHECKING:
+    from .model import GenerationOutput, SpeculativeModel
+    from .stats import GenerationStats
+
+
+@click.command(
+    cls=EagleCommand,
+    epilog="""\b
+Examples:
+  eagle-generate --prompt "Why is the sky blue?"
+  eagle-generate out/llama-slim --draft-vocab 8192 --temperature 0.7 --top-p 0.9
+  eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
+)
+@model_options
+@click.option("--draft-vocab", type=int, metavar="N", help="Draft over the best N ids only. Default: all the head has.")
+@click.option("--prompt", metavar="TEXT", help="Answer this and end. Without it: a chat, or the text on stdin.")
+@click.option("--system", metavar="TEXT", help="System message of the conversation.")
+@click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
+@click.option("--max-new-tokens", type=click.IntRange(min=0), default=512, show_default=True)
+@click.option("--temperature", type=float, metavar="T", help="Above 0 samples. Default: greedy.")
+@click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
+@click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
+@click.option("--seed", default=0, show_default=True, help="Fixes every draw.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; may be given often.")
+@click.option("--ignore-eos", is_flag=True, help="Run on beyond the end-of-sequence token.")
+@click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
+@json_option
+@version_option()
+def generate(**options: Any) -> None:
+    """Generate with a draft head; the text is the target's own.
+
+    HEAD is a converted or unconverted head, a folder or a repository of the Hugging Face Hub; without it, the built-in
+    EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures go to stderr. In a chat,
+    /reset starts anew and /exit (or Ctrl-D) ends.
+    """
+    show_warnings_as_lines()
+    prompt, as_json = options.pop("prompt"), options.pop("as_json")
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read().rstrip("\n")
+        if not prompt:
+            raise UsageError("There is no prompt: give --prompt, or text on stdin.")
+    if prompt is None and (as_json or options["check"]):
+        raise UsageError("--json and --check answer one prompt; give --prompt.")
+    from .model import sampling_config
+
+    # Refused before the model is loaded.
+    sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"])
+    model = load_model(options)
+    system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
+    session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
+    if prompt is None:
+        session.chat()
+    elif as_json:
+        session.answer_as_json(prompt)
+    else:
+        session.answer(prompt)
+
+
+class _Session:
+    """A loaded model, how to generate, and the conversation so far."""
+
+    def __init__(
+        self, model: SpeculativeModel, system: str | None, raw: bool, check: bool, options: dict[str, Any]
+    ) -> None:
+        self.model, self.raw, self.check, self.options = model, raw, check, options
+        self.opening = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self.opening)
+
+    def answer(self, prompt: str) -> None:
+        """Stream one answer and print its figures."""
+        from transformers import TextStreamer
+
+        ids = self._encode(prompt)
+        streamer = TextStreamer(self.model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        output = self.model.generate(ids, streamer=streamer, **self.options)
+        self.messages.append({"role": "assistant", "content": output.text[0] or ""})
+        note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}")
+        if self.check:
+            _check(self.model, ids, output, self.options)
+
+    def answer_as_json(self, prompt: str) -> None:
+        """Print one answer with its figures as JSON."""
+        ids = self._encode(prompt)
+        output = self.model.generate(ids, **self.options)
+        result = output.results[0]
+        emit_json(
+            {
+                "text": result.text,
+                "token_ids": result.token_ids,
+                "finish_reason": result.finish_reason,
+                "draft_vocab": self.model.draft_vocab,
+                "stats": output.stats.to_json(),
+            }
+        )
+        if self.check:
+            _check(self.model, ids, output, self.options)
+
+    def chat(self) -> None:
+        """Talk until /exit or the end of input."""
+        note(f"draft vocabulary {self.model.draft_vocab}; /reset starts anew, /exit or Ctrl-D ends")
+        while True:
+            try:
+                prompt = input("> ").strip()
+            except EOFError:
+                note("")
+                return
+            if prompt == "/exit":
+                return
+            if prompt == "/reset":
+                self.messages = list(self.opening)
+            elif prompt:
+                try:
+                    self.answer(prompt)
+                except EagleSlimError as error:
+                    # A conversation that outgrew the context is no reason to lose the session.
+                    note(f"error: {error}")
+                    self.messages.pop()
+
+    def _encode(self, prompt: str) -> Sequence[int] | str:
+        if self.raw:
+            return prompt
+        self.messages.append({"role": "user", "content": prompt})
+        return self.model.encode_chat(self.messages)
+
+
+def figures(stats: GenerationStats) -> str:
+    """Say what a generation cost, in one line."""
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items())
+    return (
+        f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
+        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes); time: {shares}"
+    )
+
+
+def _check(
+    model: SpeculativeModel, prompt: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
+) -> None:
+    """Decode plainly and compare. Raises `EagleSlimError` at the first token that differs."""
+    plain = model.generate(prompt, speculative=False, **options)
+    ours, own = output.token_ids[0], plain.token_ids[0]
+    kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"
+    if ours == own:
+        note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s)")
+        return
+    place = next((i for i, (a, b) in enumerate(zip(ours, own, strict=False)) if a != b), min(len(ours), len(own)))
+    message = f"check: token {place} differs from plain {kind}."
+    if str(model.target.dtype) != "torch.float32":
+        message += " Near-ties round differently below float32: try --dtype float32."
+    raise EagleSlimError(message)
+
+
+def main(args: list[str] | None = None) -> NoReturn:
+    """Run `eagle-generate`."""
+    run_cli(generate, args, "eagle-generate")
+
+
+if __name__ == "__main__":
+    main()

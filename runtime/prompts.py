@@ -1,0 +1,55 @@
+"""Prompt files: Spec-Bench / MT-bench JSON lines with ``turns``, or plain text with one prompt per line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import PromptFileError
+
+DEFAULT_CATEGORY = "all prompts"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation's user turns; ``category`` groups rows of a comparison."""
+
+    turns: tuple[str, ...]
+    category: str = DEFAULT_CATEGORY
+
+
+def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """Read a prompt file.
+
+    A file whose first line is a JSON object is read as JSON lines: ``turns`` (list of strings, or one string), and
+    optionally ``category``; other keys are ignored. Anything else is plain text: each line that is not blank is a
+    prompt. ``limit`` keeps the first prompts only. Raises `PromptFileError`, naming file and line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptFileError(f"{path}: cannot be read as a prompt file ({error}).") from error
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise PromptFileError(f"{path}: holds no prompt.")
+    if numbered[0][1].lstrip().startswith("{"):
+        prompts = [_from_json(line, f"{path}, line {number}") for number, line in numbered]
+    else:
+        prompts = [Prompt((line.strip(),)) for _, line in numbered]
+    return prompts if limit is None else prompts[:limit]
+
+
+def _from_json(line: str, where: str) -> Prompt:
+    try:
+        value: Any = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise PromptFileError(f"{where}: not a JSON object ({error.msg}).") from error
+    turns = value.get("turns") if isinstance(value, dict) else None
+    if isinstance(turns, str):
+        turns = [turns]
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+        raise PromptFileError(f'{where}: expected "turns", a list of texts, found {turns!r}.')
+    return Prompt(tuple(turns), str(value.get("category") or DEFAULT_CATEGORY))

@@ -1,0 +1,224 @@
+"""`eagle-generate` and `eagle-compare`: wiring, output, exit codes."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from eagle_slim.convert.convert import convert_head
+from eagle_slim.convert.vocab_choice import VocabRequest
+from eagle_slim.runtime import compare_cli, generate_cli
+from support.tiny_models import write_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+TREE = ["--depth", "2", "--draft-top-k", "4", "--total-tokens", "20"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
+    """(target, unconverted head, converted head of 340 rows)."""
+    folder = tmp_path_factory.mktemp("pair")
+    target, head = write_pair(folder)
+    convert_head(head, draft_vocab=340, target=target, out=folder / "slim", vocabulary=VocabRequest(order="ids"))
+    return str(target), str(head), str(folder / "slim")
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    def call(main: Callable[[list[str]], object], *args: str, stdin: str | None = None) -> tuple[int, str, str]:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as stop:
+            main([*args])
+        captured = capsys.readouterr()
+        return int(stop.value.code or 0), captured.out, captured.err
+
+    return call
+
+
+def test_one_answer_with_check(run: Run, pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    code, out, err = run(
+        generate_cli.main, slim, "--target", target, *TREE, "--prompt", "hello", "--max-new-tokens", "12", "--check"
+    )
+    assert code == 0, err
+    assert out.strip()
+    assert "12 tokens in" in err or "ended by eos" in err
+    assert "tokens per target pass" in err
+    assert "draft" in err
+    assert "verify" in err
+    assert "equal plain greedy decoding" in err
+
+
+def test_json_from_stdin_and_a_smaller_vocabulary(run: Run, pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    args = (slim, "--target", target, *TREE, "--max-new-tokens", "6", "--json", "--draft-vocab", "300", "--ignore-eos")
+    code, out, err = run(generate_cli.main, *args, "--temperature", "0.9", "--check", stdin="hello\n")
+    assert code == 0, err
+    value = json.loads(out)
+    assert value["draft_vocab"] == 300
+    assert len(value["token_ids"]) == 6
+    assert value["finish_reason"] == "length"
+    assert value["stats"]["num_new_tokens"] == 6
+    assert "sampling with the same seed" in err
+    again = json.loads(run(generate_cli.main, *args, "--temperature", "0.9", stdin="hello\n")[1])
+    assert again["token_ids"] == value["token_ids"]
+
+
+def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, str, str]) -> None:
+    target, head, _ = pair
+    code, out, _ = run(
+        generate_cli.main,
+        head,
+        "--target",
+        target,
+        *TREE,
+        "--prompt",
+        "hello",
+        "--raw",
+        "--json",
+        "--max-new-tokens",
+        "4",
+    )
+    assert code == 0
+    chat = run(
+        generate_cli.main, head, "--target", target, *TREE, "--prompt", "hello", "--json", "--max-new-tokens", "4"
+    )
+    assert json.loads(out)["stats"]["num_prompt_tokens"] < json.loads(chat[1])["stats"]["num_prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["--prompt", "x", "--top-p", "0.5"], 2, "temperature"),
+        (["--prompt", "x", "--draft-vocab", "9999"], 2, "9999"),
+        (["--prompt", "x", "--total-tokens", "900"], 2, "candidates"),
+        (["--prompt", "x", "--max-model-len", "2"], 1, "no room"),
+        (["--prompt", "x", "--dtype", "float8"], 2, "float8"),
+        (["--prompt", "x", "--drafter", "triton", "--device", "cpu"], 1, "GPU"),
+        (["--prompt", "x", "--tap-layers", "1,b,3"], 2, "layer numbers"),
+    ],
+)
+def test_mistakes(run: Run, pair: tuple[str, str, str], args: list[str], code: int, message: str) -> None:
+    target, _, slim = pair
+    got, out, err = run(generate_cli.main, slim, "--target", target, *args)
+    assert got == code
+    assert message in err
+    assert out == ""
+    assert "Traceback" not in err
+
+
+def test_an_empty_stdin_and_a_missing_head(run: Run, pair: tuple[str, str, str]) -> None:
+    assert run(generate_cli.main, pair[2], stdin="")[0] == 2
+    code, _, err = run(generate_cli.main, "./no-such-head", "--prompt", "x", "--offline")
+    assert code == 1
+    assert "no-such-head" in err
+
+
+def test_a_chat_in_a_terminal(pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "eagle_slim.runtime.generate_cli", slim, "--target", target, *TREE]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "5", "--max-model-len", "60"], stdin=theirs, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, b"hello\n\n/reset\nhello\n" + b"x" * 90 + b"\nhello\n/exit\n")
+    out, err = process.communicate(timeout=120)
+    os.close(ours)
+    assert process.returncode == 0, err
+    figures = [line for line in err.splitlines() if "tokens per target pass" in line]
+    assert len(figures) >= 2
+    assert "leaves no room" in err
+    # After /reset the same message gets the same answer.
+    answers = [line.lstrip("> ") for line in out.split("\n") if line.lstrip("> ")]
+    assert answers[0] == answers[1]
+
+
+def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
+    target, _, slim = pair
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"category": "a", "turns": ["one"]}\n{"category": "b", "turns": ["two", "three"]}\n')
+    out_dir = tmp_path / "out"
+    args = [slim, "--target", target, *TREE, "--prompts", str(prompts), "--max-new-tokens", "6", "--sizes", "full,300"]
+    code, out, err = run(compare_cli.main, *args, "--out", str(out_dir), "--progress")
+    assert code == 0, err
+    assert sorted(path.name for path in out_dir.iterdir()) == [
+        "compare.csv",
+        "compare.html",
+        "compare.json",
+        "compare.png",
+    ]
+    data = json.loads((out_dir / "compare.json").read_text())
+    assert [row["size"] for row in data["rows"][:3]] == ["plain", "full", "300"]
+    assert {row["category"] for row in data["rows"]} == {"all", "a", "b"}
+    assert {row["mode"] for row in data["rows"]} == {"greedy", "sampled"}
+    assert all(row["num_identical"] == row["num_answers"] for row in data["rows"])
+    assert data["rows"][1]["draft_vocab"] == 340
+    assert data["coverage"][0]["sizes"][-1] == 340
+    assert data["recommendation"]["size"] in ("full", "300")
+    assert out.splitlines()[0].startswith("size")
+    assert "recommended draft vocabulary" in out
+    assert "answers: 100%" in err
+
+    code, _, err = run(compare_cli.main, *args, "--out", str(out_dir))
+    assert code == 2
+    assert "--force" in err
+    code, out, _ = run(compare_cli.main, *args, "--modes", "greedy", "--limit", "1", "--json")
+    assert code == 0
+    assert {row["category"] for row in json.loads(out)["rows"]} == {"all", "a"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [(["--modes", "greedy,wild"], "wild"), (["--sizes", "full,x"], "neither a number"), (["--sizes", "5000"], "5000")],
+)
+def test_compare_mistakes(run: Run, pair: tuple[str, str, str], tmp_path: Path, args: list[str], message: str) -> None:
+    target, _, slim = pair
+    (tmp_path / "p.txt").write_text("hello\n")
+    code, out, err = run(compare_cli.main, slim, "--target", target, "--prompts", str(tmp_path / "p.txt"), *args)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_an_unconverted_head_needs_a_ranking(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
+    target, head, slim = pair
+    (tmp_path / "p.txt").write_text("hello\n")
+    args = [
+        head,
+        "--target",
+        target,
+        *TREE,
+        "--prompts",
+        str(tmp_path / "p.txt"),
+        "--max-new-tokens",
+        "4",
+        "--modes",
+        "greedy",
+    ]
+    code, _, err = run(compare_cli.main, *args)
+    assert code == 2
+    assert "--token-map" in err
+    token_map = next(Path(slim).glob("freq_*.pt"))
+    code, out, err = run(compare_cli.main, *args, "--token-map", str(token_map), "--sizes", "full,320,300")
+    assert code == 0, err
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == ["plain", "full", "320", "300"]
+
+
+@pytest.mark.parametrize("main", [generate_cli.main, compare_cli.main])
+def test_help_and_version(run: Run, main: Callable[[list[str]], object]) -> None:
+    code, out, _ = run(main, "--help")
+    assert code == 0
+    assert "Examples:" in out
+    assert run(main, "--version")[0] == 0
