@@ -432,7 +432,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
 
 def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
     full = write_eagle3(tmp_path / "full")
-    with pytest.raises(UsageError, match="--target or --tokenizer"):
+    with pytest.raises(UsageError, match="or its tokenizer with --tokenizer"):
         convert_head(full, draft_vocab=300, vocabulary=VocabRequest(order="ids"), out=tmp_path / "o")
     bare = write_eagle3(tmp_path / "bare", lm_head=False)
     with pytest.raises(UsageError, match="--target"):

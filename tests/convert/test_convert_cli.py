@@ -111,7 +111,7 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8,9", "--token-map", token_map, "--push-to-hub", "me/x"), "one size"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--save-counts", "c"), "--save-counts"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
-        ((head, "--draft-vocab", "300", "--order", "ids"), "--target or --tokenizer"),
+        ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
         ((head, "--unknown"), "--unknown"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
     ]

@@ -1,0 +1,42 @@
+"""The public names of `eagle_slim.convert`, and what the package promises about importing it."""
+
+import inspect
+import subprocess
+import sys
+
+import eagle_slim.convert as package
+
+NAMES = {
+    "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError", "DraftHead",
+    "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError", "SourceError",
+    "UnsupportedHeadError", "Verification", "VocabRequest", "convert_head", "embedded_head", "embedded_target_folder",
+    "export_embedded_target", "open_checkpoint", "open_head", "push_folder", "verify_artifact",
+}  # fmt: skip
+
+
+def test_names_are_pinned():
+    assert set(package.__all__) == set(dir(package)) == NAMES
+    for name in NAMES:
+        assert inspect.getdoc(getattr(package, name)), name
+
+
+def test_parameters_of_the_commands_functions():
+    convert = inspect.signature(package.convert_head).parameters
+    assert list(convert) == [
+        "head", "draft_vocab", "coverage", "vocabulary", "target", "tokenizer", "revision", "target_revision",
+        "tokenizer_revision", "out", "force", "flavour", "d2t_form", "tap_layers", "offline", "count", "say",
+    ]  # fmt: skip
+    verify = inspect.signature(package.verify_artifact).parameters
+    assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in convert.values())
+
+
+def test_importing_is_light():
+    heavy = "import sys, eagle_slim.convert, eagle_slim.convert.cli, eagle_slim.convert.verify_cli; "
+    done = subprocess.run(
+        [sys.executable, "-c", heavy + "print([m for m in ('torch', 'transformers', 'datasets') if m in sys.modules])"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == "[]", done.stderr
