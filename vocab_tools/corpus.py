@@ -171,6 +171,7 @@ class OpenCorpus:
     _opened: _Opened = field(repr=False)
     _order: tuple[int, ...] = field(repr=False)
     _files: tuple[CorpusFile, ...] = field(default=(), repr=False)
+    _probe: list[Block] = field(default_factory=list, repr=False, compare=False)
 
     def blocks(self, after: tuple[int, int] | None = None) -> Iterator[Block]:
         """Yield the blocks in the corpus's order, those behind (shard, stop) of a block when given."""
@@ -205,8 +206,13 @@ class OpenCorpus:
         reached = ((self._files[shard].size, stop) for shard, stop in self.shards_until(cursor))
         return sum(size if stop < 0 else min(size, stop) for size, stop in reached)
 
-    def probe_blocks(self, num_blocks: int = 4) -> Iterator[Block]:
-        """Yield a few blocks from all over the corpus, the first one among them."""
+    def probe_blocks(self) -> Sequence[Block]:
+        """A few blocks from all over the files, or the first of a dataset, where each more would be fetched."""
+        if not self._probe:
+            self._probe.extend(self._choose_probe(4 if self._files else 1))
+        return self._probe
+
+    def _choose_probe(self, num_blocks: int) -> Iterator[Block]:
         for step in range(num_blocks):
             visited, within = divmod(len(self._order) * step, num_blocks)
             shard = self._order[visited]
