@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import eagle_slim.runtime.tree as tree_module
 import pytest
 import torch
 from eagle_slim.runtime.config import TreeConfig
@@ -199,3 +202,9 @@ def test_candidates_keep_their_slot_in_a_batch() -> None:
 def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         TreeConfig(depth, top_k, total)
+
+
+def test_the_docs_show_the_same_example() -> None:
+    example = (tree_module.__doc__ or "").split("log-probabilities::")[1].split("Everything here")[0].strip("\n ")
+    assert "retrieve_indices  [0 1 4 -1]  [0 2 5 -1]  [0 1 3 6]" in example
+    assert example in (Path(__file__).parents[2] / "docs" / "generation.md").read_text(encoding="utf-8")

@@ -1,0 +1,55 @@
+"""Head and target by repository id, from a local stand-in for the Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from eagle_slim.convert.convert import convert_head
+from eagle_slim.convert.vocab_choice import VocabRequest
+from support.hub_server import HubServer
+from support.tiny_models import write_pair
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def test_artifact_and_target_by_repository(tmp_path: Path) -> None:
+    target, head = write_pair(tmp_path)
+    convert_head(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=VocabRequest(order="ids"))
+    with HubServer() as hub:
+        hub.add_model("someone/target", files(target))
+        hub.add_model("someone/slim", files(tmp_path / "slim"))
+        command = [
+            sys.executable,
+            "-m",
+            "eagle_slim.runtime.generate_cli",
+            "someone/slim",
+            "--target",
+            "someone/target",
+        ]
+        command += [
+            "--draft-vocab",
+            "300",
+            "--prompt",
+            "hello",
+            "--max-new-tokens",
+            "4",
+            "--total-tokens",
+            "20",
+            "--json",
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **hub.env(tmp_path / "home")}
+        online = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+        assert online.returncode == 0, online.stderr
+    value = json.loads(online.stdout)
+    assert value["draft_vocab"] == 300
+    assert len(value["token_ids"]) <= 4
+    # The server is gone: what was fetched is enough.
+    offline = subprocess.run([*command, "--offline"], env=env, capture_output=True, text=True, timeout=120)
+    assert offline.returncode == 0, offline.stderr
+    assert json.loads(offline.stdout)["token_ids"] == value["token_ids"]
