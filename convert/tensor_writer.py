@@ -37,6 +37,7 @@ DTYPE_NAMES = {
 }
 # The order in which the reference writer sorts dtypes: descending in its own enumeration.
 _DTYPE_ORDER = ["F64", "I64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"]
+_FLUSH_BYTES = 64 << 20
 _ITEM_SIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
@@ -131,22 +132,54 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _write_all(descriptor, start)
-        with ThreadPoolExecutor(1, thread_name_prefix="write") as writer:
+        with ThreadPoolExecutor(1, thread_name_prefix="write") as writer, _Flusher(descriptor) as flusher:
             for plan in ordered:
-                digests[plan.name] = _write_tensor(descriptor, plan, writer)
+                digests[plan.name] = _write_tensor(descriptor, plan, writer, flusher)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return WrittenFile(len(start) + offset, hashlib.sha256(start).hexdigest(), digests)
 
 
-def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor) -> str:
+class _Flusher:
+    """Sends what has been written on to the disk while the next part is being read and hashed.
+
+    Otherwise the last fsync, which waits for all of the file, comes on top of everything else.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="flush")
+        self._running: Future[None] | None = None
+        self._waiting_bytes = 0
+
+    def __enter__(self) -> _Flusher:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._pool.shutdown()
+        # A disk error is reported once, to whoever flushes first: it must not be lost here.
+        if kind is None and self._running is not None:
+            self._running.result()
+
+    def wrote(self, size_bytes: int) -> None:
+        """Begin to flush once enough has come together; never waits. Raises OSError where the flush before failed."""
+        self._waiting_bytes += size_bytes
+        if self._waiting_bytes >= _FLUSH_BYTES and (self._running is None or self._running.done()):
+            if self._running is not None:
+                self._running.result()
+            self._waiting_bytes = 0
+            self._running = self._pool.submit(os.fdatasync, self._descriptor)
+
+
+def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor, flusher: _Flusher) -> str:
     digest = hashlib.sha256() if plan.digest is None else None
 
     def put(data: memoryview) -> None:
         if digest is not None:
             digest.update(data)
         _write_all(descriptor, data)
+        flusher.wrote(len(data))
 
     written = 0
     before: Future[None] | None = None

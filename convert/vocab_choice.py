@@ -204,8 +204,8 @@ def make_ranking(
     """
     if request.needs_tokenizer and tokenizer is None:
         raise UsageError(
-            f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one; name the target "
-            "that the head is for with --target, or its tokenizer with --tokenizer"
+            f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one; name the "
+            "target that it is for with --target, or its tokenizer with --tokenizer"
         )
     if request.is_default and (own := _own_ranks(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")

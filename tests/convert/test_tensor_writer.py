@@ -89,3 +89,18 @@ def test_row_checksums_follow_their_rows():
     assert np.array_equal(decode_checksums(encode_checksums(sums), 7), sums)
     with pytest.raises(ValueError, match="expected 6"):
         decode_checksums(encode_checksums(sums), 6)
+
+
+def test_a_disk_error_while_flushing_is_not_lost(tmp_path, monkeypatch):
+    from eagle_slim.convert import tensor_writer
+
+    monkeypatch.setattr(tensor_writer, "_FLUSH_BYTES", 8)
+
+    def broken(descriptor):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(tensor_writer.os, "fdatasync", broken)
+    matrix = torch.arange(40.0).reshape(10, 4)
+    plan = TensorPlan("m", matrix.dtype, (10, 4), lambda: iter(matrix.split(3)))
+    with pytest.raises(OSError, match="Input/output"):
+        write_safetensors(tmp_path / "file", [plan], {"format": "pt"})
