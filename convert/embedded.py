@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .atomic import atomic_directory
-from .errors import OutputExistsError, SourceError
+from .errors import OutputError, OutputExistsError, SourceError
 from .hashing import sha256_file
 from .tensor_writer import TensorPlan, write_safetensors
 
@@ -166,8 +166,14 @@ def embedded_target_folder() -> Path:
     folder = cache / "eagle-slim" / f"smollm2-135m-instruct-{WHEEL_VERSION}-{_EXPORT_VERSION}"
     if not folder.exists():
         # Another process may finish the same export first; the bytes are the same.
-        with contextlib.suppress(OutputExistsError):
-            export_embedded_target(folder)
+        try:
+            with contextlib.suppress(OutputExistsError):
+                export_embedded_target(folder)
+        except OutputError as error:
+            raise OutputError(
+                "the cache for the built-in target cannot be written; set XDG_CACHE_HOME to a folder that can, or name "
+                f"the target with --target. {error}"
+            ) from error
     return folder
 
 

