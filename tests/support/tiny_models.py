@@ -16,7 +16,7 @@ HIDDEN = 32
 LAYERS = 6
 WINDOW = 6
 
-_SIZES = {
+SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": HIDDEN,
     "intermediate_size": 48,
@@ -35,7 +35,7 @@ def tiny_target(kind: str, seed: int = 0, **overrides: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(seed)
-    sizes = {**_SIZES, **overrides}
+    sizes = {**SIZES, **overrides}
     if kind == "llama":
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
     elif kind == "qwen2":

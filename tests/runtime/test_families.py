@@ -1,0 +1,39 @@
+"""Attention with a twist: capped scores, sinks, windows in some layers, keys wider than values, partial rotation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from eagle_slim.runtime import SpeculativeModel
+from support.tiny_models import SIZES, WINDOW, plain_greedy, random_prompts, widen, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "soft-capped": ("Gemma2ForCausalLM", "Gemma2Config",
+                    {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
+    "two rotations": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 8, "sliding_window": WINDOW}),
+    "sinks": ("GptOssForCausalLM", "GptOssConfig", {"head_dim": 8, "sliding_window": WINDOW, **EXPERTS}),
+    "partial rotation": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
+    "latent": ("DeepseekV3ForCausalLM", "DeepseekV3Config",
+               {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+                "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
+    model_class, config_class, options = FAMILIES[family]
+    config = getattr(transformers, config_class)(**{**SIZES, **options})
+    target = getattr(transformers, model_class)(config).eval()
+    widen(target.named_parameters())
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    prompts = random_prompts([1, 9, 17])
+    output = model.generate(prompts, max_new_tokens=16, ignore_eos=True)
+    assert output.token_ids == [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
+    assert max(output.stats.accepted_lengths) > 1
