@@ -12,6 +12,7 @@ import signal
 from pathlib import Path
 
 import psutil
+import ray
 from eagle_slim.vocab_tools.corpus import parse_source, with_unique_names
 from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
@@ -66,4 +67,7 @@ def run(job: Json) -> Json:
 
 
 if __name__ == "__main__":
+    # One cluster for all jobs; a command that finds none starts its own, which test_the_command does.
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="warning", log_to_driver=False)
     serve(run)
+    ray.shutdown()

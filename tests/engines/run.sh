@@ -14,4 +14,4 @@ if ! cmp -s "$lock" "$venv/.installed.lock"; then
     cp "$lock" "$venv/.installed.lock"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_ENGINES=1
-exec "$venv/bin/python" -m pytest tests/engines "$@"
+exec "$venv/bin/python" -m pytest -o testpaths=tests/engines "$@"

