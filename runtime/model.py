@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 
 DEFAULT_TOTAL_TOKENS = 60
+DEFAULT_MAX_SLOTS = 16
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
@@ -233,7 +234,7 @@ class SpeculativeModel:
         ignore_eos: bool = False,
         pad_token_id: int | None = None,
         streamer: Streamer | None = None,
-        max_slots: int | None = None,
+        max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
     ) -> GenerationOutput:
         """Continue one prompt or many.
@@ -249,7 +250,7 @@ class SpeculativeModel:
             eos_token_id: instead of the target's own; ``ignore_eos`` runs on beyond any.
             pad_token_id: fills ``sequences``; None takes the target's, else 0.
             streamer: a transformers streamer, for one prompt.
-            max_slots: how many prompts run at a time; the rest wait for a free slot. None: all.
+            max_slots: how many prompts run at a time, each with KV memory of its own; the rest wait for a free slot.
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
 
         Raises:
@@ -260,7 +261,7 @@ class SpeculativeModel:
         prompts = self._prompts(input_ids, attention_mask)
         if max_new_tokens < 0:
             raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
-        if max_slots is not None and max_slots < 1:
+        if max_slots < 1:
             raise UsageError(f"max_slots must be at least 1, got {max_slots}.")
         if streamer is not None and len(prompts) != 1:
             raise UsageError(f"A streamer follows one prompt, got {len(prompts)}.")

@@ -15,7 +15,7 @@ import pytest
 from eagle_slim.convert.convert import convert_head
 from eagle_slim.convert.vocab_choice import VocabRequest
 from eagle_slim.runtime import compare_cli, generate_cli
-from support.tiny_models import write_pair
+from support.tiny_models import write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = ["--depth", "2", "--draft-top-k", "4", "--total-tokens", "20"]
@@ -73,6 +73,19 @@ def test_json_from_stdin_and_a_smaller_vocabulary(run: Run, pair: tuple[str, str
     assert "sampling with the same seed" in err
     again = json.loads(run(generate_cli.main, *args, "--temperature", "0.9", stdin="hello\n")[1])
     assert again["token_ids"] == value["token_ids"]
+
+
+def test_a_converted_eagle_1_head_is_slimmed_at_load(run: Run, tmp_path: Path) -> None:
+    target, _ = write_pair(tmp_path)
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    head = write_head(tmp_path / "eagle", kind="eagle", vocab=vocab)
+    convert_head(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=VocabRequest(order="ids"))
+    args = [str(tmp_path / "slim"), "--target", str(target), *TREE, "--prompt", "hello", "--max-new-tokens", "8"]
+    for size, options in ((340, []), (300, ["--draft-vocab", "300"])):
+        code, out, err = run(generate_cli.main, *args, *options, "--json", "--check")
+        assert code == 0, err
+        assert json.loads(out)["draft_vocab"] == size
+        assert "equal plain greedy decoding" in err
 
 
 def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, str, str]) -> None:
