@@ -230,6 +230,12 @@ def check_supported(model: nn.Module) -> None:
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "get_output_embeddings"):
         raise UnsupportedModelError(f"{name} is not a transformers model; load the target with AutoModelForCausalLM.")
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{name} is spread over {', '.join(map(str, sorted(devices, key=str)))}; the runtime keeps its KV cache on one "
+            "device. Load the target on a single device."
+        )
     text = config.get_text_config()
     can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
     if getattr(config, "is_encoder_decoder", False):

@@ -165,6 +165,11 @@ def gather_lm_head_rows(
     """Gather the LM-head rows of target ids, from the head or else from the target: [draft_vocab, hidden]."""
     if head.has_lm_head:
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
+    if not target.lm_head.is_floating_point():
+        raise UnsupportedModelError(
+            f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}; load the "
+            "target with an LM head of a float type."
+        )
     rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(device, dtype)
 

@@ -92,6 +92,15 @@ def test_other_kinds_of_models_are_refused_by_class(name: str) -> None:
     assert type(model).__name__ in str(error.value)
 
 
+def test_a_target_spread_over_devices_is_refused() -> None:
+    target = tiny_target("llama")
+    target.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
+    with pytest.raises(UnsupportedModelError, match="0, cpu"):
+        check_supported(target)
+    target.hf_device_map = {"": "cpu"}
+    check_supported(target)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
 def test_supported_models_pass(kind: str) -> None:
     check_supported(tiny_target(kind))
