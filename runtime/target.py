@@ -233,8 +233,8 @@ def check_supported(model: nn.Module) -> None:
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         raise UnsupportedModelError(
-            f"{name} is spread over {', '.join(map(str, sorted(devices, key=str)))}; the runtime keeps its KV cache on one "
-            "device. Load the target on a single device."
+            f"{name} is spread over {', '.join(map(str, sorted(devices, key=str)))}; its KV cache lies on one device. "
+            "Load the target on a single one."
         )
     text = config.get_text_config()
     can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
