@@ -33,6 +33,10 @@ def test_window_counts_positions_on_the_path_not_rows() -> None:
         [0, 0, 0, 1, 1, 0, 1, 0],
         [0, 0, 0, 0, 1, 0, 1, 1],
     ]
+    # Four children, then 5 under 4 and 6 under 5: node 4 lies in row 8 and at position 5, two before node 6.
+    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 0, 0, 4, 5]]), path_width=4)
+    mask = tree_attention_mask(torch.tensor([4]), tree.tree_mask[:, 0], tree.tree_position_ids, 11, 2)
+    assert mask[0, 0, 6].int().tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (2.0, False), (None, True), (2.0, True)])
