@@ -13,5 +13,6 @@ if ! cmp -s "$lock" "$venv/.installed.lock"; then
     "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --editable .
     cp "$lock" "$venv/.installed.lock"
 fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_ENGINES=1
+# Threads that wait must sleep: spinning, they take the cores from the processes they wait for.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_ENGINES=1
 exec "$venv/bin/python" -m pytest -o testpaths=tests/engines "$@"
