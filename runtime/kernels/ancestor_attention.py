@@ -8,8 +8,8 @@ Nodes of one level share the prefix but not their ancestors, which are not conti
 * *fresh*: rows of this very pass, not yet cached: the node itself, or, in the extend pass, all new tokens.
 
 Keys in the cache are already rotated; queries and fresh keys are rotated here (rotate-half, cos and sin tables of
-``head_dim / 2`` columns). One unit of work is (sequence, kv head, group of query heads, part of the prefix); parts are
-merged by whichever unit of them finishes last.
+``head_dim / 2`` columns). One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are
+merged, one query at a time, in a second step.
 
 Worked example, top_k 2, level 3: slots 0 1 | 2 3 hold the nodes expanded at levels 1 and 2. A node whose parent is slot
 3, whose parent is slot 0, has chain [0, 3]: it sees slots 0 and 3, never 1 or 2.
@@ -25,6 +25,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .weight_stream import hidden_zero
 
 ROWS = tl.constexpr(16)
 """Rows of one pass per sequence: new tokens of the extend pass, or nodes of a level."""
@@ -45,9 +47,7 @@ def _fold(scores, visible, values, running_max, running_sum, acc, cache_ptr):
     weight = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(running_max - shift)
     running_sum = running_sum * decay + tl.sum(weight, axis=1)
-    acc = tl.dot(
-        weight.to(cache_ptr.dtype.element_ty), values, acc * decay[:, None], input_precision="ieee"
-    )
+    acc = tl.dot(weight.to(cache_ptr.dtype.element_ty), values, acc * decay[:, None], input_precision="ieee")
     return new_max, running_sum, acc
 
 
@@ -59,10 +59,8 @@ def attend_unit(
     cos_ptr,  # fp32 [positions, HEAD_DIM / 2]
     sin_ptr,
     chain_ptr,  # int32 [ROWS, MAX_DEPTH], this sequence's
-    out_ptr,  # [rows, HEADS * HEAD_DIM], this sequence's
-    part_stat_ptr,  # fp32 [parts, 2, GROUP_ROWS] of this unit's group
-    part_acc_ptr,  # fp32 [parts, GROUP_ROWS, BLOCK_D]
-    arrivals_ptr,  # int32, of this unit's group; 0 before and after
+    part_stat_ptr,  # fp32 [parts, 2, GROUP_ROWS] of this unit's group: running maximum and sum
+    part_acc_ptr,  # fp32 [parts, GROUP_ROWS, BLOCK_D]: the weighted sum of values
     kv_head,
     head_group,
     part,
@@ -80,18 +78,19 @@ def attend_unit(
     BLOCK_D: tl.constexpr,  # power of two, at least HEAD_DIM
     BLOCK_H: tl.constexpr,  # power of two, at least HEAD_DIM / 2 and 16
 ):
-    """Do one unit of work; the last part of a group to finish writes the group's output."""
+    """Do one unit of work; the last part also takes in the fresh keys, and caches them. `merge_parts` comes after."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = HEAD_DIM // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     GROUP_ROWS: tl.constexpr = HEADS_PER_UNIT * ROWS
     SCALE: tl.constexpr = 1.4426950408889634 / HEAD_DIM**0.5
     dtype = key_ptr.dtype.element_ty
-    offs_r = tl.arange(0, GROUP_ROWS)
-    offs_h = tl.arange(0, BLOCK_H)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_f = tl.arange(0, ROWS)
-    offs_t = tl.arange(0, BLOCK_T)
+    zero = hidden_zero()
+    offs_r = tl.arange(0, GROUP_ROWS) + zero
+    offs_h = tl.arange(0, BLOCK_H) + zero
+    offs_d = tl.arange(0, BLOCK_D) + zero
+    offs_f = tl.arange(0, ROWS) + zero
+    offs_t = tl.arange(0, BLOCK_T) + zero
     mask_h = offs_h < HALF
     mask_d = offs_d < HEAD_DIM
     is_extend = level == 0
@@ -120,9 +119,12 @@ def attend_unit(
     running_sum = tl.zeros([GROUP_ROWS], tl.float32)
     acc = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
 
-    tiles = tl.cdiv(tl.cdiv(cached, BLOCK_T), num_parts)
+    # The last part takes the fresh keys, the one before it the tree's; the others share the prefix tile by tile.
+    fresh_part = num_parts - 1
+    tree_part = tl.maximum(num_parts - 2, 0)
+    tiles = tl.cdiv(tl.cdiv(cached, BLOCK_T), tl.maximum(num_parts - 2, 1))
     start = part * tiles * BLOCK_T
-    stop = tl.minimum(start + tiles * BLOCK_T, cached)
+    stop = tl.where((part >= tree_part) & (part > 0), 0, tl.minimum(start + tiles * BLOCK_T, cached))
     for t0 in range(start, stop, BLOCK_T):
         mask_t = t0 + offs_t < stop
         row = (t0 + offs_t).to(tl.int64) * HEAD_DIM
@@ -136,43 +138,41 @@ def attend_unit(
             scores, mask_t[None, :] & mask_r[:, None], v, running_max, running_sum, acc, key_ptr
         )
 
-    if part == num_parts - 1:
-        num_slots = tl.maximum(level - 1, 0) * TOP_K
-        for j0 in range(0, num_slots, BLOCK_T):
+    num_slots = tl.maximum(level - 1, 0) * TOP_K
+    if part == tree_part:
+        for j0 in tl.range(0, num_slots, BLOCK_T, num_stages=1):
             slot = j0 + offs_t
             mask_t = slot < num_slots
             row = (cached + slot).to(tl.int64) * HEAD_DIM
             mask_ht = mask_h[:, None] & mask_t[None, :]
-            k_low = tl.load(key_ptr + row[None, :] + offs_h[:, None], mask=mask_ht, other=0.0)
-            k_high = tl.load(key_ptr + row[None, :] + offs_h[:, None] + HALF, mask=mask_ht, other=0.0)
-            v = tl.load(value_ptr + row[:, None] + offs_d[None, :], mask=mask_t[:, None] & mask_d[None, :], other=0.0)
             link = tl.load(
                 chain_ptr + node[:, None] * MAX_DEPTH + (slot // TOP_K)[None, :],
                 mask=mask_r[:, None] & mask_t[None, :],
                 other=-1,
             )
+            k_low = tl.load(key_ptr + row[None, :] + offs_h[:, None], mask=mask_ht, other=0.0)
+            k_high = tl.load(key_ptr + row[None, :] + offs_h[:, None] + HALF, mask=mask_ht, other=0.0)
+            v = tl.load(value_ptr + row[:, None] + offs_d[None, :], mask=mask_t[:, None] & mask_d[None, :], other=0.0)
             scores = tl.dot(q_low, k_low, input_precision="ieee")
             scores = tl.dot(q_high, k_high, scores, input_precision="ieee")
             running_max, running_sum, acc = _fold(
                 scores, link == slot[None, :], v, running_max, running_sum, acc, key_ptr
             )
-
+    if part == fresh_part:
         fresh_position = (position + tl.where(is_extend, offs_f - num_new + 1, offs_f * 0)).to(tl.int64)
         mask_f = offs_f < num_fresh
         mask_fh = mask_f[:, None] & mask_h[None, :]
+        mask_fd = mask_f[:, None] & mask_d[None, :]
         fresh_cos = tl.load(cos_ptr + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
         fresh_sin = tl.load(sin_ptr + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
         k_offs = offs_f[:, None] * WIDTH + (HEADS + kv_head) * HEAD_DIM + offs_h[None, :]
-        k_low, k_high = _rotate(
-            tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0),
-            tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0),
-            fresh_cos,
-            fresh_sin,
-        )
-        k_low, k_high = k_low.to(dtype), k_high.to(dtype)
-        mask_fd = mask_f[:, None] & mask_d[None, :]
+        fresh_low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
+        fresh_high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
         v_offs = offs_f[:, None] * WIDTH + (HEADS + KV_HEADS + kv_head) * HEAD_DIM + offs_d[None, :]
-        v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0).to(dtype)
+        fresh_v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
+        k_low, k_high = _rotate(fresh_low, fresh_high, fresh_cos, fresh_sin)
+        k_low, k_high = k_low.to(dtype), k_high.to(dtype)
+        v = fresh_v.to(dtype)
         scores = tl.dot(q_low, tl.trans(k_low), input_precision="ieee")
         scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision="ieee")
         visible = mask_r[:, None] & mask_f[None, :] & (is_extend | (node[:, None] == offs_f[None, :]))
@@ -184,43 +184,62 @@ def attend_unit(
             tl.store(key_ptr + cache_row + offs_h[None, :] + HALF, k_high, mask=mask_fh)
             tl.store(value_ptr + cache_row + offs_d[None, :], v, mask=mask_fd)
 
-    out_offs = node[:, None] * (HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + offs_d[None, :]
+    stat = part_stat_ptr + part * 2 * GROUP_ROWS + offs_r
+    tl.store(stat, running_max)
+    tl.store(stat + GROUP_ROWS, running_sum)
+    acc_offs = offs_r[:, None] * BLOCK_D + offs_d[None, :]
     mask_out = mask_r[:, None] & mask_d[None, :]
-    if num_parts == 1:
-        result = acc / tl.where(running_sum > 0, running_sum, 1.0)[:, None]
-        tl.store(out_ptr + out_offs, result.to(out_ptr.dtype.element_ty), mask=mask_out)
-    else:
-        stat = part_stat_ptr + part * 2 * GROUP_ROWS + offs_r
-        tl.store(stat, running_max)
-        tl.store(stat + GROUP_ROWS, running_sum)
-        acc_offs = offs_r[:, None] * BLOCK_D + offs_d[None, :]
-        tl.store(part_acc_ptr + part * GROUP_ROWS * BLOCK_D + acc_offs, acc, mask=mask_out)
-        tl.debug_barrier()
-        if tl.atomic_add(arrivals_ptr, 1, sem="acq_rel") == num_parts - 1:
-            tl.store(arrivals_ptr, 0)
-            total_max = tl.full([GROUP_ROWS], float("-inf"), tl.float32)
-            total_sum = tl.zeros([GROUP_ROWS], tl.float32)
-            total = tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32)
-            for p in tl.range(0, num_parts, num_stages=3):
-                part_max = tl.load(part_stat_ptr + p * 2 * GROUP_ROWS + offs_r)
-                part_sum = tl.load(part_stat_ptr + p * 2 * GROUP_ROWS + GROUP_ROWS + offs_r)
-                part_acc = tl.load(
-                    part_acc_ptr + p * GROUP_ROWS * BLOCK_D + acc_offs, mask=mask_out, other=0.0
-                )
-                new_max = tl.maximum(total_max, part_max)
-                shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-                old_weight = tl.exp2(total_max - shift)
-                part_weight = tl.exp2(part_max - shift)
-                total = total * old_weight[:, None] + part_acc * part_weight[:, None]
-                total_sum = total_sum * old_weight + part_sum * part_weight
-                total_max = new_max
-            result = total / tl.where(total_sum > 0, total_sum, 1.0)[:, None]
-            tl.store(out_ptr + out_offs, result.to(out_ptr.dtype.element_ty), mask=mask_out)
+    tl.store(part_acc_ptr + part * GROUP_ROWS * BLOCK_D + acc_offs, acc, mask=mask_out)
+
+
+@triton.jit
+def query_place(a, node, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEADS_PER_UNIT: tl.constexpr):
+    """Which group of units, and which of its rows, holds a query of the a-th sequence."""
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUPS: tl.constexpr = (GROUP + HEADS_PER_UNIT - 1) // HEADS_PER_UNIT
+    in_group = head % GROUP
+    group = (a * KV_HEADS + head // GROUP) * GROUPS + in_group // HEADS_PER_UNIT
+    return group, in_group % HEADS_PER_UNIT * ROWS + node
+
+
+@triton.jit
+def merge_parts(
+    part_stat_ptr,
+    part_acc_ptr,
+    first_part,  # int64 [queries]: number of the first part of each query's group
+    row,  # [queries]: its row in the group
+    num_parts,  # [queries]
+    mask_q,
+    out_ptr,
+    out_offs,  # int64 [queries]
+    GROUP_ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+):
+    """Merge the parts of some queries: the softmax-weighted sum of what each part saw."""
+    zero = hidden_zero()
+    offs_p = tl.arange(0, MAX_PARTS) + zero
+    offs_d = tl.arange(0, BLOCK_D) + zero
+    mask_d = (offs_d < HEAD_DIM)[None, :]
+    part = first_part[:, None] + offs_p[None, :]  # [queries, parts]
+    mask = (offs_p[None, :] < num_parts[:, None]) & mask_q[:, None]
+    part_max = tl.load(part_stat_ptr + part * 2 * GROUP_ROWS + row[:, None], mask=mask, other=float("-inf"))
+    part_sum = tl.load(part_stat_ptr + part * 2 * GROUP_ROWS + GROUP_ROWS + row[:, None], mask=mask, other=0.0)
+    place = (part * GROUP_ROWS + row[:, None])[:, :, None] * BLOCK_D + offs_d[None, None, :]
+    part_acc = tl.load(part_acc_ptr + place, mask=mask[:, :, None] & mask_d[:, None, :], other=0.0)
+    top = tl.max(part_max, axis=1)
+    weight = tl.exp2(part_max - tl.where(mask_q, top, 0.0)[:, None])
+    norm = tl.where(mask_q, tl.sum(part_sum * weight, axis=1), 1.0)
+    total = tl.sum(part_acc * weight[:, :, None], axis=1) / norm[:, None]
+    tl.store(
+        out_ptr + out_offs[:, None] + offs_d[None, :], total.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_d
+    )
 
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, chain_ptr, out_ptr, part_stat_ptr, part_acc_ptr, arrivals_ptr,
+    qkv_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, chain_ptr, part_stat_ptr, part_acc_ptr,
     prefix_ptr, num_new_ptr, level, stride_slot, stride_head,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TOP_K: tl.constexpr, MAX_DEPTH: tl.constexpr,
     HEADS_PER_UNIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -235,11 +254,26 @@ def _attention_kernel(
     parts = group.to(tl.int64) * num_parts * HEADS_PER_UNIT * ROWS
     attend_unit(
         qkv_ptr + slot * ROWS * (HEADS + 2 * KV_HEADS) * HEAD_DIM, key_ptr + cache, value_ptr + cache,
-        cos_ptr, sin_ptr, chain_ptr + slot * ROWS * MAX_DEPTH, out_ptr + slot * ROWS * HEADS * HEAD_DIM,
-        part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D, arrivals_ptr + group,
+        cos_ptr, sin_ptr, chain_ptr + slot * ROWS * MAX_DEPTH, part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D,
         kv_head, group % GROUPS, part, num_parts, tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot),
         level + slot * 0,
         HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_T, BLOCK_D, BLOCK_H,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(
+    part_stat_ptr, part_acc_ptr, out_ptr, num_parts,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, MAX_PARTS: tl.constexpr,
+):  # fmt: skip
+    slot, node = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(2) + tl.arange(0, 1)
+    group, row = query_place(slot, node, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
+    merge_parts(
+        part_stat_ptr, part_acc_ptr, group.to(tl.int64) * num_parts, row, head * 0 + num_parts, head >= 0,
+        out_ptr, ((slot * ROWS + node) * HEADS + head).to(tl.int64) * HEAD_DIM,
+        HEADS_PER_UNIT * ROWS, HEAD_DIM, BLOCK_D, MAX_PARTS,
     )  # fmt: skip
 
 
@@ -296,12 +330,16 @@ def ancestor_attention(
     out = torch.empty(slots, 16, heads * head_dim, dtype=keys.dtype, device=device)
     stats = torch.empty(groups, num_parts, 2, heads_per_unit * 16, dtype=torch.float32, device=device)
     accs = torch.empty(groups, num_parts, heads_per_unit * 16, block_d, dtype=torch.float32, device=device)
-    arrivals = torch.zeros(groups, dtype=torch.int32, device=device)
     _attention_kernel[(groups, num_parts)](
-        qkv, keys, values, cos, sin, chain, out, stats, accs, arrivals, prefix, num_new, level,
+        qkv, keys, values, cos, sin, chain, stats, accs, prefix, num_new, level,
         keys.stride(0), keys.stride(1),
         HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, TOP_K=top_k, MAX_DEPTH=chain.shape[-1],
         HEADS_PER_UNIT=heads_per_unit, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_H=max(16, block_d // 2), num_warps=8,
+    )  # fmt: skip
+    _merge_kernel[(slots, 1 if level == 0 else top_k, heads)](
+        stats, accs, out, num_parts,
+        HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HEADS_PER_UNIT=heads_per_unit, BLOCK_D=block_d,
+        MAX_PARTS=max(2, triton.next_power_of_2(num_parts)), num_warps=4,
     )  # fmt: skip
     return out
 

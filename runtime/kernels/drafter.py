@@ -18,7 +18,7 @@ from ..errors import DrafterError
 from ..weights import HeadWeights
 from .ancestor_attention import heads_per_attention_unit
 from .grid_barrier import ERROR
-from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows, in_features
+from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows, in_features, out_features
 from .lm_topk import head_tiles
 from .persistent import draft_kernel
 from .weight_stream import assign_rows, cut_chunks, cut_tiles, quantize_rows, rows_per_program
@@ -43,8 +43,6 @@ class PackedHead:
     qkv_bias: Tensor
     cos: Tensor
     sin: Tensor
-    offsets: dict[str, int]
-    """Element offset of each matrix in a stream, and its ``size``."""
     params: LaunchParams
     draft_vocab: int
     """LM-head rows packed; a launch may use the first N of them."""
@@ -63,6 +61,35 @@ def chip_of(device: torch.device) -> Chip:
     )
 
 
+@dataclass(frozen=True)
+class StreamLayout:
+    """Where each matrix lies in a program's stream, in elements, and how many rows of it a program owns."""
+
+    offsets: dict[str, int]
+    rows: dict[str, int]
+    size: int
+    tile_rows: int
+    """Rows of one stored tile of the LM head."""
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> StreamLayout:
+        """Lay out a head whose LM head has ``draft_vocab`` rows."""
+        programs = params.num_programs
+        rows = {name: rows_per_program(size, programs) for name, size in out_features(cfg).items()}
+        tile_rows, rows["head"] = head_tiles(draft_vocab, programs, params.tiles["head"].block_n)
+        offsets, at = {}, 0
+        for name, size in in_features(cfg).items():
+            offsets[name] = at
+            stored = rows[name] * (2 if name == "mlp" else 1) * (cfg.has_fc if name == "fc" else 1)
+            at += -(-stored * size // 128) * 128
+        return cls(offsets, rows, at, tile_rows)
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of a program's stream, for one scale each."""
+        return sum(self.rows.values()) + self.rows["mlp"]
+
+
 def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order: Tensor | None = None) -> PackedHead:
     """Lay a head out for the kernel.
 
@@ -73,7 +100,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
     device = head.device
     empty = torch.zeros(1, dtype=cfg.dtype, device=device)
     order = torch.arange(head.draft_vocab, device=device) if order is None else order
-    tile_rows, head_rows = head_tiles(head.draft_vocab, programs, tiles["head"].block_n)
     projections = [f"self_attn.{x}_proj" for x in "qkv"]
     matrices = {
         "fc": [w["fc.weight"]] if cfg.has_fc else [],
@@ -83,16 +109,10 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
         "down": [w["mlp.down_proj.weight"]],
         "head": [head.lm_head[order]],
     }
-    offsets, sizes = {}, {"fc": 0}
-    at = 0
-    for name, size in in_features(cfg).items():
-        rows = head_rows if name == "head" else sum(rows_per_program(m.shape[0], programs) for m in matrices[name])
-        offsets[name], sizes[name] = at, rows * size
-        at += -(-rows * size // 128) * 128
-    offsets["size"] = at
+    layout = StreamLayout.of(cfg, params, head.draft_vocab)
     element = cfg.weight_dtype.itemsize
-    stream = torch.zeros(programs * at + TAIL_BYTES // element, dtype=cfg.weight_dtype, device=device)
-    by_program = stream[: programs * at].view(torch.uint8).view(programs, at * element)
+    stream = torch.zeros(programs * layout.size + TAIL_BYTES // element, dtype=cfg.weight_dtype, device=device)
+    by_program = stream[: programs * layout.size].view(torch.uint8).view(programs, layout.size * element)
     scales = []
     for name in matrices:
         parts = []
@@ -101,27 +121,25 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
             matrix = matrix.to(cfg.dtype)
             if cfg.weight_dtype != cfg.dtype:
                 matrix, scale = quantize_rows(matrix)
-                dealt = name == "head"
-                scales.append(assign_rows(scale, programs, dealt, head_rows if dealt else None))
-            if name == "head":
-                parts.append(cut_tiles(assign_rows(matrix, programs, True, head_rows), tile_rows, block_k))
-            else:
-                parts.append(cut_chunks(assign_rows(matrix, programs), block_k))
+                scales.append(assign_rows(scale, programs, name == "head", layout.rows[name]))
+            assigned = assign_rows(matrix, programs, name == "head", layout.rows[name])
+            cut = cut_tiles(assigned, layout.tile_rows, block_k) if name == "head" else cut_chunks(assigned, block_k)
+            parts.append(cut)
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
             packed = packed.reshape(programs, -1).view(torch.uint8)
-            first = offsets[name] * element
+            first = layout.offsets[name] * element
             by_program[:, first : first + packed.shape[1]] = packed
         elif cfg.weight_dtype != cfg.dtype:
-            scales.append(torch.zeros(programs, rows_per_program(cfg.hidden, programs), device=device))
+            scales.append(torch.zeros(programs, layout.rows[name], device=device))
     cos, sin = head.rotary.tables(cfg.max_positions + cfg.depth)
     half = cfg.head_dim // 2
     biases = [w[f"{name}.bias"] for name in projections] if cfg.has_qkv_bias else []
     return PackedHead(
         stream=stream,
         scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
-        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True, head_rows).contiguous(),
+        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True, layout.rows["head"]).contiguous(),
         embedding=head.embedding.to(cfg.dtype),
         norms={
             "in": w.get("input_layernorm.weight", empty),
@@ -133,7 +151,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
         qkv_bias=torch.cat(biases) if biases else empty,
         cos=cos[:, :half].contiguous(),
         sin=sin[:, :half].contiguous(),
-        offsets=offsets,
         params=params,
         draft_vocab=head.draft_vocab,
     )
@@ -162,10 +179,10 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
         "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,),
     }  # fmt: skip
     ints = {
-        "best_id": (programs, rows, cfg.max_k), "token": (slots, candidates), "parent": (slots, candidates),
+        "best_id": (programs, rows, cfg.max_k), "owner": (programs, cfg.max_k), "token": (slots, candidates), "parent": (slots, candidates),
         "node_of": (slots, candidates), "chosen": (slots, cfg.total_tokens), "frontier_candidate": (slot_rows,),
         "frontier_parent": (slot_rows,), "frontier_child": (slot_rows,), "chain": (2, slot_rows, MAX_DEPTH),
-        "node_arrivals": (slots,), "part_arrivals": (groups,), "barrier": (4,),
+        "node_arrivals": (slots,), "barrier": (4,),
     }  # fmt: skip
     nan = float("nan")
     return {
@@ -179,23 +196,23 @@ MAX_DEPTH = 16
 """Columns of the ancestor chains: a power of two above the largest depth."""
 
 
-def kernel_constants(cfg: DrafterConfig, packed: PackedHead) -> dict[str, Any]:
-    """Compile-time constants of `persistent.draft_kernel` for a configuration."""
-    params, tiles = packed.params, packed.params.tiles
-    programs = params.num_programs
-    rows = block_rows(cfg)
+def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
+    """Compile-time constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
+    tiles, programs, rows = params.tiles, params.num_programs, block_rows(cfg)
+    layout = StreamLayout.of(cfg, params, draft_vocab)
     separate = tap_segments(cfg)
-    ahead, element = {}, cfg.weight_dtype.itemsize
-    r_hidden = rows_per_program(cfg.hidden, programs)
-    r_qkv, r_mlp = rows_per_program(cfg.qkv_size, programs), rows_per_program(cfg.intermediate, programs)
-    tile_head, r_head = head_tiles(packed.draft_vocab, programs, tiles["head"].block_n)
-    slab_rows = {"fc": r_hidden, "qkv": r_qkv, "o": r_hidden, "mlp": 2 * r_mlp, "down": r_hidden, "head": tile_head}
-    for name, tile in tiles.items():
-        chunk = slab_rows[name] * tile.block_k * element
-        ahead[f"A_{name.upper()}"] = -(-params.prefetch_bytes // chunk) if params.prefetch_bytes else 0
+    prefetch = {}
+    for name in tiles:
+        stored = layout.tile_rows if name == "head" else layout.rows[name] * (2 if name == "mlp" else 1)
+        region = stored * in_features(cfg)[name] * cfg.weight_dtype.itemsize
+        prefetch[f"P_{name.upper()}"] = min(params.prefetch[name], region) // 128 * 128
     shapes = {}
     for name, tile in tiles.items():
-        shapes |= {f"N_{name.upper()}": tile.block_n, f"K_{name.upper()}": tile.block_k, f"S_{name.upper()}": tile.stages}
+        shapes |= {
+            f"N_{name.upper()}": tile.block_n,
+            f"K_{name.upper()}": tile.block_k,
+            f"S_{name.upper()}": tile.stages,
+        }
     group = cfg.num_heads // cfg.num_kv_heads
     block_d = triton.next_power_of_2(cfg.head_dim)
     return {
@@ -204,15 +221,16 @@ def kernel_constants(cfg: DrafterConfig, packed: PackedHead) -> dict[str, Any]:
         "HAS_QKV_BIAS": cfg.has_qkv_bias, "SCALED": cfg.weight_dtype != cfg.dtype, "HIDDEN": cfg.hidden,
         "TAPS": separate, "TAP_SIZE": cfg.feature_width // separate, "INTERMEDIATE": cfg.intermediate,
         "HEADS": cfg.num_heads, "KV_HEADS": cfg.num_kv_heads, "HEAD_DIM": cfg.head_dim, "EPS": cfg.norm_eps,
-        "TOP_K": cfg.top_k, "MAX_K": cfg.max_k, "DEPTH": cfg.depth, "TOTAL": cfg.total_tokens, "MAX_DEPTH": MAX_DEPTH,
+        "TOP_K": cfg.top_k, "MAX_K": cfg.max_k,
+        "PAIRS": cfg.max_k**2, "DEPTH": cfg.depth, "TOTAL": cfg.total_tokens, "MAX_DEPTH": MAX_DEPTH,
         "CANDIDATES": cfg.tree.num_candidates, "BLOCK_C": triton.next_power_of_2(cfg.tree.num_candidates),
         "BLOCK_T": max(16, triton.next_power_of_2(cfg.total_tokens)),
         "BLOCK_W": triton.next_power_of_2(cfg.tree.path_width), "EMBED_ROWS": cfg.embed_rows,
-        "X_HIDDEN": cfg.num_slots * cfg.embed_rows * cfg.hidden, "STREAM": packed.offsets["size"],
-        **{f"AT_{name.upper()}": packed.offsets[name] for name in ("qkv", "o", "mlp", "down", "head")},
-        "SCALES": packed.scales.shape[-1], "R_HIDDEN": r_hidden, "R_QKV": r_qkv, "R_MLP": r_mlp, "R_HEAD": r_head,
-        "TILE_HEAD": tile_head, "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden), **shapes, **ahead,
-        "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "BLOCK_KEYS": params.block_keys,
+        "X_HIDDEN": cfg.num_slots * cfg.embed_rows * cfg.hidden, "STREAM": layout.size,
+        **{f"AT_{name.upper()}": layout.offsets[name] for name in ("qkv", "o", "mlp", "down", "head")},
+        "SCALES": layout.scale_rows, "R_HIDDEN": layout.rows["o"], "R_QKV": layout.rows["qkv"],
+        "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows, "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden), **shapes, **prefetch,
+        "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4, "BLOCK_KEYS": params.block_keys,
         "HEADS_PER_UNIT": heads_per_attention_unit(group, cfg.head_dim), "BLOCK_D": block_d,
         "BLOCK_HALF": max(16, block_d // 2),
     }  # fmt: skip
@@ -232,8 +250,8 @@ def kernel_arguments(
     names = (
         "x_embed", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
         "squares_out", "scratch", "best_value", "best_max", "best_sum", "score", "frontier_score", "part_stat", "part_acc",
-        "best_id", "token", "parent", "node_of", "chosen", "frontier_candidate", "frontier_parent", "frontier_child",
-        "chain", "node_arrivals", "part_arrivals", "barrier",
+        "best_id", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate", "frontier_parent", "frontier_child",
+        "chain", "node_arrivals", "barrier",
     )  # fmt: skip
     return {
         "tap_ptr": taps, "tap_offset_1": offsets[0], "tap_offset_2": offsets[1],
@@ -278,7 +296,7 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(packed.params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),
-        **kernel_constants(cfg, packed),
+        **kernel_constants(cfg, packed.params, packed.draft_vocab),
         num_warps=packed.params.num_warps,
         **cooperative,
     )

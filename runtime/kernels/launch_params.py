@@ -33,14 +33,14 @@ class Tile:
 class LaunchParams:
     """How one kernel is compiled and launched; see `persistent.draft_kernel`.
 
-    ``prefetch_bytes``: how far ahead of its use a program asks for weights in the L2, 0 for never. ``bulk_prefetch``
-    needs sm_90. ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
+    ``prefetch``: bytes of each matrix that a program asks into the L2 before the barrier in front of it; 0 for none.
+    ``bulk_prefetch`` needs sm_90. ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
     """
 
     num_programs: int
     num_warps: int
     tiles: dict[str, Tile]
-    prefetch_bytes: int
+    prefetch: dict[str, int]
     bulk_prefetch: bool
     part_keys: int
     block_keys: int
@@ -114,7 +114,9 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
         copies = 2 if name == "mlp" else 1
         owned = rows_per_program(out_features(cfg)[name], chip.num_sms)
         # fp32 accumulators of 64 registers a thread at 256 threads leave room for everything else.
-        block_n = max(16, min(1 << (owned - 1).bit_length(), 256, 16384 // copies // rows))
+        # wgmma multiplies 64 rows at a time; rows beyond those owned are masked.
+        least = 64 if chip.capability >= 90 and 64 * rows * copies <= 16384 else 16
+        block_n = max(least, min(1 << (owned - 1).bit_length(), 256, 16384 // copies // rows))
         segment = size // 3 if name == "fc" and cfg.kind == "eagle3" and size % 3 == 0 else size
         segment = cfg.hidden if name == "qkv" or (name == "fc" and cfg.kind == "eagle") else segment
         largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
@@ -127,9 +129,9 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
             stage //= 2
         tiles[name] = Tile(block_n, block_k, max(1, min(5, budget // stage)))
     return LaunchParams(
-        num_programs=chip.num_sms, num_warps=8, tiles=tiles,
-        prefetch_bytes=0 if chip.capability == 0 else 65536, bulk_prefetch=chip.capability >= 90,
-        part_keys=256, block_keys=64 if cfg.head_dim <= 128 and chip.capability != 89 else 32,
+        num_programs=chip.num_sms, num_warps=8 if chip.capability else 1, tiles=tiles,
+        prefetch=dict.fromkeys(MATRICES, 0 if chip.capability == 0 else 65536), bulk_prefetch=chip.capability >= 90,
+        part_keys=64, block_keys=64 if cfg.head_dim <= 128 and chip.capability != 89 else 32,
     )  # fmt: skip
 
 

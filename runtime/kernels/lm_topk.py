@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .selection import NO_INDEX, place_by_rank, rank_all_pairs
-from .weight_stream import assign_rows, chunk_size, cut_tiles, rows_per_program, stream_matmul
+from .selection import NO_INDEX, order_key, rank_best
+from .weight_stream import assign_rows, chunk_size, cut_tiles, hidden_zero, prefetch_l2, rows_per_program, stream_matmul
 
 SELECT_ROWS = tl.constexpr(16)
 """Nodes selected at a time: 16 rows of 256 logits are 16 registers a thread."""
@@ -27,51 +27,91 @@ SELECT_ROWS = tl.constexpr(16)
 @triton.jit
 def update_best(
     scratch_ptr,  # fp32 [BLOCK_M, BLOCK_N], this program's
-    ids,  # int32 [BLOCK_N]: id of each column, NO_INDEX for padding
+    row_ids_ptr,  # int32: id of each column of the tile
+    num_columns,
     values_ptr,  # fp32 [rows, MAX_K] of this program: the best so far
     ids_ptr,  # int32 [rows, MAX_K]
     max_ptr,  # fp32 [rows]
     sum_ptr,  # fp32 [rows]
-    row_ids,  # int32 [SELECT_ROWS]
-    mask_rows,  # int1 [SELECT_ROWS]
+    first_row,  # of SELECT_ROWS nodes
+    num_groups,
+    rows_in_group,
     tile_start,  # first row of this tile; at 0 there is nothing to fold into
     TOP_K: tl.constexpr,
     MAX_K: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr,  # whether there is more than one tile
 ):
-    """Fold one tile of logits into this program's best pairs and log-sum-exp, for SELECT_ROWS nodes."""
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_k = tl.arange(0, MAX_K)
-    real = (ids != NO_INDEX)[None, :] & mask_rows[:, None]
-    logits = tl.load(scratch_ptr + row_ids[:, None] * BLOCK_N + offs_n[None, :], mask=real, other=float("-inf"))
-    list_offs = row_ids[:, None] * MAX_K + offs_k[None, :]
-    kept = mask_rows[:, None] & (offs_k < TOP_K)[None, :] & (tile_start > 0)
-    old_values = tl.load(values_ptr + list_offs, mask=kept, other=float("-inf"))
-    old_ids = tl.load(ids_ptr + list_offs, mask=kept, other=NO_INDEX)
+    """Fold one tile of logits into this program's best pairs and log-sum-exp, for SELECT_ROWS nodes.
+
+    Logits are taken as [SELECT_ROWS, BLOCK_N / LANES, LANES], so that a node's row stays inside one warp.
+    """
+    LANES: tl.constexpr = 128 if BLOCK_N > 128 else BLOCK_N
+    zero = hidden_zero()
+    row_ids = first_row + tl.arange(0, SELECT_ROWS) + zero
+    mask_rows = (row_ids // GROUP_ROWS < num_groups) & (row_ids % GROUP_ROWS < rows_in_group)
+    column = (tl.arange(0, BLOCK_N // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]) + zero
+    real = mask_rows[:, None, None] & (column < num_columns)
+    ids = tl.load(row_ids_ptr + column, mask=column < num_columns, other=NO_INDEX)
+    logits = tl.load(scratch_ptr + row_ids[:, None, None] * BLOCK_N + column, mask=real, other=float("-inf"))
     old_max = tl.load(max_ptr + row_ids, mask=mask_rows & (tile_start > 0), other=float("-inf"))
     old_sum = tl.load(sum_ptr + row_ids, mask=mask_rows & (tile_start > 0), other=0.0)
-
-    new_max = tl.maximum(old_max, tl.max(logits, axis=1))
+    new_max = tl.maximum(old_max, tl.max(tl.max(logits, axis=1), axis=1))
     # A row of -inf only would make -inf - -inf; subtracting 0 instead leaves exp(-inf) = 0.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    new_sum = old_sum * tl.exp(old_max - shift) + tl.sum(tl.exp(logits - shift[:, None]), axis=1)
+    weights = tl.exp(logits - shift[:, None, None])
+    new_sum = old_sum * tl.exp(old_max - shift) + tl.sum(tl.sum(weights, axis=1), axis=1)
     tl.store(max_ptr + row_ids, new_max, mask=mask_rows)
     tl.store(sum_ptr + row_ids, new_sum, mask=mask_rows)
 
-    tile_ids = tl.where(real, tl.broadcast_to(ids[None, :], [SELECT_ROWS, BLOCK_N]), NO_INDEX)
+    ids = tl.where(real, ids, NO_INDEX)
+    left = logits  # what is not yet ranked; ids of ranked columns become NO_INDEX
+    left_ids = ids
+    rank = tl.full(logits.shape, NO_INDEX, tl.int32)
+    lists = row_ids[:, None, None] * MAX_K
+    if FOLD:
+        # The old list is ranked together with the tile; all of it is read before anything is written.
+        offs_k = tl.arange(0, MAX_K)[None, None, :] + zero
+        kept = mask_rows[:, None, None] & (offs_k < TOP_K) & (tile_start > 0)
+        old_value = tl.load(values_ptr + lists + offs_k, mask=kept, other=float("-inf"))
+        old_id = tl.load(ids_ptr + lists + offs_k, mask=kept, other=NO_INDEX)
+        old_left = old_value
+        old_left_ids = old_id
+        old_rank = tl.full(old_value.shape, NO_INDEX, tl.int32)
     for k in range(TOP_K):
-        best = tl.maximum(tl.max(logits, axis=1), tl.max(old_values, axis=1))
-        from_tile = tl.min(tl.where(logits == best[:, None], tile_ids, NO_INDEX), axis=1)
-        from_old = tl.min(tl.where(old_values == best[:, None], old_ids, NO_INDEX), axis=1)
-        best_id = tl.minimum(from_tile, from_old)
-        tl.store(values_ptr + row_ids * MAX_K + k, best, mask=mask_rows)
-        tl.store(ids_ptr + row_ids * MAX_K + k, best_id, mask=mask_rows)
-        taken = (tile_ids == best_id[:, None]) & (tile_ids != NO_INDEX)
-        logits = tl.where(taken, float("-inf"), logits)
-        tile_ids = tl.where(taken, NO_INDEX, tile_ids)
-        taken_old = (old_ids == best_id[:, None]) & (old_ids != NO_INDEX)
-        old_values = tl.where(taken_old, float("-inf"), old_values)
-        old_ids = tl.where(taken_old, NO_INDEX, old_ids)
+        best = tl.max(tl.max(left, axis=1), axis=1)
+        if FOLD:
+            best = tl.maximum(best, tl.max(tl.max(old_left, axis=1), axis=1))
+        ties = tl.where(left == best[:, None, None], left_ids, NO_INDEX)
+        best_id = tl.min(tl.min(ties, axis=1), axis=1)
+        if FOLD:
+            ties = tl.where(old_left == best[:, None, None], old_left_ids, NO_INDEX)
+            best_id = tl.minimum(best_id, tl.min(tl.min(ties, axis=1), axis=1))
+            hit = (old_left_ids == best_id[:, None, None]) & (old_left_ids != NO_INDEX)
+            old_rank = tl.where(hit, k, old_rank)
+            old_left = tl.where(hit, float("-inf"), old_left)
+            old_left_ids = tl.where(hit, NO_INDEX, old_left_ids)
+        hit = (left_ids == best_id[:, None, None]) & (left_ids != NO_INDEX)
+        rank = tl.where(hit, k, rank)
+        left = tl.where(hit, float("-inf"), left)
+        left_ids = tl.where(hit, NO_INDEX, left_ids)
+    if FOLD:
+        tl.debug_barrier()
+        placed = kept & (old_rank < TOP_K)
+        tl.store(values_ptr + lists + old_rank, old_value, mask=placed)
+        tl.store(ids_ptr + lists + old_rank, old_id, mask=placed)
+    placed = real & (rank < TOP_K)
+    tl.store(values_ptr + lists + rank, logits, mask=placed)
+    tl.store(ids_ptr + lists + rank, ids, mask=placed)
+    if tile_start == 0:
+        # A tile of fewer than TOP_K rows leaves places open; they must read as empty.
+        offs_k = tl.arange(0, MAX_K)[None, None, :] + zero
+        open_place = mask_rows[:, None, None] & (offs_k >= num_columns) & (offs_k < TOP_K)
+        tl.store(
+            values_ptr + lists + offs_k, tl.full([SELECT_ROWS, 1, MAX_K], float("-inf"), tl.float32), mask=open_place
+        )
+        tl.store(ids_ptr + lists + offs_k, tl.full([SELECT_ROWS, 1, MAX_K], NO_INDEX, tl.int32), mask=open_place)
 
 
 @triton.jit
@@ -101,37 +141,33 @@ def stream_topk(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PREFETCH: tl.constexpr,  # bytes asked for at next_ptr once the last tile is multiplied
     BULK: tl.constexpr,
     SCALED: tl.constexpr,
+    FOLD: tl.constexpr,
 ):
     """Fill this program's best pairs, maxima and sums for every node in use."""
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_m = tl.arange(0, BLOCK_M)
-    offs_r = tl.arange(0, SELECT_ROWS)
+    zero = hidden_zero()
+    offs_n = tl.arange(0, BLOCK_N) + zero
+    offs_m = tl.arange(0, BLOCK_M) + zero
     for n0 in range(0, num_rows, TILE):
         left = tl.minimum(num_rows - n0, TILE)
-        tile_ptr = w_ptr + n0 * (NUM_CHUNKS * BLOCK_K)
-        after_ptr = next_ptr
-        if AHEAD > 0:
-            after_ptr = tl.where(n0 + TILE < num_rows, tile_ptr + TILE * NUM_CHUNKS * BLOCK_K, next_ptr)
         acc = stream_matmul(
-            x_ptr, x_row, x_row, x_row, mask_m, tile_ptr, left, after_ptr,
-            TILE * BLOCK_K, NUM_CHUNKS, NUM_CHUNKS, NUM_CHUNKS, BLOCK_N, BLOCK_K, BLOCK_M, STAGES, AHEAD, BULK,
+            x_ptr, x_row, x_row, x_row, mask_m, w_ptr + n0 * (NUM_CHUNKS * BLOCK_K), left,
+            TILE * BLOCK_K, NUM_CHUNKS, NUM_CHUNKS, NUM_CHUNKS, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
         )  # fmt: skip
+        if n0 + TILE >= num_rows:
+            prefetch_l2(next_ptr, PREFETCH, BULK)
         if SCALED:
             acc *= tl.load(w_scale_ptr + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
-        ids = tl.load(ids_ptr + n0 + offs_n, mask=offs_n < left, other=NO_INDEX)
         tl.debug_barrier()
         tl.store(scratch_ptr + offs_m[None, :] * BLOCK_N + offs_n[:, None], acc, mask=mask_m[None, :])
         tl.debug_barrier()
         for first in range(0, (num_groups - 1) * GROUP_ROWS + rows_in_group, SELECT_ROWS):
-            rows = first + offs_r
-            mask_rows = (rows // GROUP_ROWS < num_groups) & (rows % GROUP_ROWS < rows_in_group)
             update_best(
-                scratch_ptr, ids, values_ptr, best_ids_ptr, max_ptr, sum_ptr, rows, mask_rows,
-                n0, TOP_K, MAX_K, BLOCK_N,
+                scratch_ptr, ids_ptr + n0, left, values_ptr, best_ids_ptr, max_ptr, sum_ptr, first, num_groups,
+                rows_in_group, n0, TOP_K, MAX_K, GROUP_ROWS, BLOCK_N, FOLD,
             )  # fmt: skip
         tl.debug_barrier()
 
@@ -142,32 +178,43 @@ def merge_best(
     ids_ptr,  # int32, likewise
     max_ptr,
     sum_ptr,
+    owner_ptr,  # int32 [MAX_K]: scratch of this program
     stride_list,  # elements from one program's list to the next
     stride_stat,
     num_lists,  # programs that own at least one row: the others wrote nothing
     CTAS: tl.constexpr,  # power of two, at least the number of programs
     TOP_K: tl.constexpr,
     MAX_K: tl.constexpr,
+    PAIRS: tl.constexpr,  # MAX_K squared
 ):
-    """Merge all programs' lists of one node: (values fp32 [MAX_K], ids int32 [MAX_K], log-sum-exp)."""
-    offs_p = tl.arange(0, CTAS)
-    mask_p = offs_p < num_lists
-    offs_k = tl.arange(0, MAX_K)
-    first = tl.load(values_ptr + offs_p * stride_list, mask=mask_p, other=float("-inf"))
-    first_id = tl.load(ids_ptr + offs_p * stride_list, mask=mask_p, other=NO_INDEX)
-    maxima = tl.load(max_ptr + offs_p * stride_stat, mask=mask_p, other=float("-inf"))
-    sums = tl.load(sum_ptr + offs_p * stride_stat, mask=mask_p, other=0.0)
+    """Merge all programs' lists of one node.
+
+    Returns rank (NO_INDEX unless among the TOP_K), value and id of the pairs that can be among the best, int32, fp32 and
+    int32 [PAIRS], and the log-sum-exp.
+    """
+    zero = hidden_zero()
+    program = tl.arange(0, CTAS) + zero
+    mask = program < num_lists
+    first = tl.load(values_ptr + program * stride_list, mask=mask, other=float("-inf"))
+    first_id = tl.load(ids_ptr + program * stride_list, mask=mask, other=NO_INDEX)
+    maxima = tl.load(max_ptr + program * stride_stat, mask=mask, other=float("-inf"))
+    sums = tl.load(sum_ptr + program * stride_stat, mask=mask, other=0.0)
     top = tl.max(maxima, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = shift + tl.log(tl.sum(sums * tl.exp(maxima - shift), axis=0))
 
-    owner = place_by_rank(rank_all_pairs(first, first_id), offs_p, first_id, MAX_K)
-    mask_o = (offs_k < num_lists)[:, None] & (offs_k < TOP_K)[None, :]
-    offs = owner[:, None] * stride_list + offs_k[None, :]
-    value = tl.reshape(tl.load(values_ptr + offs, mask=mask_o, other=float("-inf")), [MAX_K * MAX_K])
-    index = tl.reshape(tl.load(ids_ptr + offs, mask=mask_o, other=NO_INDEX), [MAX_K * MAX_K])
-    rank = rank_all_pairs(value, index)
-    return place_by_rank(rank, value, index, MAX_K), place_by_rank(rank, index, index, MAX_K), lse
+    rank = rank_best(order_key(first, first_id), TOP_K)
+    tl.store(owner_ptr + rank, program, mask=mask & (rank < TOP_K))
+    tl.debug_barrier()
+    # Pair MAX_K * r + j is the j-th best of the program whose own best ranks r-th.
+    pair = tl.arange(0, PAIRS) + zero
+    mask = (pair // MAX_K < tl.minimum(num_lists, TOP_K)) & (pair % MAX_K < TOP_K)
+    place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * stride_list + pair % MAX_K
+    value = tl.load(values_ptr + place, mask=mask, other=float("-inf"))
+    index = tl.load(ids_ptr + place, mask=mask, other=NO_INDEX)
+    rank = tl.where(index != NO_INDEX, rank_best(order_key(value, index), TOP_K), NO_INDEX)
+    tl.debug_barrier()
+    return rank, value, index, lse
 
 
 @triton.jit
@@ -188,23 +235,23 @@ def _stream_kernel(
         1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N, values_ptr + lists * MAX_K, best_ids_ptr + lists * MAX_K,
         max_ptr + lists, sum_ptr + lists, w_base,
         TILE, NUM_CHUNKS, TOP_K, MAX_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_M,
-        STAGES, 0, False, False,
+        STAGES, 0, False, False, ROWS > TILE,
     )  # fmt: skip
 
 
 @triton.jit
 def _merge_kernel(
-    values_ptr, best_ids_ptr, max_ptr, sum_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr,
+    values_ptr, best_ids_ptr, max_ptr, sum_ptr, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr,
     num_lists, BLOCK_M: tl.constexpr, CTAS: tl.constexpr, TOP_K: tl.constexpr, MAX_K: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    offs_k = tl.arange(0, MAX_K)
-    values, ids, lse = merge_best(
-        values_ptr + row * MAX_K, best_ids_ptr + row * MAX_K, max_ptr + row, sum_ptr + row,
-        BLOCK_M * MAX_K, BLOCK_M, num_lists, CTAS, TOP_K, MAX_K,
+    rank, value, index, lse = merge_best(
+        values_ptr + row * MAX_K, best_ids_ptr + row * MAX_K, max_ptr + row, sum_ptr + row, owner_ptr + row * MAX_K,
+        BLOCK_M * MAX_K, BLOCK_M, num_lists, CTAS, TOP_K, MAX_K, PAIRS,
     )  # fmt: skip
-    tl.store(out_values_ptr + row * TOP_K + offs_k, values, mask=offs_k < TOP_K)
-    tl.store(out_ids_ptr + row * TOP_K + offs_k, ids, mask=offs_k < TOP_K)
+    tl.store(out_values_ptr + row * TOP_K + rank, value, mask=rank < TOP_K)
+    tl.store(out_ids_ptr + row * TOP_K + rank, index, mask=rank < TOP_K)
     tl.store(out_lse_ptr + row, lse)
 
 
@@ -233,8 +280,9 @@ def lm_head_topk(
         raise ValueError(f"{top_k=} must be 1..min(16, {vocab}), {rows=} 1..256, {hidden=} a multiple of 16")
     if num_programs is None:
         num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    max_k = triton.next_power_of_2(top_k)
+    max_k = max(2, triton.next_power_of_2(top_k))
     block_m = max(16, triton.next_power_of_2(rows))
+    num_warps = 8 if x.is_cuda else 1
     tile, rows_each = head_tiles(vocab, num_programs, block_n)
     packed = cut_tiles(assign_rows(weight, num_programs, dealt=True, rows=rows_each), tile, block_k)
     all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
@@ -248,17 +296,18 @@ def lm_head_topk(
     _stream_kernel[(num_programs,)](
         x, packed, row_ids, scratch, values, ids, maxima, sums, rows, vocab, x.stride(0),
         ROWS=rows_each, TILE=tile, NUM_CHUNKS=hidden // block_k, TOP_K=top_k, MAX_K=max_k,
-        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=block_m, STAGES=3, num_warps=8,
+        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=block_m, STAGES=3, num_warps=num_warps,
     )  # fmt: skip
     out = (
         torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
         torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
         torch.empty(rows, dtype=torch.float32, device=x.device),
     )
+    owner = torch.empty(rows, max_k, dtype=torch.int32, device=x.device)
     _merge_kernel[(rows,)](
-        values, ids, maxima, sums, *out, min(num_programs, vocab),
-        BLOCK_M=block_m, CTAS=max(triton.next_power_of_2(num_programs), 2),
-        TOP_K=top_k, MAX_K=max_k, num_warps=8,
+        values, ids, maxima, sums, owner, *out, min(num_programs, vocab),
+        BLOCK_M=block_m, CTAS=max(2, triton.next_power_of_2(num_programs)), TOP_K=top_k, MAX_K=max_k,
+        PAIRS=max_k**2, num_warps=num_warps,
     )  # fmt: skip
     return out
 

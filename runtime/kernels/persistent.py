@@ -7,7 +7,7 @@ in the L2, with a grid barrier between phases; weights are the only thing read f
 fuse  features of the new tokens: ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at
       every level (EAGLE-1/2)
 qkv   RMSNorms were applied by whoever wrote the rows; q, k, v of all rows
-att   `ancestor_attention.attend_unit`: RoPE, KV append, prefix + ancestors
+att   `ancestor_attention.attend_unit`: RoPE, KV append, prefix + ancestors; then `merge_parts`
 o     output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp   gate and up, SiLU; then down, residual, sums of squares
 head  `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
@@ -26,12 +26,12 @@ Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Fronti
 import triton
 import triton.language as tl
 
-from .ancestor_attention import attend_unit
+from .ancestor_attention import attend_unit, merge_parts, query_place
 from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import merge_best, stream_topk
-from .selection import NO_INDEX, place_by_rank, rank_all_pairs
+from .selection import NO_INDEX, order_key, rank_best
 from .tree_build import blank_tree, build_tree
-from .weight_stream import prefetch_ahead, stream_matmul
+from .weight_stream import hidden_zero, prefetch_l2, stream_matmul
 
 ROWS = tl.constexpr(16)
 
@@ -40,7 +40,7 @@ ROWS = tl.constexpr(16)
 def write_row(source_ptr, target_ptr, norm_ptr, EPS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr,
               BLOCK: tl.constexpr):  # fmt: skip
     """Copy one row of SIZE values, through RMSNorm when NORMED, rounding to the target's type."""
-    offs = tl.arange(0, BLOCK)
+    offs = tl.arange(0, BLOCK) + hidden_zero()
     mask = offs < SIZE
     x = tl.load(source_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
@@ -54,8 +54,9 @@ def norm_factor(squares_ptr, mask_m, NUM_CTAS: tl.constexpr, EPS: tl.constexpr, 
                 BLOCK_M: tl.constexpr):  # fmt: skip
     """RMSNorm's factor of each row from the programs' partial sums of squares [NUM_CTAS, BLOCK_M]: fp32 [BLOCK_M]."""
     CHUNK: tl.constexpr = 4096 // BLOCK_M
-    offs_p = tl.arange(0, CHUNK)
-    offs_m = tl.arange(0, BLOCK_M)
+    zero = hidden_zero()
+    offs_p = tl.arange(0, CHUNK) + zero
+    offs_m = tl.arange(0, BLOCK_M) + zero
     total = tl.zeros([BLOCK_M], tl.float32)
     for first in tl.static_range(0, NUM_CTAS, CHUNK):
         mask = ((first + offs_p) < NUM_CTAS)[:, None] & mask_m[None, :]
@@ -70,12 +71,13 @@ def project_residual(
     residual_ptr, residual_row, sum_ptr, normed_ptr, norm_ptr, squares_ptr,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    AHEAD: tl.constexpr, BULK: tl.constexpr, SCALED: tl.constexpr,
+    PREFETCH: tl.constexpr, BULK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """o and down: project, add the residual, write the sum (fp32), the sum times the next norm's weight, its squares."""
-    pid = tl.program_id(0)
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_m = tl.arange(0, BLOCK_M)
+    zero = hidden_zero()
+    pid = tl.program_id(0) + zero
+    offs_n = tl.arange(0, BLOCK_N) + zero
+    offs_m = tl.arange(0, BLOCK_M) + zero
     squares = tl.zeros([BLOCK_M], tl.float32)
     for n0 in range(0, R, BLOCK_N):
         feature = pid * R + n0 + offs_n
@@ -85,9 +87,11 @@ def project_residual(
         if HAS_NORM:
             weight = tl.load(norm_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)[:, None]
         acc = stream_matmul(
-            x_ptr, x_row, x_row, x_row, mask_m, region_ptr + n0 * BLOCK_K, R - n0, next_ptr,
-            R * BLOCK_K, K // BLOCK_K, K // BLOCK_K, K // BLOCK_K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES, AHEAD, BULK,
+            x_ptr, x_row, x_row, x_row, mask_m, region_ptr + n0 * BLOCK_K, R - n0,
+            R * BLOCK_K, K // BLOCK_K, K // BLOCK_K, K // BLOCK_K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
         )  # fmt: skip
+        if n0 + BLOCK_N >= R:
+            prefetch_l2(next_ptr, PREFETCH, BULK)
         if SCALED:
             acc *= tl.load(scale_ptr + n0 + offs_n, mask=n0 + offs_n < R, other=0.0)[:, None]
         acc = tl.where(mask, acc + residual, 0.0)
@@ -112,23 +116,25 @@ def choose_frontier(
     next_chain_ptr,  # of the next level's
     TOP_K: tl.constexpr,
     MAX_K: tl.constexpr,
+    PAIRS: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
 ):
     """Choose the best TOP_K candidates of a level as the next level's nodes, and extend their ancestor chains."""
-    offs_c = tl.arange(0, MAX_K * MAX_K)
-    offs_k = tl.arange(0, MAX_K)
-    offs_e = tl.arange(0, MAX_DEPTH)
-    mask_c = offs_c < num_candidates
-    score = tl.load(score_ptr + offs_c, mask=mask_c, other=float("-inf"))
-    index = tl.where(mask_c, offs_c, NO_INDEX)
-    rank = rank_all_pairs(score, index)
-    best = place_by_rank(rank, index, index, MAX_K)
+    zero = hidden_zero()
+    offs_k = tl.arange(0, MAX_K) + zero
+    offs_e = tl.arange(0, MAX_DEPTH) + zero
+    candidate = tl.arange(0, PAIRS) + zero
+    mask = candidate < num_candidates
+    score = tl.load(score_ptr + candidate, mask=mask, other=float("-inf"))
+    rank = rank_best(order_key(score, tl.where(mask, candidate, NO_INDEX)), TOP_K)
+    chosen = mask & (rank < TOP_K)
+    tl.store(frontier_score_ptr + rank, score, mask=chosen)
+    tl.store(frontier_candidate_ptr + rank, first_candidate + candidate, mask=chosen)
+    tl.store(frontier_parent_ptr + rank, candidate // TOP_K, mask=chosen)
+    tl.store(frontier_child_ptr + rank, candidate % TOP_K, mask=chosen)
+    tl.debug_barrier()
     mask_k = offs_k < TOP_K
-    parent = best // TOP_K
-    tl.store(frontier_score_ptr + offs_k, place_by_rank(rank, score, index, MAX_K), mask=mask_k)
-    tl.store(frontier_candidate_ptr + offs_k, first_candidate + best, mask=mask_k)
-    tl.store(frontier_parent_ptr + offs_k, parent, mask=mask_k)
-    tl.store(frontier_child_ptr + offs_k, best % TOP_K, mask=mask_k)
+    parent = tl.load(frontier_parent_ptr + offs_k, mask=mask_k, other=0)
     older = (offs_e < level - 1)[None, :] & mask_k[:, None]
     chain = tl.load(chain_ptr + parent[:, None] * MAX_DEPTH + offs_e[None, :], mask=older, other=-1)
     chain = tl.where((offs_e == level - 1)[None, :], (level - 1) * TOP_K + parent[:, None], chain)
@@ -153,8 +159,8 @@ def draft_kernel(
     hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
     best_value_ptr, best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr,
     # int32 workspace
-    best_id_ptr, token_ptr, parent_ptr, node_of_ptr, chosen_ptr, frontier_candidate_ptr, frontier_parent_ptr,
-    frontier_child_ptr, chain_ptr, node_arrivals_ptr, part_arrivals_ptr, barrier_ptr,
+    best_id_ptr, owner_ptr, token_ptr, parent_ptr, node_of_ptr, chosen_ptr, frontier_candidate_ptr, frontier_parent_ptr,
+    frontier_child_ptr, chain_ptr, node_arrivals_ptr, barrier_ptr,
     # outputs
     draft_tokens_ptr, parents_ptr, tree_mask_ptr, position_ptr, retrieve_ptr, num_leaves_ptr,
     NUM_CTAS: tl.constexpr, CTAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -162,7 +168,7 @@ def draft_kernel(
     HAS_FC: tl.constexpr, HAS_FC_BIAS: tl.constexpr, HAS_QKV_BIAS: tl.constexpr, SCALED: tl.constexpr,
     HIDDEN: tl.constexpr, TAPS: tl.constexpr, TAP_SIZE: tl.constexpr, INTERMEDIATE: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
-    TOP_K: tl.constexpr, MAX_K: tl.constexpr, DEPTH: tl.constexpr, TOTAL: tl.constexpr, MAX_DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, MAX_K: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr, TOTAL: tl.constexpr, MAX_DEPTH: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
     EMBED_ROWS: tl.constexpr, X_HIDDEN: tl.constexpr,  # rows of embeddings per sequence; offset of the features
     # the stream of one program: regions' offsets in elements, and rows per program
@@ -175,9 +181,10 @@ def draft_kernel(
     S_QKV: tl.constexpr, K_O: tl.constexpr, N_O: tl.constexpr, S_O: tl.constexpr, K_MLP: tl.constexpr,
     N_MLP: tl.constexpr, S_MLP: tl.constexpr, K_DOWN: tl.constexpr, N_DOWN: tl.constexpr, S_DOWN: tl.constexpr,
     K_HEAD: tl.constexpr, N_HEAD: tl.constexpr, S_HEAD: tl.constexpr,
-    A_FC: tl.constexpr, A_QKV: tl.constexpr, A_O: tl.constexpr, A_MLP: tl.constexpr, A_DOWN: tl.constexpr,
-    A_HEAD: tl.constexpr, BULK: tl.constexpr,
-    PART_KEYS: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
+    # bytes of each region that are asked into the L2 before the barrier in front of it
+    P_FC: tl.constexpr, P_QKV: tl.constexpr, P_O: tl.constexpr, P_MLP: tl.constexpr, P_DOWN: tl.constexpr,
+    P_HEAD: tl.constexpr, BULK: tl.constexpr,
+    PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Draft; see the module docstring. All shapes are fixed by the constants, all counts are read on the device."""
@@ -193,7 +200,6 @@ def draft_kernel(
     my_scale = scale_ptr + pid * SCALES
     my_lists = pid.to(tl.int64) * BLOCK_M
     offs_m = tl.arange(0, BLOCK_M)
-    offs_k = tl.arange(0, MAX_K)
     seq = offs_m // ROWS
     node = offs_m % ROWS
     in_use = seq < num_active
@@ -235,22 +241,26 @@ def draft_kernel(
                 )
     if HAS_FC and not FUSED_EVERY_LEVEL:
         tap_row = row_slot.to(tl.int64) * stride_tap_slot + node.to(tl.int64) * stride_tap_row
-        offs_n = tl.arange(0, N_FC)
+        offs_fc = tl.arange(0, N_FC)
         mask_m = in_use & (node < row_new)
         for n0 in range(0, R_HIDDEN, N_FC):
             acc = stream_matmul(
                 tap_ptr, tap_row, tap_row + tap_offset_1 - TAP_SIZE, tap_row + tap_offset_2 - 2 * TAP_SIZE, mask_m,
-                my_stream + n0 * K_FC, R_HIDDEN - n0, my_stream + AT_QKV,
+                my_stream + n0 * K_FC, R_HIDDEN - n0,
                 R_HIDDEN * K_FC, FC_IN // K_FC, TAP_SIZE // K_FC, 2 * TAP_SIZE // K_FC,
-                N_FC, K_FC, BLOCK_M, S_FC, A_FC, BULK,
+                N_FC, K_FC, BLOCK_M, S_FC,
             )  # fmt: skip
-            feature = pid * R_HIDDEN + n0 + offs_n
-            mine = (n0 + offs_n < R_HIDDEN) & (feature < HIDDEN)
+            if n0 + N_FC >= R_HIDDEN:
+                prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
+            feature = pid * R_HIDDEN + n0 + offs_fc
+            mine = (n0 + offs_fc < R_HIDDEN) & (feature < HIDDEN)
             if SCALED:
-                acc *= tl.load(my_scale + n0 + offs_n, mask=mine, other=0.0)[:, None]
+                acc *= tl.load(my_scale + n0 + offs_fc, mask=mine, other=0.0)[:, None]
             if HAS_FC_BIAS:
                 acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-            tl.store(hidden_ptr + offs_m[None, :] * HIDDEN + feature[:, None], acc, mask=mine[:, None] & mask_m[None, :])
+            tl.store(
+                hidden_ptr + offs_m[None, :] * HIDDEN + feature[:, None], acc, mask=mine[:, None] & mask_m[None, :]
+            )
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
         for index in range(pid, num_active * ROWS, NUM_CTAS):
@@ -258,9 +268,7 @@ def draft_kernel(
             slot = tl.load(active_slots_ptr + unit // ROWS)
             if unit % ROWS < tl.load(num_new_ptr + slot):
                 row = unit.to(tl.int64) * HIDDEN
-                write_row(
-                    hidden_ptr + row, x_hidden_ptr + row, norm_hidden_ptr, EPS, True, HIDDEN, BLOCK_HIDDEN
-                )
+                write_row(hidden_ptr + row, x_hidden_ptr + row, norm_hidden_ptr, EPS, True, HIDDEN, BLOCK_HIDDEN)
     round += 1
     grid_barrier(barrier_ptr, round, NUM_CTAS)
 
@@ -277,18 +285,20 @@ def draft_kernel(
         hidden_row = (seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
 
         if FUSED_EVERY_LEVEL:
-            offs_n = tl.arange(0, N_FC)
+            offs_fc = tl.arange(0, N_FC)
             for n0 in range(0, R_HIDDEN, N_FC):
                 acc = stream_matmul(
                     x_embed_ptr, embed_row, hidden_row + (X_HIDDEN - HIDDEN), embed_row, mask_in,
-                    my_stream + n0 * K_FC, R_HIDDEN - n0, my_stream + AT_QKV,
+                    my_stream + n0 * K_FC, R_HIDDEN - n0,
                     R_HIDDEN * K_FC, FC_IN // K_FC, HIDDEN // K_FC, FC_IN // K_FC,
-                    N_FC, K_FC, BLOCK_M, S_FC, A_FC, BULK,
+                    N_FC, K_FC, BLOCK_M, S_FC,
                 )  # fmt: skip
-                feature = pid * R_HIDDEN + n0 + offs_n
-                mine = (n0 + offs_n < R_HIDDEN) & (feature < HIDDEN)
+                if n0 + N_FC >= R_HIDDEN:
+                    prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
+                feature = pid * R_HIDDEN + n0 + offs_fc
+                mine = (n0 + offs_fc < R_HIDDEN) & (feature < HIDDEN)
                 if SCALED:
-                    acc *= tl.load(my_scale + n0 + offs_n, mask=mine, other=0.0)[:, None]
+                    acc *= tl.load(my_scale + n0 + offs_fc, mask=mine, other=0.0)[:, None]
                 if HAS_FC_BIAS:
                     acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
                 place = offs_m[None, :] * HIDDEN + feature[:, None]
@@ -298,34 +308,38 @@ def draft_kernel(
             round += 1
             grid_barrier(barrier_ptr, round, NUM_CTAS)
 
-        offs_n = tl.arange(0, N_QKV)
+        hidden = hidden_zero()
+        offs_qkv = tl.arange(0, N_QKV) + hidden
+        rows_qkv = offs_m + hidden
         for n0 in range(0, R_QKV, N_QKV):
             if FUSED_EVERY_LEVEL:
                 acc = stream_matmul(
                     x_fused_ptr, own_row * HIDDEN, own_row, own_row, mask_in,
-                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0, my_stream + AT_O,
+                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0,
                     R_QKV * K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV,
-                    N_QKV, K_QKV, BLOCK_M, S_QKV, A_QKV, BULK,
+                    N_QKV, K_QKV, BLOCK_M, S_QKV,
                 )  # fmt: skip
             else:
                 acc = stream_matmul(
                     x_embed_ptr, embed_row, hidden_row + (X_HIDDEN - HIDDEN), embed_row, mask_in,
-                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0, my_stream + AT_O,
+                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0,
                     R_QKV * K_QKV, QKV_IN // K_QKV, HIDDEN // K_QKV, QKV_IN // K_QKV,
-                    N_QKV, K_QKV, BLOCK_M, S_QKV, A_QKV, BULK,
+                    N_QKV, K_QKV, BLOCK_M, S_QKV,
                 )  # fmt: skip
-            feature = pid * R_QKV + n0 + offs_n
-            mine = (n0 + offs_n < R_QKV) & (feature < QKV)
+            if n0 + N_QKV >= R_QKV:
+                prefetch_l2(my_stream + AT_O, P_O, BULK)
+            feature = pid * R_QKV + n0 + offs_qkv
+            mine = (n0 + offs_qkv < R_QKV) & (feature < QKV)
             if SCALED:
-                acc *= tl.load(my_scale + R_HIDDEN + n0 + offs_n, mask=mine, other=0.0)[:, None]
+                acc *= tl.load(my_scale + R_HIDDEN + n0 + offs_qkv, mask=mine, other=0.0)[:, None]
             if HAS_QKV_BIAS:
                 acc += tl.load(qkv_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-            tl.store(qkv_ptr + offs_m[None, :] * QKV + feature[:, None], acc, mask=mine[:, None] & mask_in[None, :])
+            tl.store(qkv_ptr + rows_qkv[None, :] * QKV + feature[:, None], acc, mask=mine[:, None] & mask_in[None, :])
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
 
         num_units = num_active * KV_HEADS * HEAD_GROUPS
-        most_parts = tl.maximum(NUM_CTAS // num_units, 1)
+        most_parts = tl.minimum(tl.maximum(NUM_CTAS // num_units, 1), MAX_PARTS)
         for index in range(pid, num_units * most_parts, NUM_CTAS):
             unit = index + zero
             group = unit % num_units
@@ -335,18 +349,36 @@ def draft_kernel(
             slot = tl.load(active_slots_ptr + a).to(tl.int64)
             prefix = tl.load(prefix_ptr + slot)
             num_new = tl.load(num_new_ptr + slot)
-            num_parts = tl.minimum(most_parts, tl.maximum(tl.cdiv(prefix, PART_KEYS), 1))
+            num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
             if part < num_parts:
                 cache = slot * stride_cache_slot + kv_head.to(tl.int64) * stride_cache_head
                 row = (a * ROWS).to(tl.int64)
                 parts = (group * most_parts).to(tl.int64) * HEADS_PER_UNIT * ROWS
                 attend_unit(
                     qkv_ptr + row * QKV, key_ptr + cache, value_ptr + cache, cos_ptr, sin_ptr,
-                    chain_ptr + ((level % 2) * SLOTS * ROWS + row) * MAX_DEPTH, x_attn_ptr + row * HEADS * HEAD_DIM,
-                    part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D, part_arrivals_ptr + group,
+                    chain_ptr + ((level % 2) * SLOTS * ROWS + row) * MAX_DEPTH,
+                    part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D,
                     kv_head, group % HEAD_GROUPS, part, num_parts, prefix, num_new, level,
                     HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_KEYS, BLOCK_D, BLOCK_HALF,
                 )  # fmt: skip
+        round += 1
+        grid_barrier(barrier_ptr, round, NUM_CTAS)
+        num_queries = num_active * num_nodes * HEADS
+        for first in range(pid * QUERIES, num_queries, NUM_CTAS * QUERIES):
+            query = first + tl.arange(0, QUERIES) + hidden_zero()
+            a = query // (num_nodes * HEADS)
+            n = query // HEADS % num_nodes
+            head = query % HEADS
+            mask_q = query < num_queries
+            slot = tl.load(active_slots_ptr + a, mask=mask_q, other=0)
+            prefix = tl.load(prefix_ptr + slot, mask=mask_q, other=0)
+            num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
+            group, row = query_place(a, n, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
+            merge_parts(
+                part_stat_ptr, part_acc_ptr, (group * most_parts).to(tl.int64), row, num_parts, mask_q,
+                x_attn_ptr, ((a * ROWS + n) * HEADS + head).to(tl.int64) * HEAD_DIM,
+                HEADS_PER_UNIT * ROWS, HEAD_DIM, BLOCK_D, MAX_PARTS,
+            )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
 
@@ -354,40 +386,44 @@ def draft_kernel(
         project_residual(
             x_attn_ptr, own_row * HEADS * HEAD_DIM, mask_m, my_stream + AT_O, my_scale + R_HIDDEN + R_QKV,
             my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, squares_post_ptr,
-            HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, A_O, BULK, SCALED,
+            HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, P_MLP, BULK, SCALED,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
 
         factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M)
-        offs_n = tl.arange(0, N_MLP)
-        offs_kk = tl.arange(0, K_MLP)
+        hidden = hidden_zero()
+        rows_mlp = own_row + hidden
+        offs_mlp = tl.arange(0, N_MLP) + hidden
+        offs_kk = tl.arange(0, K_MLP) + hidden
         for n0 in range(0, R_MLP, N_MLP):
             region = my_stream + AT_MLP + n0 * K_MLP
-            w_offs = offs_n[:, None] * K_MLP + offs_kk[None, :]
-            mask_w = (n0 + offs_n < R_MLP)[:, None]
+            w_offs = offs_mlp[:, None] * K_MLP + offs_kk[None, :]
+            mask_w = (n0 + offs_mlp < R_MLP)[:, None]
             gate = tl.zeros([N_MLP, BLOCK_M], tl.float32)
             up = tl.zeros([N_MLP, BLOCK_M], tl.float32)
             for k in tl.range(0, HIDDEN // K_MLP, num_stages=S_MLP):
                 x = tl.load(
-                    x_post_ptr + own_row[None, :] * HIDDEN + (k * K_MLP + offs_kk)[:, None], mask=mask_m[None, :], other=0.0
+                    x_post_ptr + rows_mlp[None, :] * HIDDEN + (k * K_MLP + offs_kk)[:, None],
+                    mask=mask_m[None, :],
+                    other=0.0,
                 )
                 slab = region + k * (2 * R_MLP * K_MLP)
-                w = tl.load(slab + w_offs, mask=mask_w, other=0.0)
+                w = tl.load(slab + w_offs, mask=mask_w, other=0.0, eviction_policy="evict_first")
                 gate = tl.dot(w.to(x.dtype), x, gate, input_precision="ieee")
-                w = tl.load(slab + R_MLP * K_MLP + w_offs, mask=mask_w, other=0.0)
+                w = tl.load(slab + R_MLP * K_MLP + w_offs, mask=mask_w, other=0.0, eviction_policy="evict_first")
                 up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
-                if A_MLP > 0:
-                    prefetch_ahead(region, k, my_stream + AT_DOWN, 2 * R_MLP * K_MLP, HIDDEN // K_MLP, A_MLP, BULK)
-            feature = pid * R_MLP + n0 + offs_n
-            mine = (n0 + offs_n < R_MLP) & (feature < INTERMEDIATE)
+            if n0 + N_MLP >= R_MLP:
+                prefetch_l2(my_stream + AT_DOWN, P_DOWN, BULK)
+            feature = pid * R_MLP + n0 + offs_mlp
+            mine = (n0 + offs_mlp < R_MLP) & (feature < INTERMEDIATE)
             if SCALED:
-                at = my_scale + 2 * R_HIDDEN + R_QKV + n0 + offs_n
+                at = my_scale + 2 * R_HIDDEN + R_QKV + n0 + offs_mlp
                 gate *= tl.load(at, mask=mine, other=0.0)[:, None]
                 up *= tl.load(at + R_MLP, mask=mine, other=0.0)[:, None]
             gate *= factor[None, :]
             mixed = gate * tl.sigmoid(gate) * up * factor[None, :]
-            place = own_row[None, :] * INTERMEDIATE + feature[:, None]
+            place = rows_mlp[None, :] * INTERMEDIATE + feature[:, None]
             tl.store(x_mlp_ptr + place, mixed.to(x_mlp_ptr.dtype.element_ty), mask=mine[:, None] & mask_m[None, :])
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
@@ -395,7 +431,7 @@ def draft_kernel(
         project_residual(
             x_mlp_ptr, own_row * INTERMEDIATE, mask_m, my_stream + AT_DOWN, my_scale + 2 * R_HIDDEN + R_QKV + 2 * R_MLP,
             my_stream + AT_HEAD, middle_ptr, offs_m, hidden_ptr, x_head_ptr, norm_out_ptr, squares_out_ptr,
-            INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, A_DOWN, BULK, SCALED,
+            INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, P_HEAD, BULK, SCALED,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
@@ -410,7 +446,8 @@ def draft_kernel(
             scratch_ptr + my_lists * N_HEAD, best_value_ptr + my_lists * MAX_K, best_id_ptr + my_lists * MAX_K,
             best_max_ptr + my_lists, best_sum_ptr + my_lists,
             my_stream if FUSED_EVERY_LEVEL else my_stream + AT_QKV,
-            TILE_HEAD, HIDDEN // K_HEAD, TOP_K, MAX_K, ROWS, N_HEAD, K_HEAD, BLOCK_M, S_HEAD, A_HEAD, BULK, SCALED,
+            TILE_HEAD, HIDDEN // K_HEAD, TOP_K, MAX_K, ROWS, N_HEAD, K_HEAD, BLOCK_M, S_HEAD,
+            P_FC if FUSED_EVERY_LEVEL else P_QKV, BULK, SCALED, R_HEAD > TILE_HEAD,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
@@ -426,19 +463,20 @@ def draft_kernel(
             a = (unit % num_rows) // num_nodes
             n = (unit % num_rows) % num_nodes
             row = a * ROWS + n
-            value, token, lse = merge_best(
+            rank, value, token, lse = merge_best(
                 best_value_ptr + row * MAX_K, best_id_ptr + row * MAX_K, best_max_ptr + row, best_sum_ptr + row,
-                BLOCK_M * MAX_K, BLOCK_M, tl.minimum(draft_vocab, NUM_CTAS), CTAS, TOP_K, MAX_K,
+                owner_ptr + pid * MAX_K, BLOCK_M * MAX_K, BLOCK_M, tl.minimum(draft_vocab, NUM_CTAS),
+                CTAS, TOP_K, MAX_K, PAIRS,
             )  # fmt: skip
             if copy == 0:
-                mask_k = offs_k < TOP_K
                 base = tl.load(frontier_score_ptr + row, mask=level > 0, other=0.0)
                 score = base + tl.minimum(value - lse, 0.0)
                 parent = tl.load(frontier_candidate_ptr + row, mask=level > 0, other=-1)
-                at = a * CANDIDATES + first_candidate + n * TOP_K + offs_k
-                tl.store(score_ptr + at, score, mask=mask_k)
-                tl.store(token_ptr + at, token, mask=mask_k)
-                tl.store(parent_ptr + at, parent + offs_k * 0, mask=mask_k)
+                mask = rank < TOP_K
+                at = a * CANDIDATES + first_candidate + n * TOP_K + rank
+                tl.store(score_ptr + at, score, mask=mask)
+                tl.store(token_ptr + at, token, mask=mask)
+                tl.store(parent_ptr + at, parent + token * 0, mask=mask)
                 tl.debug_barrier()
                 if tl.atomic_add(node_arrivals_ptr + a, 1, sem="acq_rel") == num_nodes - 1:
                     tl.store(node_arrivals_ptr + a, 0)
@@ -458,13 +496,13 @@ def draft_kernel(
                             frontier_parent_ptr + a * ROWS, frontier_child_ptr + a * ROWS,
                             chain_ptr + ((level % 2) * SLOTS + a) * ROWS * MAX_DEPTH,
                             chain_ptr + (((level + 1) % 2) * SLOTS + a) * ROWS * MAX_DEPTH,
-                            TOP_K, MAX_K, MAX_DEPTH,
+                            TOP_K, MAX_K, PAIRS, MAX_DEPTH,
                         )  # fmt: skip
             if (copy > 0) | (copies == 1):
                 if level < DEPTH:
                     for job in range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1)):
                         if job < TOP_K:
-                            child_token = tl.sum(tl.where(offs_k == job, token, 0), axis=0).to(tl.int64)
+                            child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
                             to_row = (a * EMBED_ROWS + n * TOP_K + job).to(tl.int64) * HIDDEN
                             write_row(
                                 embed_ptr + child_token * stride_embed, x_embed_ptr + to_row, norm_in_ptr, EPS,

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .selection import best_k_mask
+from .weight_stream import hidden_zero
 
 
 @triton.jit
@@ -40,7 +41,8 @@ def build_tree(
     BLOCK_W: tl.constexpr,
 ):
     """Choose the nodes and write every output of one slot."""
-    offs_c = tl.arange(0, BLOCK_C)
+    zero = hidden_zero()
+    offs_c = tl.arange(0, BLOCK_C) + zero
     real = offs_c < CANDIDATES
     score = tl.load(score_ptr + offs_c, mask=real, other=float("-inf"))
     chosen = best_k_mask(score, real, TOTAL - 1)
@@ -49,7 +51,7 @@ def build_tree(
     tl.store(chosen_ptr + node, offs_c, mask=chosen)
     tl.debug_barrier()
 
-    offs_t = tl.arange(0, BLOCK_T)
+    offs_t = tl.arange(0, BLOCK_T) + zero
     mask_t = offs_t < TOTAL
     drafted = mask_t & (offs_t > 0)
     candidate = tl.load(chosen_ptr + offs_t, mask=drafted, other=0)

@@ -5,8 +5,8 @@ of every matrix, and everything it will read lies in its own linear stream, in t
 
     region of one matrix:  [in_features / BLOCK_K] [rows of this program] [BLOCK_K]
 
-so each step of a product reads one contiguous piece, and the piece some tens of kilobytes ahead, across the border of
-this region into the next, can be asked into the L2 while the program waits at a barrier. Weights are the left operand
+so each step of a product reads one contiguous piece, and the first piece of the next region can be asked into the L2
+while the program waits at a barrier: weights do not depend on what it waits for. Weights are the left operand
 of `tl.dot`, the drafted nodes the right one; no split over in_features, hence no atomics and a fixed order of addition.
 
 Rows of the layer's matrices go to programs in blocks (program p has rows ``p * R`` to ``p * R + R - 1``), so that a
@@ -34,31 +34,40 @@ _LINE = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
 _LINE_ASM = tl.constexpr(_LINE)
 
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_ZERO_ASM = tl.constexpr("mov.u32 $0, 0;")
+
+
 @triton.jit
-def prefetch_l2(address, num_bytes, BULK: tl.constexpr):
-    """Ask for [address, address + num_bytes) in the L2; both multiples of 16. A hint: nothing waits for it.
+def hidden_zero():
+    """0 that the compiler cannot see through.
+
+    Added to the index vectors of a phase, it keeps their address arithmetic inside the phase: hoisted out of the level
+    loop, the addresses of all phases together would be live at once and spill.
+    """
+    if INTERPRETED:
+        return 0
+    else:
+        zero = tl.inline_asm_elementwise(_ZERO_ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+        return tl.multiple_of(zero, 4096)
+
+
+@triton.jit
+def prefetch_l2(pointer, NUM_BYTES: tl.constexpr, BULK: tl.constexpr):
+    """Ask for NUM_BYTES (a multiple of 128, or 0) from ``pointer`` on in the L2. A hint: nothing waits for it.
 
     ``BULK`` uses one ``cp.async.bulk.prefetch`` (sm_90 and later); otherwise each lane asks for one 128-byte line.
     """
-    if BULK:
-        tl.inline_asm_elementwise(_BULK_ASM, "=r,l,r", [address, num_bytes], dtype=tl.int32, is_pure=False, pack=1)
-    else:
-        lines = tl.arange(0, 256) * 128
-        for start in range(0, num_bytes, 256 * 128):
-            line = tl.minimum(start + lines, num_bytes - 16)
-            tl.inline_asm_elementwise(_LINE_ASM, "=r,l", [address + line], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def prefetch_ahead(
-    region_ptr, k, next_ptr, SLAB: tl.constexpr, NUM_CHUNKS: tl.constexpr, AHEAD: tl.constexpr, BULK: tl.constexpr
-):
-    """Prefetch the chunk that is AHEAD of chunk k; past the end of the region the stream goes on at ``next_ptr``."""
-    size: tl.constexpr = SLAB * (region_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    ahead = k + AHEAD
-    here = region_ptr.to(tl.int64) + ahead.to(tl.int64) * size
-    beyond = next_ptr.to(tl.int64) + (ahead - NUM_CHUNKS).to(tl.int64) * size
-    prefetch_l2(tl.where(ahead < NUM_CHUNKS, here, beyond), size, BULK)
+    if NUM_BYTES > 0:
+        address = pointer.to(tl.int64)
+        if BULK:
+            size = tl.full([], NUM_BYTES, tl.int32)
+            tl.inline_asm_elementwise(_BULK_ASM, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1)
+        else:
+            lines = tl.arange(0, 256) * 128
+            for start in range(0, NUM_BYTES, 256 * 128):
+                line = address + tl.minimum(start + lines, NUM_BYTES - 128)
+                tl.inline_asm_elementwise(_LINE_ASM, "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -76,7 +85,6 @@ def stream_matmul(
     mask_m,  # int1 [BLOCK_M]
     w_ptr,  # this program's region, at its first row of this tile
     num_rows,  # rows of this tile
-    next_ptr,  # where the stream goes on after this region
     SLAB: tl.constexpr,  # elements from one chunk to the next
     NUM_CHUNKS: tl.constexpr,  # in_features / BLOCK_K
     SEGMENT_1: tl.constexpr,
@@ -85,12 +93,11 @@ def stream_matmul(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,  # chunks between use and L2 prefetch; 0 switches prefetching off
-    BULK: tl.constexpr,
 ):
     """fp32 [BLOCK_N, BLOCK_M]: this tile of weight rows times the rows of x."""
-    offs_k = tl.arange(0, BLOCK_K)
-    offs_n = tl.arange(0, BLOCK_N)
+    zero = hidden_zero()
+    offs_k = tl.arange(0, BLOCK_K) + zero
+    offs_n = tl.arange(0, BLOCK_N) + zero
     w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
     mask_w = (offs_n < num_rows)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -100,11 +107,10 @@ def stream_matmul(
             x_row = tl.where(k < SEGMENT_1, x_row_0, x_row_1)
             if SEGMENT_2 < NUM_CHUNKS:
                 x_row = tl.where(k < SEGMENT_2, x_row, x_row_2)
-        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
+        # Read once per level: without the hint the stream would push everything else, code included, out of the L2.
+        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0, eviction_policy="evict_first")
         x = tl.load(x_ptr + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_m[None, :], other=0.0)
         acc = tl.dot(widen(w, x_ptr), x, acc, input_precision="ieee")
-        if AHEAD > 0:
-            prefetch_ahead(w_ptr, k, next_ptr, SLAB, NUM_CHUNKS, AHEAD, BULK)
     return acc
 
 

@@ -101,7 +101,7 @@ def nan_fill(bufs: Buffers) -> None:
     for name, tensor in bufs.workspace.items():
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
-        elif name not in ("node_arrivals", "part_arrivals", "barrier"):
+        elif name not in ("node_arrivals", "barrier"):
             tensor.fill_(-(2**30))
     for name in ("draft_tokens", "parents", "tree_position_ids", "retrieve_indices", "num_leaves"):
         getattr(bufs, name).fill_(-2)
