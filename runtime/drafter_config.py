@@ -60,7 +60,9 @@ class DrafterConfig:
                 raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value}.")
         for name in ("hidden", "intermediate", "feature_width"):
             if getattr(self, name) % 16:
-                raise UsageError(f"The persistent drafter needs {name} to be a multiple of 16; got {getattr(self, name)}.")
+                raise UsageError(
+                    f"The persistent drafter needs {name} to be a multiple of 16; got {getattr(self, name)}."
+                )
         if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % 16:
             raise UsageError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their product "

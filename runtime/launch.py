@@ -222,7 +222,12 @@ class TritonDrafter:
         for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
             self.lengths[slot] += count
         return DraftTree(
-            bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices, bufs.num_leaves
+            bufs.draft_tokens,
+            bufs.parents,
+            bufs.tree_mask,
+            bufs.tree_position_ids,
+            bufs.retrieve_indices,
+            bufs.num_leaves,
         )
 
     def _ready(self) -> tuple[Weights, Buffers, Tensor]:
