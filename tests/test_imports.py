@@ -1,0 +1,134 @@
+"""Who may import what, read from the source itself.
+
+Data flows vocab_tools → convert → runtime, and nothing imports against it. Each library that reaches outside the
+process is known in one place, so that the other modules run without it. Command-line modules are imported by no module
+but another of their kind, and asking for help loads no heavy library.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("vocab_tools", "convert", "runtime")
+# What a package may import of ours, itself included.
+ALLOWED = {
+    "vocab_tools": {"vocab_tools"},
+    "convert": {"convert", "vocab_tools"},
+    "runtime": {"runtime", "convert", "vocab_tools"},
+}
+# Library → pattern of the only files, relative to the root, that may import it. Benchmarks are programs of their own.
+ONLY_IN = {
+    "click": r".*cli\.py",
+    "datasets": r"vocab_tools/corpus\w*\.py",
+    "huggingface_hub": r"convert/source\.py",
+    "triton": r"runtime/kernels/.*",
+}
+HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")
+COMMANDS = {
+    "eagle_slim.vocab_tools.cli": "vocab",
+    "eagle_slim.convert.cli": "convert",
+    "eagle_slim.convert.verify_cli": "verify",
+}
+
+
+def files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute dotted name) of every module that a file imports, wherever in the file."""
+    package = ["eagle_slim", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield node.lineno, module
+            # `from . import x` and `from eagle_slim import convert` name modules after the word import.
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}"
+
+
+def test_the_reader_sees_relative_and_absolute_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "runtime" / "kernels" / "a.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("from . import b\nfrom ..model import C\nfrom eagle_slim import convert\nimport torch.nn as nn\n")
+    names = {name for _, name in imported(path)}
+    assert {
+        "eagle_slim.runtime.kernels.b",
+        "eagle_slim.runtime.model.C",
+        "eagle_slim.convert",
+        "torch.nn",
+    } <= names
+    (tmp_path / "runtime" / "__init__.py").write_text("from .model import C\n")
+    assert "eagle_slim.runtime.model" in {name for _, name in imported(tmp_path / "runtime" / "__init__.py")}
+
+
+def test_packages_import_in_one_direction() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files()
+        for line, name in imported(path)
+        if (parts := name.split("."))[0] == "eagle_slim"
+        and len(parts) > 1
+        and parts[1] in PACKAGES
+        and parts[1] not in ALLOWED[path.relative_to(ROOT).parts[0]]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_each_library_is_known_in_one_place(library: str) -> None:
+    places = {
+        path.relative_to(ROOT).as_posix()
+        for path in files()
+        for _, name in imported(path)
+        if name.split(".")[0] == library and "bench" not in path.relative_to(ROOT).parts
+    }
+    assert places, f"nothing imports {library} any more: take it off the list"
+    assert [place for place in sorted(places) if not re.fullmatch(ONLY_IN[library], place)] == []
+
+
+def test_nothing_imports_a_command_line_but_another() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in files()
+        for line, name in imported(path)
+        if name.startswith("eagle_slim.") and name.endswith("cli") and not path.name.endswith("cli.py")
+    ]
+    assert wrong == []
+
+
+def test_installed_names_are_ours_alone() -> None:
+    """Generic names such as `convert` are installed under `eagle_slim` only, so nothing may import them bare."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in [*files(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
+        for line, name in imported(path)
+        if name.split(".")[0] in PACKAGES
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_loads_no_heavy_library(module: str) -> None:
+    program = (
+        f"import sys; from {module} import {COMMANDS[module]} as command\n"
+        "from click.testing import CliRunner\n"
+        "result = CliRunner().invoke(command, ['--help'])\n"
+        "assert result.exit_code == 0, result.output\n"
+        f"print(*sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == ""
