@@ -139,8 +139,14 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
             raise ChatError(f"message {position}: no role; it has {', '.join(message) or 'no keys'}")
         if content is None and not rest:
             raise ChatError(f"message {position} ({role}): no content")
+        if isinstance(content, list):
+            content = [_without_nulls(part) for part in content]
         messages.append({"role": role, "content": content, **rest})
     return messages
+
+
+def _without_nulls(part: Any) -> Any:
+    return {key: item for key, item in part.items() if item is not None} if isinstance(part, dict) else part
 
 
 @dataclass(frozen=True)
@@ -200,6 +206,7 @@ class ChatRenderer:
         self._skeletons: dict[tuple[str, ...], _Skeleton | None] = {}
         self._end_of_turn: str | Literal[False] | None = False
         self._generation_prompt: str | Literal[False] | None = False
+        self._parts: bool | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
         """Render as `apply_chat_template(tokenize=False)` does, at a fixed date.
@@ -217,7 +224,7 @@ class ChatRenderer:
 
     def all_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
         """Return the rendered conversation."""
-        return [Piece(self.render(messages))]
+        return [Piece(self.render(self._with_readable_parts(messages)))]
 
     def assistant_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
         """Return what the assistant writes, each turn with the few characters before it that its tokens depend on.
@@ -227,6 +234,7 @@ class ChatRenderer:
         """
         if not any(message["role"] == "assistant" for message in messages):
             return []
+        messages = self._with_readable_parts(messages)
         if not self._marked and not self._exact and all(map(_is_simple, messages)):
             skeleton = self._skeleton(tuple(message["role"] for message in messages))
             if skeleton is not None:
@@ -235,6 +243,30 @@ class ChatRenderer:
                     return pieces
         text, spans = self.assistant_spans(messages)
         return self._cut(text, spans)
+
+    def _with_readable_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Join contents given in parts to one text, by line ends as vLLM does, for a template that knows no parts.
+
+        Such a template would write the list itself into the text, or fail.
+        """
+        if not any(isinstance(message["content"], list) for message in messages) or self._takes_parts():
+            return messages
+        return [
+            {**message, "content": _joined_parts(message["content"], position)}
+            if isinstance(message["content"], list)
+            else message
+            for position, message in enumerate(messages)
+        ]
+
+    def _takes_parts(self) -> bool:
+        if self._parts is None:
+            text = _MARKER.format(0)
+            try:
+                rendered = self.render([{"role": "user", "content": [{"type": "text", "text": text}]}])
+            except ChatError:
+                rendered = ""
+            self._parts = rendered.count(text) == 1 and f"'{text}'" not in rendered and f'"{text}"' not in rendered
+        return self._parts
 
     def assistant_spans(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation and the (start, stop) of each assistant turn in it.
@@ -436,6 +468,19 @@ class ChatRenderer:
             Piece(text[start - len(turn.header or "") : stop], len(turn.header or ""))
             for turn, (start, stop) in zip(skeleton.turns, spans, strict=True)
         ]
+
+
+def _joined_parts(parts: Sequence[Any], position: int) -> str:
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ChatError(
+                f"message {position}: a part of its content is no text ({kind}), and the template takes none"
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _forms(content: str) -> Iterator[str]:

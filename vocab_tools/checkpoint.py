@@ -100,10 +100,17 @@ def load_checkpoint(path: Path, identity: dict[str, Any]) -> list[SourceState]:
     if not same_version:
         raise UsageError(f"{path}: the checkpoint of another version of eagle-slim. Start over with --restart.")
     # Through JSON, so that tuples and lists compare alike.
-    differences = list(_differences(stored, json.loads(json.dumps(identity)), ""))
+    current = json.loads(json.dumps(identity))
+    changed = _changed_files(stored, current)
+    if changed:
+        raise UsageError(
+            f"{path}: this count was begun on another state of {', '.join(changed[:3])}"
+            f"{' and others' if len(changed) > 3 else ''}. Start over with --restart."
+        )
+    differences = list(_differences(stored, current, ""))
     if differences:
         raise UsageError(
-            f"{path}: the checkpoint of another count, or its input has changed: {'; '.join(differences[:5])}. "
+            f"{path}: the checkpoint of another count: {'; '.join(differences[:5])}. "
             "Give the arguments of that count to go on with it, or start over with --restart."
         )
     return states
@@ -127,6 +134,16 @@ def _state(entry: dict[str, Any], tensors: dict[str, NDArray[Any]], position: in
     )
     cursor = None if entry["cursor"] is None else (entry["cursor"][0], entry["cursor"][1])
     return SourceState(partial, cursor, entry["done"], entry["limited"])
+
+
+def _changed_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Files that both counts name, with another size or time: paths, in the order of the corpus."""
+    before, now = ({path: state for path, *state in _files(identity)} for identity in (stored, current))
+    return [path for path, state in now.items() if path in before and before[path] != state]
+
+
+def _files(identity: dict[str, Any]) -> list[list[Any]]:
+    return [file for source in identity["sources"] for file in source["input"].get("files", [])]
 
 
 def _differences(stored: Any, current: Any, where: str) -> list[str]:

@@ -20,7 +20,7 @@ from .corpus_files import (
     blocks_of,
     check_unchanged,
     find_files,
-    first_row,
+    first_values,
     inner_block,
     line_of,
     looks_local,
@@ -284,7 +284,7 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
                 f"{source.location}: .txt files have no columns, .{tables[0].format} files have. "
                 "Give them as two sources, each with its own pattern."
             )
-        row = next((row for file in tables if (row := first_row(file)) is not None), None)
+        row = next((row for file in tables if (row := first_values(file, _wanted(source))) is not None), None)
         if row is None:
             raise CorpusError(
                 f"{source.location}: no readable record. {_first_fault(files[0], source.column or 'text')}"
@@ -309,7 +309,7 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
     from .corpus_hub import HubDataset
 
     dataset = HubDataset(source.location, source.config, source.split, source.revision)
-    row = dataset.first_row()
+    row = dataset.first_values(_wanted(source))
     if row is None:
         raise CorpusError(f"{source.location}: split {dataset.split} has no rows")
     column, kind = _choose_column(source, row)
@@ -348,6 +348,11 @@ def _place(file: CorpusFile, bad: BadRecord) -> str:
     return f"{file.path}, line {line_of(file, bad.position)}"
 
 
+def _wanted(source: CorpusSource) -> tuple[str, ...]:
+    """The columns whose values decide what is read."""
+    return (*CHAT_COLUMNS, *TEXT_COLUMNS) if source.column is None else (source.column,)
+
+
 def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, str]:
     if source.column is not None:
         if source.column not in row:
@@ -362,6 +367,9 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, s
     strings = [column for column, value in row.items() if isinstance(value, str)]
     if len(strings) == 1:
         return strings[0], "text"
+    empty = [column for column in (*CHAT_COLUMNS, *TEXT_COLUMNS) if column in row and row[column] is None]
+    if empty:
+        raise CorpusError(f"{source.location}: column {empty[0]!r} holds nothing in the first records")
     raise UsageError(f"{source.location}: say which column holds the text; the records have {', '.join(row)}")
 
 

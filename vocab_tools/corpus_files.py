@@ -7,14 +7,16 @@ longest record, whatever the file.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import gzip
 import hashlib
+import itertools
 import os
 import queue
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -45,6 +47,8 @@ FORMATS: Mapping[str, Literal["jsonl", "parquet", "txt"]] = {
 READABLE = ".jsonl, .ndjson, .json (one object per line), .txt, each also .gz, and .parquet"
 
 _SCAN_BYTES = 64 << 10
+# Records in which a column's kind is looked for.
+_ROWS_LOOKED_AT = 1000
 _GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
@@ -130,41 +134,54 @@ def _fixed_part(pattern: str) -> Path:
     return Path(*parts[:fixed]) if fixed else Path()
 
 
-def first_row(file: CorpusFile) -> dict[str, Any] | None:
-    """First readable record of a file with its columns; None for plain text, and where nothing can be read."""
+def first_values(file: CorpusFile, wanted: Sequence[str]) -> dict[str, Any] | None:
+    """First readable record of a file, see `merge_first_values`; None for plain text, and where nothing can be read."""
     if file.format == "txt":
         return None
-    if file.format == "parquet":
-        return _first_parquet_row(file)
+    return merge_first_values(_first_parquet_rows(file) if file.format == "parquet" else _first_lines(file), wanted)
+
+
+def merge_first_values(rows: Iterable[Mapping[str, Any]], wanted: Sequence[str]) -> dict[str, Any] | None:
+    """The first row, its nulls filled in from the next ones until no column of `wanted` is null; None without rows.
+
+    A null does not say what its column holds, and real tables begin with them.
+    """
+    found: dict[str, Any] | None = None
+    for row in itertools.islice(rows, _ROWS_LOOKED_AT):
+        known = {} if found is None else {column: value for column, value in found.items() if value is not None}
+        found = {**row, **known}
+        if all(found[column] is not None for column in wanted if column in found):
+            break
+    return found
+
+
+def _first_lines(file: CorpusFile) -> Iterator[dict[str, Any]]:
     try:
         with _open(file) as lines:
-            for _ in range(1000):
+            for _ in range(_ROWS_LOOKED_AT):
                 line = lines.readline(MAX_RECORD_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
                 if not line:
-                    return None
+                    return
                 if line.isspace():
                     continue
-                try:
-                    return parse_line(line)
-                except ValueError:
-                    continue
+                with contextlib.suppress(ValueError):
+                    yield parse_line(line)
     except (OSError, *_GZIP_ERRORS):
-        return None
-    return None
+        return
 
 
-def _first_parquet_row(file: CorpusFile) -> dict[str, Any] | None:
+def _first_parquet_rows(file: CorpusFile) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file.path) as table:
+            # One by one: a row may be large, and the first nearly always settles it.
             for batch in table.iter_batches(batch_size=1):
-                row: dict[str, Any] = batch.to_pylist()[0]
-                return row
-            return dict.fromkeys(table.schema_arrow.names)
+                yield batch.to_pylist()[0]
+            yield dict.fromkeys(table.schema_arrow.names)
     except (OSError, pa.ArrowException, UnicodeDecodeError):
-        return None
+        return
 
 
 def blocks_of(file: CorpusFile, shard: int, start: int, column: str) -> Iterator[Block]:
@@ -303,7 +320,7 @@ def _parquet_blocks(file: CorpusFile, shard: int, start: int, column: str) -> It
                 row += rows
     except (OSError, pa.ArrowException) as error:
         if row >= start:
-            yield FaultBlock(shard, row, row + 1, 0, f"damaged Parquet file: {error}")
+            yield FaultBlock(shard, row, row + 1, 0, f"damaged Parquet file: {str(error).rstrip('.')}")
 
 
 def _column_bytes(metadata: Any, column: str) -> int:

@@ -10,11 +10,12 @@ HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_DATASETS_CACHE work as everywhere.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from .corpus_blocks import Block, RowsBlock
+from .corpus_files import merge_first_values
 from .errors import CorpusError, UsageError
 
 _BATCH_ROWS = 100
@@ -79,11 +80,11 @@ class HubDataset:
         self.commit, self.config, self.split = None, builder.config.name, "train"
         self.num_shards = self._stream.num_shards
 
-    def first_row(self) -> dict[str, Any] | None:
-        """First row with all its columns, or None for an empty split."""
+    def first_values(self, wanted: Sequence[str]) -> dict[str, Any] | None:
+        """First row with all its columns, see `merge_first_values`; None for an empty split."""
+        rows = (table.to_pylist()[0] for table in self._stream.with_format("arrow").iter(1))
         with _readable_errors(self._id):
-            row: dict[str, Any] | None = next(iter(self._stream.with_format("arrow").iter(1)), None)
-        return None if row is None else row.to_pylist()[0]  # type: ignore[attr-defined]
+            return merge_first_values(rows, wanted)
 
     def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]:
         """Cut one shard into blocks, from row `start` on."""

@@ -241,7 +241,7 @@ def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
         return
     for row in rows:
         held_out = row["held_out"]
-        skipped = f", {row['skipped_records']:,} records skipped" if row["skipped_records"] else ""
+        skipped = f"; records skipped: {row['skipped_records']:,}" if row["skipped_records"] else ""
         click.echo(
             f"{row['name']}: {row['tokens']:,} tokens of {row['documents']:,} documents, {row['distinct_ids']:,} "
             f"distinct ids; held out {held_out['tokens']:,} tokens of {held_out['documents']:,} documents{skipped}"

@@ -46,7 +46,7 @@ _IDENTITY_VERSION = 1
 class CountingInterruptedError(EagleSlimError):
     """The user stopped a count; its checkpoint, where there is one, is up to date."""
 
-    exit_code = 130
+    exit_code = 1
 
 
 def count_tokens(
@@ -462,6 +462,12 @@ class _Checkpoints:
             save_checkpoint(self._path, self._identity, self.states)
             self._saved_at = time.monotonic()
 
+    def forget(self, position: int) -> None:
+        """Give up what is known of one source; a checkpoint that then holds nothing is removed."""
+        self.states[position] = SourceState(PartialCounts.zero(len(self.states[position].partial.counts)))
+        if not any(state.cursor for state in self.states):
+            self.remove()
+
     def remove(self) -> None:
         if self._path is not None:
             self._path.unlink(missing_ok=True)
@@ -516,7 +522,10 @@ class _SourceRun:
                 self._run(hasher.reached if hasher else None)
                 self._corpus.check_unchanged()
             if not self._state.partial.tokens:
-                raise CorpusError(f"{self._corpus.source.location}: no tokens in this source; {self._hint()}")
+                message = f"{self._corpus.source.location}: no tokens in this source; {self._hint()}"
+                # There is nothing to go on from, and a checkpoint would stand in the way of a mended file.
+                self._keeper.forget(self._position)
+                raise CorpusError(message)
             return hasher.finish() if hasher else None
         finally:
             if hasher is not None:
@@ -524,9 +533,9 @@ class _SourceRun:
 
     def _hint(self) -> str:
         partial = self._state.partial
-        if self._corpus.kind == "chat" and self._corpus.source.roles == "assistant":
-            return f"none of its {partial.empty:,} conversations has an assistant turn (count them with --roles all)"
-        return f"{partial.empty:,} empty documents, {partial.skipped:,} records skipped"
+        if partial.empty and self._corpus.kind == "chat" and self._corpus.source.roles == "assistant":
+            return f"none of its conversations ({partial.empty:,}) has an assistant turn; count them with --roles all"
+        return f"empty documents: {partial.empty:,}; records skipped: {partial.skipped:,}"
 
     def _run(self, reached: Callable[[int, int], None] | None) -> None:
         state = self._state
@@ -585,7 +594,7 @@ class _SourceRun:
     def _tell_rest(self) -> None:
         skipped = self._state.partial.skipped
         if skipped:
-            self._say(f"{self._corpus.source.name}: {skipped:,} records skipped in all")
+            self._say(f"{self._corpus.source.name}: records skipped in all: {skipped:,}")
 
 
 class _Bar:

@@ -212,7 +212,7 @@ def choose_engine(
         probe: (place, text) pairs of the corpus, on which `fastokens` must give the ids of `tokenizers`.
 
     Raises:
-        TokenizerError: `fastokens` was requested, and is not installed or not right.
+        TokenizerError: `fastokens` was requested, and is not installed or not right, or nothing was there to try it on.
     """
     if requested == "tokenizers":
         return EngineChoice("tokenizers", "as asked for")
@@ -226,9 +226,15 @@ def choose_engine(
     for where, text in probe:
         places.append(where)
         texts.append(text)
+    if not any(texts):
+        reason = "no text of the corpus was found to compare fastokens with tokenizers on"
+        if requested == "fastokens":
+            raise TokenizerError(f"{reason}. Use --tokenizer-engine tokenizers.")
+        return EngineChoice("tokenizers", reason)
     difference = _first_difference(build_encoder(spec), fast, texts)
     if difference is None:
-        reason = f"{engine_name('fastokens')} gave the ids of tokenizers on {len(texts):,} texts of the corpus"
+        num_texts = sum(map(bool, texts))
+        reason = f"{engine_name('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
         return EngineChoice("fastokens", reason)
     position, expected, found = difference
     reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"

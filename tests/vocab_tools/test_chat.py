@@ -342,6 +342,35 @@ def test_what_is_no_chat_is_refused(value: Any, message: str) -> None:
         normalise_messages(value)
 
 
+def test_contents_in_parts_are_joined_for_a_template_that_knows_none() -> None:
+    def parts(*texts: str) -> list[dict[str, Any]]:
+        return [{"type": "text", "text": text, "image": None} for text in texts]
+
+    plain = turn("Hi", "one\ntwo")
+    told = [{"role": "user", "content": parts("Hi")}, {"role": "assistant", "content": parts("one", "two")}]
+    # One fails on a list, the other would write it down as Python does.
+    adding = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+    trimming = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>{% endfor %}"
+    for template in (adding, trimming):
+        tokenizer = with_template(template, *MARKERS)
+        renderer = ChatRenderer(chat_spec(tokenizer))
+        assert renderer.all_pieces(normalise_messages(told)) == renderer.all_pieces(plain)
+        assert counted(tokenizer, normalise_messages(told)) == counted(tokenizer, plain)
+        image = [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
+        with pytest.raises(ChatError, match=r"message 0: a part of its content is no text \(image\)"):
+            renderer.all_pieces(normalise_messages(image))
+
+
+def test_a_template_that_knows_parts_gets_them() -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
+        "{% else %}{% for part in m['content'] %}[{{ part['text'] }}]{% endfor %}{% endif %}<|im_end|>{% endfor %}"
+    )
+    renderer = ChatRenderer(chat_spec(with_template(template, *MARKERS)))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert renderer.all_pieces(messages)[0].text == "<|im_start|>user\n[a][b]<|im_end|>"
+
+
 def test_roles_all_counts_the_rendered_conversation(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": turn("Hi", "Hello")}) + "\n")

@@ -131,6 +131,25 @@ def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
         column_of({"a": "x"}, "c")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_column_that_begins_with_nulls_is_known_by_its_first_value(tmp_path: Path, name: str) -> None:
+    def column_of(rows: list[dict[str, Any]], column: str | None = None) -> tuple[str, str]:
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_bytes(jsonl(rows))
+        corpus = open_corpus(CorpusSource(str(path), column=column))
+        return corpus.column, corpus.kind
+
+    chat = [{"role": "user", "content": "x"}]
+    assert column_of([{"text": None, "id": 1}, {"text": None, "id": 2}, {"text": "x", "id": 3}]) == ("text", "text")
+    assert column_of([{"messages": None, "text": "x"}, {"messages": chat, "text": "y"}]) == ("messages", "chat")
+    assert column_of([{"turns": None, "a": "x"}, {"turns": chat, "a": "y"}], "turns") == ("turns", "chat")
+    with pytest.raises(CorpusError, match="column 'text' holds nothing in the first records"):
+        column_of([{"text": None, "id": 1}])
+
+
 def test_bad_lines_are_named_by_file_line_and_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
         b'{"text": "fine"}',

@@ -71,8 +71,16 @@ def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longe
 def test_auto_takes_fastokens_after_the_probe() -> None:
     choice = choose_engine("auto", spec_of(smollm2()), [("a", text) for text in TEXTS])
     assert choice.engine == "fastokens"
-    assert f"gave the ids of tokenizers on {len(TEXTS)} texts" in choice.reason
+    assert f"gave the ids of tokenizers on {len(TEXTS) - 1} texts" in choice.reason
     assert choose_engine("tokenizers", spec_of(smollm2()), []).engine == "tokenizers"
+
+
+@pytest.mark.parametrize("probe", [[], [("a", "")]])
+def test_without_a_text_to_compare_fastokens_is_not_taken(probe: list[tuple[object, str]]) -> None:
+    choice = choose_engine("auto", spec_of(smollm2()), probe)
+    assert (choice.engine, "no text of the corpus" in choice.reason) == ("tokenizers", True)
+    with pytest.raises(TokenizerError, match="no text of the corpus"):
+        choose_engine("fastokens", spec_of(smollm2()), probe)
 
 
 def _wrong_fastokens(ids_of: Any) -> types.ModuleType:
