@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -14,7 +14,9 @@ from eagle_slim.vocab_tools.base_cli import (
     force_option,
     json_option,
     note,
+    parse_weights,
     run_cli,
+    smooth_value,
     version_option,
     warn,
 )
@@ -37,6 +39,8 @@ _DESCRIBES_DATASET = (
     "shuffle",
 )
 
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
+
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
     """Read `32000`, `8192,16384,32000` or `full`."""
@@ -56,18 +60,6 @@ def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise click.BadParameter(f"{value!r} is no list of layers such as 2,15,27", ctx, param)
     return tuple(int(part) for part in parts)
-
-
-def _smooth(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
-    """Read `off`, `auto` or a strength."""
-    if value == "off":
-        return None
-    if value == "auto":
-        return "auto"
-    try:
-        return float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
 
 
 @click.command(
@@ -106,7 +98,7 @@ Examples:
 @click.option("--save-counts", metavar="FILE", help="Keep the counts of --dataset in a file for later.")
 @click.option(
     "--smooth",
-    callback=_smooth,
+    callback=smooth_value,
     default="off",
     show_default=True,
     metavar="off|auto|X",
@@ -161,7 +153,7 @@ def convert(head: str | None, **options: Any) -> None:
         token_map=options["token_map"],
         corpus=tuple(sources),
         order=options["order"],
-        weights=_weights(options["weights"]),
+        weights=parse_weights(options["weights"]) or None,
         smooth=options["smooth"],
         force_added=options["force_added"],
         force_ids=options["force_ids"],
@@ -186,8 +178,8 @@ def convert(head: str | None, **options: Any) -> None:
         say=note,
     )
     pushed = _push(done[0], options["push_to_hub"], options["private"]) if options["push_to_hub"] else None
-    for conversion in done:
-        warn(conversion.warnings)
+    # Several sizes of one head have most of their warnings in common.
+    warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
     if options["as_json"]:
         results = [conversion.to_json() for conversion in done]
         if pushed is not None:
@@ -216,19 +208,6 @@ def _count(
     return count_tokens(sources, tokenizer, progress=progress, notify=note, **where, **arguments)
 
 
-def _weights(values: tuple[str, ...]) -> dict[str, float] | None:
-    found: dict[str, float] = {}
-    for entry in ",".join(values).split(",") if values else ():
-        name, _, share = entry.rpartition("=")
-        try:
-            found[name.strip()] = float(share)
-        except ValueError:
-            name = ""
-        if not name.strip():
-            raise UsageError(f"--weights {entry!r}: expected NAME=SHARE, such as chat=3")
-    return found or None
-
-
 def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:
     from .source import push_folder
 
@@ -243,8 +222,7 @@ def _print(conversion: Conversion) -> None:
     click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")
     ratio = conversion.bytes_after / conversion.bytes_before
     click.echo(
-        f"  bytes per draft step  {_megabytes(conversion.bytes_before)} → {_megabytes(conversion.bytes_after)} "
-        f"({ratio:.0%})"
+        f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
     )
     for entry in coverage_summary(conversion.manifest):
         interval = ""
@@ -253,13 +231,13 @@ def _print(conversion: Conversion) -> None:
             interval = f", 95% interval {low:.2%} to {high:.2%}"
         click.echo(
             f"  coverage of {entry['source']}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
-            f"tokens{interval}; "
-            f"the first ids would cover {entry['first_ids_instead']:.2%}"
+            f"tokens{interval}; the first ids would cover {entry['first_ids_instead']:.2%}"
         )
 
 
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f} MB"
+def _bytes(size_bytes: int) -> str:
+    unit, divisor = next(((name, size) for name, size in _UNITS if size_bytes >= size), _UNITS[-1])
+    return f"{size_bytes / divisor:,.1f} {unit}"
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -13,11 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import click
 
-from .errors import EagleSlimError
+from .errors import EagleSlimError, UsageError
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -74,6 +74,39 @@ def json_option(function: _Decorated) -> _Decorated:
 def force_option(function: _Decorated) -> _Decorated:
     """Add --force: overwrite existing output."""
     return click.option("--force", is_flag=True, help="Overwrite existing output.")(function)
+
+
+def smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
+    """Read the value of --smooth: `off`, `auto` or a strength."""
+    if value == "off":
+        return None
+    if value == "auto":
+        return "auto"
+    try:
+        return float(value)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
+
+
+def parse_weights(values: Iterable[str]) -> dict[str, float]:
+    """Read the values of --weights: `chat=3`, or several in one as in `chat=3,code=2`.
+
+    Raises:
+        UsageError: one is not of this form, or a name occurs twice.
+    """
+    weights: dict[str, float] = {}
+    for value in (part.strip() for group in values for part in group.split(",")):
+        name, separator, share = value.rpartition("=")
+        try:
+            number = float(share)
+        except ValueError:
+            number = float("nan")
+        if not separator or not name or number != number:
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3")
+        if name in weights:
+            raise UsageError(f"--weights: source {name!r} is given twice")
+        weights[name] = number
+    return weights
 
 
 def emit_json(value: Any) -> None:

@@ -14,7 +14,9 @@ from .base_cli import (
     force_option,
     json_option,
     note,
+    parse_weights,
     run_cli,
+    smooth_value,
     version_option,
     warn,
 )
@@ -54,18 +56,6 @@ def _weight_option(function: _Decorated) -> _Decorated:
         metavar="NAME=SHARE",
         help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
     )(function)
-
-
-def _smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
-    """Read `off`, `auto` or a number."""
-    if value == "off":
-        return None
-    if value == "auto":
-        return "auto"
-    try:
-        return float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
 
 
 def _sizes_value(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -109,7 +99,7 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     from .counts import TokenCounts, merge_counts
 
     path = refuse_existing(out, force)
-    merged = merge_counts([TokenCounts.load(file) for file in counts], _parse_weights(weights) or None)
+    merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
     merged.save(path)
     rows = [{"name": s.name, "weight": s.weight, "tokens": s.num_tokens} for s in merged.sources]
     if as_json:
@@ -138,7 +128,7 @@ Example:
 )
 @click.option(
     "--smooth",
-    callback=_smooth_value,
+    callback=smooth_value,
     metavar="off|auto|X",
     default="off",
     show_default=True,
@@ -215,7 +205,7 @@ def rank(
             candidates=trained,
             smooth=smooth,
             round_to=round_to,
-            weights=_parse_weights(weights),
+            weights=parse_weights(weights),
         )
     ranked.save(path)
     warn(ranked.warnings)
@@ -272,7 +262,7 @@ def coverage(
         raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png")
     held = _import(vocabulary, None)
     report = measure_coverage(
-        held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=_parse_weights(weights)
+        held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
     )
     if out is not None:
         write_file(outputs[out], (json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
@@ -397,22 +387,6 @@ def export(vocabulary: str, out: str, map_format: Any, size: int | None, force: 
 def main() -> NoReturn:
     """Console script `eagle-vocab`."""
     run_cli(vocab, prog_name="eagle-vocab")
-
-
-def _parse_weights(values: tuple[str, ...]) -> dict[str, float]:
-    weights: dict[str, float] = {}
-    for value in (part for group in values for part in group.split(",")):
-        name, separator, share = value.rpartition("=")
-        try:
-            number = float(share)
-        except ValueError:
-            number = float("nan")
-        if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3")
-        if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice")
-        weights[name] = number
-    return weights
 
 
 def _load_counts(files: tuple[str, ...]) -> TokenCounts:
