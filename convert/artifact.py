@@ -95,8 +95,7 @@ class Artifact:
         if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
             raise ArtifactError(
                 f"{self.folder}: a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
-                "(the "
-                f"forced ids) to {len(ranked)} (its rows)"
+                f"(the forced ids) to {len(ranked)} (its rows)"
             )
         ids = np.sort(ranked[:draft_vocab])
         if self.head.kind == "eagle":

@@ -242,8 +242,7 @@ class _Job:
         if choice is None and needs_rows:
             raise UsageError(
                 f"{head.location}: has no LM head of its own, so its rows come from the target, and neither its "
-                "files nor "
-                "the table of public heads says which that is; name it with --target"
+                "files nor the table of public heads says which that is; name it with --target"
             )
         opened = None
         if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or choice.reason == "given"):
@@ -364,6 +363,9 @@ class _Job:
             draft_vocab=rows,
             target_layers=None if opened.target is None else opened.target.num_layers,
         )
+        if head.kind == "eagle":
+            # Added where it is missing, see `eagle1.plan_tensors`.
+            facts = replace(facts, tensor_names=facts.tensor_names | {names.FC_BIAS})
         warnings += [str(finding) for finding in conversion_findings(facts)]
         return Manifest(
             kind=head.kind,

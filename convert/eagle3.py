@@ -61,8 +61,8 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
     if len(missing):
         raise MismatchError(
             f"{head.location}: {len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
-            "first is "
-            f"{int(missing[0])}; it was trained on {len(trained)} ids, and a draft vocabulary must be among them"
+            f"first is {int(missing[0])}; it was trained on {len(trained)} ids, and a draft vocabulary must be among "
+            "them"
         )
     rows: NDArray[np.int64] = order[place].astype(np.int64)
     return rows
@@ -98,9 +98,8 @@ def plan_tensors(
         if head.draft_ids_to_target is not None and len(head.draft_ids_to_target) < head.target_vocab:
             raise MismatchError(
                 f"{head.location}: was trained on {len(head.draft_ids_to_target)} of {head.target_vocab} ids, so "
-                "there is "
-                f"no full vocabulary to write; use --draft-vocab {len(head.draft_ids_to_target)} to normalise it as "
-                "it is"
+                f"there is no full vocabulary to write; use --draft-vocab {len(head.draft_ids_to_target)} to "
+                "normalise it as it is"
             )
         ids = np.arange(head.target_vocab, dtype=np.int64)
     gathered = gather_lm_head(head, lm_head, ids)

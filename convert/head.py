@@ -303,14 +303,12 @@ def _map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm
         if rows is None and stated not in (None, vocab):
             raise MismatchError(
                 f"{where}: draft_vocab_size is {stated} of {vocab}, but there is neither lm_head.weight nor d2t; the "
-                "rows "
-                "of such a head cannot be known. Fetch the complete head"
+                "rows of such a head cannot be known. Fetch the complete head"
             )
         if rows is not None and rows != vocab:
             raise MismatchError(
                 f"{where}: lm_head.weight has {rows} rows for a vocabulary of {vocab} and there is no d2t that says "
-                "which "
-                "tokens they are; fetch the complete head"
+                "which tokens they are; fetch the complete head"
             )
         if stated not in (None, vocab):
             raise MismatchError(

@@ -110,15 +110,14 @@ def tap_layers(
     if top is not None and shifted is not None and top != shifted:
         raise MismatchError(
             f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
-            "those "
-            f"of {list(shifted)}; say which is right with --tap-layers {','.join(map(str, shifted))} (or another list)"
+            f"those of {list(shifted)}; say which is right with --tap-layers {','.join(map(str, shifted))} (or "
+            "another list)"
         )
     if shifted is not None and top is None:
         flag = ",".join(map(str, shifted))
         return shifted, (
             f"{AUX_LAYER_KEY} stands only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
-            "does "
-            f"not; --tap-layers {flag} writes both keys so that they agree"
+            f"does not; --tap-layers {flag} writes both keys so that they agree"
         )
     if top is not None and shifted is None:
         flag = ",".join(map(str, top))

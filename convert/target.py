@@ -147,8 +147,7 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
         if isinstance(found, int) and found != value:
             raise MismatchError(
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}; this is not "
-                "the "
-                "target that the head was trained for, name it with --target"
+                "the target that the head was trained for, name it with --target"
             )
     layers = target.num_layers
     if layers is not None and head.tap_layers and not all(0 <= layer <= layers for layer in head.tap_layers):
@@ -181,10 +180,8 @@ def open_tokenizer(
             if expected.tokenizer_hash != tokenizer.tokenizer_hash:
                 raise MismatchError(
                     f"tokenizer {given}: its vocabulary is not that of the target {target.name if target else ''} "
-                    "(hash "
-                    f"{tokenizer.tokenizer_hash[:23]}…, expected {expected.tokenizer_hash[:23]}…); leave --tokenizer "
-                    "out to "
-                    "use the target's own"
+                    f"(hash {tokenizer.tokenizer_hash[:23]}…, expected {expected.tokenizer_hash[:23]}…); leave "
+                    "--tokenizer out to use the target's own"
                 )
     check_tokenizer_size(tokenizer, target_vocab, name)
     return tokenizer
@@ -201,8 +198,7 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int, name: st
     if surplus > _MOST_SURPLUS or missing > max(_MOST_PADDING, target_vocab // 20):
         raise MismatchError(
             f"tokenizer {name}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has {target_vocab} "
-            "rows; "
-            "this is the tokenizer of another model, name the right one with --tokenizer or --target"
+            "rows; this is the tokenizer of another model, name the right one with --tokenizer or --target"
         )
 
 

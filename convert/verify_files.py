@@ -13,7 +13,7 @@ from .errors import ArtifactError
 from .hashing import sha256_file
 from .manifest import MANIFEST_NAME, Manifest
 from .safetensors_file import SafetensorsFile
-from .verify_types import Findings, join, refuse
+from .verify_types import Doubt, Findings, join, refuse
 
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
 
@@ -58,20 +58,20 @@ class FileChecks:
 
     def stray(self) -> str:
         """No other weights lie in the folder: SafeAILab reads pytorch_model.bin before model.safetensors."""
-        manifest = self.found.manifest
-        own = {WEIGHTS_NAME, MANIFEST_NAME, *(manifest.files if manifest else ())}
-        if manifest is not None and manifest.rank_order_ids is not None:
+        manifest = self.found.need_manifest()
+        own = {MANIFEST_NAME, *manifest.files}
+        if manifest.rank_order_ids is not None:
             own.add(freq_name(manifest.draft_vocab))
+        # Git and the Hub's tools keep files of their own, all with a dot in front.
         others = sorted(
-            path.name
-            for path in self.found.folder.iterdir()
-            if path.name not in own and path.name.endswith(_WEIGHT_SUFFIXES)
+            path.name for path in self.found.folder.iterdir() if path.name not in own and not path.name.startswith(".")
         )
-        refuse(
-            bool(others),
-            f"{', '.join(others)}: some engine reads such a file instead of {WEIGHTS_NAME}; remove it",
-        )
-        return "no other weights"
+        weights = [name for name in others if name.endswith(_WEIGHT_SUFFIXES)]
+        if weights:
+            refuse(True, f"{', '.join(weights)}: some engine reads such a file instead of {WEIGHTS_NAME}; remove it")
+        if others:
+            raise Doubt(f"{', '.join(others)}: not written by eagle-convert, and in no engine's way")
+        return "none"
 
     def checksums(self) -> str:
         """Every small file has the size and SHA-256 that the manifest records."""

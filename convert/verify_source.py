@@ -99,10 +99,8 @@ class SourceChecks:
             mine = row_checksums(written[start : start + len(chunk)])
             different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
             start += len(chunk)
-        refuse(
-            bool(different),
-            f"{len(different)} rows are not those of their tokens, the first is row {different[:1]}",
-        )
+        if different:
+            refuse(True, f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
         how = "rounded from" if gathered.rounded else "bit-identical to"
         return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
 
@@ -140,7 +138,8 @@ class SourceChecks:
             forced = forced_ids(loaded).ids
             needed = np.setdiff1d(forced[forced < manifest.target_vocab], np.array(untrained, np.int64))
             missing = np.setdiff1d(needed, ranked)
-            refuse(bool(len(missing)), f"{len(missing)} needed ids are missing, the first is {missing[:1].tolist()}")
+            if len(missing):
+                refuse(True, f"{len(missing)} needed ids are missing, the first is {missing[0]}")
         changed = (manifest.tokenizer or {}).get("chat_template_hash") != loaded.chat_template_hash
         return "hash agrees" + ("; its chat template has changed since" if changed else "")
 

@@ -227,8 +227,7 @@ def make_ranking(
         if not sources and offline:
             raise UsageError(
                 f"no vocabulary is given, and the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}, which "
-                "--offline "
-                "forbids; give --counts, --token-map, --order or a local --dataset"
+                "--offline forbids; give --counts, --token-map, --order or a local --dataset"
             )
         if not sources:
             say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
@@ -237,8 +236,7 @@ def make_ranking(
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         raise MismatchError(
             f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows; "
-            "they were "
-            "made with another tokenizer. Count with the target's own"
+            "they were made with another tokenizer. Count with the target's own"
         )
     return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
 

@@ -103,7 +103,7 @@ def test_rows_that_were_swapped_and_signed_are_found_at_the_source(slim, made):
     change_tensors(slim, swap_rows, sign_rows=True)
     result = verify(slim, made)
     assert [check.name for check in result.failed] == ["lm_head rows of the source"]
-    assert "the first is row [3]" in result["lm_head rows of the source"].detail
+    assert "the first is row 3" in result["lm_head rows of the source"].detail
 
 
 def test_moved_rows_are_told_from_changed_ones(slim, made):
@@ -160,6 +160,14 @@ def test_stray_weights(slim, made, name):
     assert name in verify(slim, made)["stray files"].detail
 
 
+def test_other_files_are_pointed_out(slim, made):
+    (slim / ".gitattributes").write_text("*.png filter=lfs")
+    assert verify(slim, made)["stray files"].status == "ok"
+    (slim / "notes.txt").write_text("x")
+    found = verify(slim, made)["stray files"]
+    assert (found.status, "notes.txt" in found.detail) == ("warning", True)
+
+
 def test_manifest_faults(slim, made):
     def reversed_ranks(manifest):
         manifest["rank_order_ids"].reverse()
@@ -170,6 +178,7 @@ def test_manifest_faults(slim, made):
     (slim / "eagle_slim.json").write_text("{")
     result = verify(slim, made)
     assert result["manifest"].status == "failed"
+    assert [check.name for check in result.failed] == ["manifest"]
     assert result["d2t"].status == "skipped"
     assert not result.ok
 
