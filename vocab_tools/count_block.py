@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
-from .corpus_blocks import BadRecord, Block, document_index
+from .corpus_blocks import BadRecord, Block, Records, document_index
 from .counts import HeldOut
 from .encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from .errors import TokenizerError
@@ -154,7 +154,7 @@ class BlockCounter:
         self._encoder = build_encoder(plan.encoder)
         self._span_encoder: SpanEncoder | None = None
         self._header_ids: dict[str, NDArray[np.uint32]] = {}
-        self._readers = DocumentReader(plan)
+        self._reader = DocumentReader(plan)
 
     def count(self, source: int, block: Block, bound: int = NO_BOUND, limit: int | None = None) -> BlockCounts:
         """Count one block.
@@ -171,20 +171,9 @@ class BlockCounter:
             CorpusError: the input changed meanwhile.
         """
         plan = self._plan
-        positions: list[int] = []
-        documents: list[list[Piece]] = []
-        bad: list[BadRecord] = []
-        for position, document in self._readers.documents(source, block):
-            if isinstance(document, BadRecord):
-                bad.append(document)
-                if not plan.skip_bad:
-                    break
-            else:
-                positions.append(position)
-                documents.append(document)
-        token_ids, offsets, cuts = self._encode(documents)
+        token_ids, offsets, cuts, positions, bad = self._read_and_encode(source, block)
         lengths = np.diff(offsets)
-        index = document_index(block.shard, np.array(positions, np.int64))
+        index = document_index(block.shard, positions)
         present = np.flatnonzero(lengths)
         if limit is not None and limit <= len(present):
             stop = int(present[limit - 1]) + 1
@@ -212,6 +201,28 @@ class BlockCounter:
             lengths[present].astype(np.int32),
             tuple(bad[:_MAX_REPORTS]),
         )
+
+    def _read_and_encode(
+        self, source: int, block: Block
+    ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[BadRecord]]:
+        """What `_encode` gives of the documents of a block, their positions, int64 [documents], and the bad records."""
+        plain = self._reader.plain_texts(source, block)
+        if plain is not None:
+            positions, texts = plain
+            encoded, cuts = encode_all(self._encoder, texts)
+            return encoded.token_ids, encoded.offsets, cuts, positions, []
+        places: list[int] = []
+        documents: list[list[Piece]] = []
+        bad: list[BadRecord] = []
+        for position, document in self._reader.documents(source, block):
+            if isinstance(document, BadRecord):
+                bad.append(document)
+                if not self._plan.skip_bad:
+                    break
+            else:
+                places.append(position)
+                documents.append(document)
+        return *self._encode(documents), np.array(places, np.int64), bad
 
     def encode_document(self, document: list[Piece]) -> NDArray[np.uint32]:
         """Token ids that are counted of one document, uint32 [tokens]."""
@@ -278,14 +289,26 @@ class DocumentReader:
         self._plan = plan
         self._renderers: dict[bool, ChatRenderer] = {}
 
+    def plain_texts(self, source: int, block: Block) -> tuple[NDArray[np.int64], list[str]] | None:
+        """Positions and texts of the documents sampled, where all are plain text; else None, and `documents` tells."""
+        plan = self._plan.sources[source]
+        if plan.kind != "text":
+            return None
+        records, selected = self._sampled(plan, block)
+        texts = records.texts(selected)
+        return None if texts is None else (records.positions[selected], texts)
+
+    def _sampled(self, plan: SourcePlan, block: Block) -> tuple[Records, NDArray[np.int64]]:
+        records = block.read(plan.column)
+        if plan.sample is None:
+            return records, np.arange(len(records.positions))
+        keys = document_keys(plan.sample_key, document_index(block.shard, records.positions))
+        return records, np.flatnonzero(keys.astype(np.float64) < plan.sample * 2.0**64)
+
     def documents(self, source: int, block: Block) -> Iterator[tuple[int, list[Piece] | BadRecord]]:
         """Yield position and pieces of every document sampled, or what is wrong with it."""
         plan = self._plan.sources[source]
-        records = block.read(plan.column)
-        selected = np.arange(len(records.positions))
-        if plan.sample is not None:
-            keys = document_keys(plan.sample_key, document_index(block.shard, records.positions))
-            selected = np.flatnonzero(keys.astype(np.float64) < plan.sample * 2.0**64)
+        records, selected = self._sampled(plan, block)
         renderer = self._renderer(plan.exact) if plan.kind == "chat" else None
         for position, value in zip(records.positions[selected].tolist(), records.values(selected), strict=True):
             if isinstance(value, BadRecord):
