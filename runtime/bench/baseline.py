@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..drafter_config import Buffers, DrafterConfig
 from ..rope import apply_rotary
-from ..tree import build_tree, join_levels
+from ..tree import Candidates, build_tree, join_levels
 from ..weights import HeadWeights
 
 
@@ -27,7 +27,8 @@ class TorchDraft:
         self.features = features
         self.new = int(bufs.num_new[0])
         self.prefix = int(bufs.prefix[0])
-        assert (bufs.num_new == self.new).all() and (bufs.prefix == self.prefix).all(), "one length for all slots"
+        assert (bufs.num_new == self.new).all(), "one length for all slots"
+        assert (bufs.prefix == self.prefix).all(), "one length for all slots"
         self.tokens = bufs.new_tokens[:, : self.new].long()
         self.keys, self.values = bufs.keys.clone(), bufs.values.clone()
         projections = [self.w[f"self_attn.{x}_proj.weight"] for x in "qkv"]
@@ -35,6 +36,8 @@ class TorchDraft:
         self.gate_up = torch.cat([self.w["mlp.gate_proj.weight"], self.w["mlp.up_proj.weight"]])
         positions = torch.arange(cfg.max_positions, device=features.device)
         self.cos, self.sin = head.rotary.at(positions)
+        self.candidates: Candidates | None = None
+        """Candidates of the last draft, for `agreement.replay`."""
 
     def run(self) -> tuple[Tensor, ...]:
         """Draft; returns the fields of `tree.DraftTree`."""
@@ -68,8 +71,8 @@ class TorchDraft:
             tokens = children.gather(1, frontier)
             hidden = hidden.gather(1, parent[..., None].expand_as(hidden))
             ancestors = torch.cat((ancestors.gather(1, parent[..., None].expand_as(ancestors)), own), 2)
-        candidates = join_levels(level_tokens, level_scores, frontiers, top_k)
-        tree = build_tree(self.tokens[:, -1], candidates, cfg.tree)
+        self.candidates = join_levels(level_tokens, level_scores, frontiers, top_k)
+        tree = build_tree(self.tokens[:, -1], self.candidates, cfg.tree)
         return tree.draft_tokens, tree.retrieve_indices, tree.tree_mask, tree.tree_position_ids
 
     def layer(

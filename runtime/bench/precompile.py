@@ -1,0 +1,59 @@
+"""Compile kernels in parallel processes before anything is timed; Triton's cache on disk hands them over.
+
+Nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what Triton
+specialises on, are those of the launch to come.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+
+import torch
+
+from ..drafter_config import Buffers, DrafterConfig
+from ..kernels.launch_params import LaunchParams
+from .problem import Dims, first_rows, random_head
+
+Job = tuple[Dims, DrafterConfig, LaunchParams]
+
+
+def compile_one(job: Job) -> float:
+    """Compile the kernel of one configuration into the cache; seconds it took."""
+    from ..kernels import drafter
+
+    start = time.perf_counter()
+    dims, cfg, params = job
+    device = torch.device("meta")
+    head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
+    packed = drafter.pack_head(head, cfg, params)
+    bufs = Buffers.allocate(cfg, device)
+    bufs.workspace.update(drafter.allocate_workspace(cfg, params, device))
+    features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
+    drafter.draft_kernel.warmup(
+        grid=(params.num_programs,),
+        **drafter.kernel_arguments(cfg, features, packed, bufs),
+        **drafter.kernel_constants(cfg, params, packed.draft_vocab),
+        num_warps=params.num_warps,
+        launch_cooperative_grid=True,
+    )
+    return time.perf_counter() - start
+
+
+def compile_all(jobs: Sequence[Job], seconds: float, processes: int | None = None) -> list[bool]:
+    """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch."""
+    processes = processes or max(1, min(12, (os.cpu_count() or 2) - 2))
+    if len(jobs) < 2 or processes < 2:
+        return [False] * len(jobs)
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn"))
+    futures = [pool.submit(compile_one, job) for job in jobs]
+    wait(futures, timeout=seconds)
+    done = [future.done() and future.exception() is None for future in futures]
+    failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
+    if failed:
+        print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return done
