@@ -6,7 +6,7 @@ which (``backend``), and nothing falls back. Kernels are imported only when aske
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,6 +54,14 @@ class Weights:
 
         params = default_cache().lookup(cfg, chip_of(head.device), strict or is_strict())
         return cls(head, pack_head(head, cfg, params, order))
+
+    def with_positions(self, num_positions: int) -> Weights:
+        """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache."""
+        from .kernels.drafter import rotary_tables
+
+        assert self.packed is not None, "pack() comes first"
+        cos, sin = rotary_tables(self.head, num_positions)
+        return replace(self, packed=replace(self.packed, cos=cos, sin=sin))
 
 
 def launch_drafter(
@@ -185,15 +193,21 @@ class TritonDrafter:
         self._features: Tensor | None = None
 
     def allocate(self, num_slots: int, capacity: int) -> None:
-        """See `Drafter.allocate`."""
-        cfg = DrafterConfig.of(self.weights, self.tree, num_slots, capacity + MAX_NEW_TOKENS, self._weight_dtype)
-        if self._packed is None or cfg != self._cfg:
-            self._packed = Weights.pack(self.weights, cfg, strict=self._strict)
-            self._cfg = cfg
-            self._bufs = allocate_buffers(cfg, self._packed)
-            shape = (num_slots, MAX_NEW_TOKENS, cfg.feature_width)
-            self._features = torch.zeros(shape, dtype=cfg.dtype, device=self.weights.device)
+        """See `Drafter.allocate`. Packs for a number of slots once; later calls reuse what is large enough."""
+        if self._packed is None or num_slots != self._cfg.num_slots:
+            self._cfg = self._config(num_slots, capacity)
+            self._packed = Weights.pack(self.weights, self._cfg, strict=self._strict)
+            self._bufs = None
+        if self._bufs is None or self._config(num_slots, capacity).max_positions > self._cfg.max_positions:
+            self._cfg = self._config(num_slots, capacity)
+            self._packed = self._packed.with_positions(self._cfg.max_positions)
+            self._bufs = allocate_buffers(self._cfg, self._packed)
+            shape = (num_slots, MAX_NEW_TOKENS, self._cfg.feature_width)
+            self._features = torch.zeros(shape, dtype=self._cfg.dtype, device=self.weights.device)
         self.lengths = [0] * num_slots
+
+    def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
+        return DrafterConfig.of(self.weights, self.tree, num_slots, capacity + MAX_NEW_TOKENS, self._weight_dtype)
 
     def reset_slot(self, slot: int) -> None:
         """See `Drafter.reset_slot`."""

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .weight_stream import hidden_zero
+from .weight_stream import hidden_zero, store_activation
 
 ROWS = tl.constexpr(16)
 """Rows of one pass per sequence: new tokens of the extend pass, or nodes of a level."""
@@ -210,8 +210,10 @@ def merge_parts(
     row,  # [queries]: its row in the group
     num_parts,  # [queries]
     mask_q,
-    out_ptr,
-    out_offs,  # int64 [queries]
+    out_ptr,  # [rows, ROW_SIZE], see `weight_stream.store_activation`
+    out_row,  # [queries]
+    out_column,  # [queries]: first column of the query's head
+    ROW_SIZE: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -232,9 +234,8 @@ def merge_parts(
     weight = tl.exp2(part_max - tl.where(mask_q, top, 0.0)[:, None])
     norm = tl.where(mask_q, tl.sum(part_sum * weight, axis=1), 1.0)
     total = tl.sum(part_acc * weight[:, :, None], axis=1) / norm[:, None]
-    tl.store(
-        out_ptr + out_offs[:, None] + offs_d[None, :], total.to(out_ptr.dtype.element_ty), mask=mask_q[:, None] & mask_d
-    )
+    column = out_column[:, None] + offs_d[None, :]
+    store_activation(out_ptr, out_row.to(tl.int64)[:, None], column, total, mask_q[:, None] & mask_d, ROW_SIZE)
 
 
 @triton.jit
@@ -272,7 +273,7 @@ def _merge_kernel(
     group, row = query_place(slot, node, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
     merge_parts(
         part_stat_ptr, part_acc_ptr, group.to(tl.int64) * num_parts, row, head * 0 + num_parts, head >= 0,
-        out_ptr, ((slot * ROWS + node) * HEADS + head).to(tl.int64) * HEAD_DIM,
+        out_ptr, head * 0 + slot * ROWS + node, head * HEAD_DIM, HEADS * HEAD_DIM,
         HEADS_PER_UNIT * ROWS, HEAD_DIM, BLOCK_D, MAX_PARTS,
     )  # fmt: skip
 

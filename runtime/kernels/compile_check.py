@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..drafter_config import DrafterConfig
-from .drafter import kernel_constants
+from .drafter import OPERANDS, kernel_constants, operand_dtype
 from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
 from .persistent import draft_kernel
 
@@ -43,11 +43,11 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
     model, weight = "*" + short[cfg.dtype], "*" + short[cfg.weight_dtype]
     groups = [
-        (model, "tap embed norm_in norm_hidden norm_post norm_out fc_bias qkv_bias key value x_embed x_attn x_post x_mlp "
-        "x_head x_fused"),
+        (model, "tap embed norm_in norm_hidden norm_post norm_out fc_bias qkv_bias key value"),
+        *(("*" + short[operand_dtype(cfg, name)], name) for name in OPERANDS),
         (weight, "stream"),
         ("*fp32", "scale cos sin hidden middle qkv squares_post squares_out scratch best_value best_max best_sum score "
-        "frontier_score part_stat part_acc"),
+        "frontier_score part_stat part_acc factor"),
         ("*i64", "draft_tokens parents position retrieve num_leaves"),
         ("*i1", "tree_mask"),
     ]  # fmt: skip

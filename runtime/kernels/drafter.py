@@ -121,6 +121,8 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
             matrix = matrix.to(cfg.dtype)
             if cfg.weight_dtype != cfg.dtype:
                 matrix, scale = quantize_rows(matrix)
+                # The kernel halves the inputs of down (see there).
+                scale = scale * 2 if name == "down" else scale
                 scales.append(assign_rows(scale, programs, name == "head", layout.rows[name]))
             assigned = assign_rows(matrix, programs, name == "head", layout.rows[name])
             cut = cut_tiles(assigned, layout.tile_rows, block_k) if name == "head" else cut_chunks(assigned, block_k)
@@ -133,8 +135,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
             by_program[:, first : first + packed.shape[1]] = packed
         elif cfg.weight_dtype != cfg.dtype:
             scales.append(torch.zeros(programs, layout.rows[name], device=device))
-    cos, sin = head.rotary.tables(cfg.max_positions + cfg.depth)
-    half = cfg.head_dim // 2
+    cos, sin = rotary_tables(head, cfg.max_positions)
     biases = [w[f"{name}.bias"] for name in projections] if cfg.has_qkv_bias else []
     return PackedHead(
         stream=stream,
@@ -149,17 +150,25 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
         },
         fc_bias=w["fc.bias"] if cfg.has_fc_bias else empty,
         qkv_bias=torch.cat(biases) if biases else empty,
-        cos=cos[:, :half].contiguous(),
-        sin=sin[:, :half].contiguous(),
+        cos=cos,
+        sin=sin,
         params=params,
         draft_vocab=head.draft_vocab,
     )
+
+
+def rotary_tables(head: HeadWeights, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cos and sin of every position of a KV cache and of the deepest tree above it: fp32 [positions, head_dim / 2]."""
+    cos, sin = head.rotary.tables(num_positions + MAX_DEPTH)
+    half = head.head_dim // 2
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
 
 def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.device | str) -> dict[str, Tensor]:
     """Allocate what the kernel passes between phases, NaN at first; nothing grows with draft_vocab times nodes."""
     slots, programs, rows = cfg.num_slots, params.num_programs, block_rows(cfg)
     slot_rows = slots * MAX_NEW_TOKENS
+    in_rows = slots * cfg.embed_rows + slot_rows
     candidates = cfg.tree.num_candidates
     group = cfg.num_heads // cfg.num_kv_heads
     per_unit = heads_per_attention_unit(group, cfg.head_dim)
@@ -167,7 +176,9 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     parts = max(programs, groups) * per_unit * MAX_NEW_TOKENS
     block_d = triton.next_power_of_2(cfg.head_dim)
     activations = {
-        "x_embed": (slots * cfg.embed_rows + slot_rows, cfg.hidden), "x_attn": (slot_rows, cfg.num_heads * cfg.head_dim),
+        "x_in": (in_rows, cfg.hidden),
+        "x_taps": (slot_rows if cfg.weight_dtype != cfg.dtype else 1, cfg.fc_in),
+        "x_attn": (slot_rows, cfg.num_heads * cfg.head_dim),
         "x_post": (slot_rows, cfg.hidden), "x_mlp": (slot_rows, cfg.intermediate), "x_head": (slot_rows, cfg.hidden),
         "x_fused": (slot_rows, cfg.hidden),
     }  # fmt: skip
@@ -176,7 +187,7 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
         "squares_post": (programs, rows), "squares_out": (programs, rows),
         "scratch": (programs, rows, params.tiles["head"].block_n), "best_value": (programs, rows, cfg.max_k),
         "best_max": (programs, rows), "best_sum": (programs, rows), "score": (slots, candidates),
-        "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,),
+        "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,), "factor": (in_rows,),
     }  # fmt: skip
     ints = {
         "best_id": (programs, rows, cfg.max_k), "owner": (programs, cfg.max_k), "token": (slots, candidates), "parent": (slots, candidates),
@@ -186,10 +197,29 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     }  # fmt: skip
     nan = float("nan")
     return {
-        **{name: torch.full(shape, nan, dtype=cfg.dtype, device=device) for name, shape in activations.items()},
+        **{name: _operand(cfg, name, shape, device) for name, shape in activations.items()},
         **{name: torch.full(shape, nan, dtype=torch.float32, device=device) for name, shape in floats.items()},
         **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in ints.items()},
     }
+
+
+OPERANDS = ("x_in", "x_taps", "x_attn", "x_post", "x_mlp", "x_head", "x_fused")
+"""Buffers that a matrix product reads."""
+
+
+def operand_dtype(cfg: DrafterConfig, name: str) -> torch.dtype:
+    """Type of an operand buffer: FP8 pairs in front of FP8 weights, but for EAGLE-1/2's raw embeddings and features."""
+    if cfg.weight_dtype == cfg.dtype or (name == "x_in" and cfg.kind == "eagle"):
+        return cfg.dtype
+    return cfg.weight_dtype
+
+
+def _operand(cfg: DrafterConfig, name: str, shape: tuple[int, int], device: torch.device | str) -> Tensor:
+    dtype = operand_dtype(cfg, name)
+    if dtype == cfg.dtype:
+        return torch.full(shape, float("nan"), dtype=dtype, device=device)
+    # 0x7F is e4m3's NaN; a row of pairs is two rows of numbers.
+    return torch.full((shape[0], 2 * shape[1]), 0x7F, dtype=torch.uint8, device=device).view(dtype)
 
 
 MAX_DEPTH = 16
@@ -226,10 +256,11 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         "CANDIDATES": cfg.tree.num_candidates, "BLOCK_C": triton.next_power_of_2(cfg.tree.num_candidates),
         "BLOCK_T": max(16, triton.next_power_of_2(cfg.total_tokens)),
         "BLOCK_W": triton.next_power_of_2(cfg.tree.path_width), "EMBED_ROWS": cfg.embed_rows,
-        "X_HIDDEN": cfg.num_slots * cfg.embed_rows * cfg.hidden, "STREAM": layout.size,
+        "FEATURES": cfg.num_slots * cfg.embed_rows, "STREAM": layout.size,
         **{f"AT_{name.upper()}": layout.offsets[name] for name in ("qkv", "o", "mlp", "down", "head")},
         "SCALES": layout.scale_rows, "R_HIDDEN": layout.rows["o"], "R_QKV": layout.rows["qkv"],
-        "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows, "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden), **shapes, **prefetch,
+        "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows, "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden),
+        "BLOCK_TAP": triton.next_power_of_2(cfg.feature_width // separate), **shapes, **prefetch,
         "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4, "BLOCK_KEYS": params.block_keys,
         "HEADS_PER_UNIT": heads_per_attention_unit(group, cfg.head_dim), "BLOCK_D": block_d,
         "BLOCK_HALF": max(16, block_d // 2),
@@ -248,9 +279,9 @@ def kernel_arguments(
     taps, offsets = _tap_addresses(cfg, features)
     ws = bufs.workspace
     names = (
-        "x_embed", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
+        "x_in", "x_taps", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
         "squares_out", "scratch", "best_value", "best_max", "best_sum", "score", "frontier_score", "part_stat", "part_acc",
-        "best_id", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate", "frontier_parent", "frontier_child",
+        "factor", "best_id", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate", "frontier_parent", "frontier_child",
         "chain", "node_arrivals", "barrier",
     )  # fmt: skip
     return {

@@ -31,22 +31,54 @@ from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import merge_best, stream_topk
 from .selection import NO_INDEX, order_key, rank_best
 from .tree_build import blank_tree, build_tree
-from .weight_stream import hidden_zero, prefetch_l2, stream_matmul
+from .weight_stream import (
+    hidden_zero,
+    operand_dot,
+    operand_mask,
+    operand_rows,
+    operand_sum,
+    prefetch_l2,
+    store_activation,
+    stream_matmul,
+)
 
 ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def write_row(source_ptr, target_ptr, norm_ptr, EPS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr,
-              BLOCK: tl.constexpr):  # fmt: skip
-    """Copy one row of SIZE values, through RMSNorm when NORMED, rounding to the target's type."""
+def write_row(
+    source_ptr, x_ptr, factor_ptr, row, norm_ptr,
+    EPS: tl.constexpr, NORMED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row of SIZE values as an operand, through RMSNorm when NORMED, and its RMSNorm factor."""
     offs = tl.arange(0, BLOCK) + hidden_zero()
     mask = offs < SIZE
     x = tl.load(source_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS)
+    tl.store(factor_ptr + row, factor)
     if NORMED:
-        weight = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        x = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS) * weight
-    tl.store(target_ptr + offs, x.to(target_ptr.dtype.element_ty), mask=mask)
+        x = x * factor * tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    store_activation(x_ptr, row.to(tl.int64), offs, x, mask, SIZE)
+
+
+@triton.jit
+def scale_row(
+    source_ptr, source_offset_1, source_offset_2, x_ptr, row, scale_ptr,
+    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row of SEGMENTS pieces of SIZE values as an operand, divided by ``max|row| / 256``, and that divisor."""
+    offs = tl.arange(0, BLOCK) + hidden_zero()
+    peak = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(SEGMENTS):
+        start = source_offset_1 if part == 1 else (source_offset_2 if part == 2 else 0)
+        peak = tl.maximum(peak, tl.abs(tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32)))
+    scale = tl.max(peak, axis=0) / 256.0
+    scale = tl.where(scale > 0, scale, 1.0)
+    tl.store(scale_ptr, scale)
+    for part in tl.static_range(SEGMENTS):
+        start = source_offset_1 if part == 1 else (source_offset_2 if part == 2 else 0)
+        x = tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32) / scale
+        store_activation(x_ptr, row.to(tl.int64), part * SIZE + offs, x, offs < SIZE, SEGMENTS * SIZE)
 
 
 @triton.jit
@@ -68,12 +100,15 @@ def norm_factor(squares_ptr, mask_m, NUM_CTAS: tl.constexpr, EPS: tl.constexpr, 
 @triton.jit
 def project_residual(
     x_ptr, x_row, mask_m, region_ptr, scale_ptr, next_ptr,
-    residual_ptr, residual_row, sum_ptr, normed_ptr, norm_ptr, squares_ptr,
+    residual_ptr, residual_row, sum_ptr, normed_ptr, norm_ptr, normed_scale, squares_ptr,
     K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, BULK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """o and down: project, add the residual, write the sum (fp32), the sum times the next norm's weight, its squares."""
+    """o and down: project, add the residual; write the sum (fp32), its squares, and it times the next norm's weight.
+
+    ``normed_scale`` brings the rows of that operand to order one where they are stored as FP8 pairs.
+    """
     zero = hidden_zero()
     pid = tl.program_id(0) + zero
     offs_n = tl.arange(0, BLOCK_N) + zero
@@ -88,7 +123,7 @@ def project_residual(
             weight = tl.load(norm_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)[:, None]
         acc = stream_matmul(
             x_ptr, x_row, x_row, x_row, mask_m, region_ptr + n0 * BLOCK_K, R - n0,
-            R * BLOCK_K, K // BLOCK_K, K // BLOCK_K, K // BLOCK_K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
+            R * BLOCK_K, K // BLOCK_K, K // BLOCK_K, K // BLOCK_K, K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
         )  # fmt: skip
         if n0 + BLOCK_N >= R:
             prefetch_l2(next_ptr, PREFETCH, BULK)
@@ -98,7 +133,8 @@ def project_residual(
         squares += tl.sum(acc * acc, axis=0)
         place = offs_m[None, :] * N + feature[:, None]
         tl.store(sum_ptr + place, acc, mask=mask)
-        tl.store(normed_ptr + place, (acc * weight).to(normed_ptr.dtype.element_ty), mask=mask)
+        normed = acc * weight * normed_scale[None, :]
+        store_activation(normed_ptr, offs_m.to(tl.int64)[None, :], feature[:, None], normed, mask, N)
     tl.store(squares_ptr + pid * BLOCK_M + offs_m, squares)
 
 
@@ -153,11 +189,11 @@ def draft_kernel(
     fc_bias_ptr, qkv_bias_ptr, cos_ptr, sin_ptr, draft_vocab, stride_embed,
     # KV cache [slots, kv_heads, positions, head_dim]
     key_ptr, value_ptr, stride_cache_slot, stride_cache_head,
-    # activations in the model's type: embeddings then features (one tensor), attention, post-norm, mlp, head input, fused
-    x_embed_ptr, x_attn_ptr, x_post_ptr, x_mlp_ptr, x_head_ptr, x_fused_ptr,
+    # operands (`store_activation`): embeddings then features (one tensor), taps, attention, post-norm, mlp, head input, fused
+    x_in_ptr, x_taps_ptr, x_attn_ptr, x_post_ptr, x_mlp_ptr, x_head_ptr, x_fused_ptr,
     # fp32 workspace
     hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
-    best_value_ptr, best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr,
+    best_value_ptr, best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr, factor_ptr,
     # int32 workspace
     best_id_ptr, owner_ptr, token_ptr, parent_ptr, node_of_ptr, chosen_ptr, frontier_candidate_ptr, frontier_parent_ptr,
     frontier_child_ptr, chain_ptr, node_arrivals_ptr, barrier_ptr,
@@ -170,13 +206,13 @@ def draft_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
     TOP_K: tl.constexpr, MAX_K: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr, TOTAL: tl.constexpr, MAX_DEPTH: tl.constexpr,
     CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
-    EMBED_ROWS: tl.constexpr, X_HIDDEN: tl.constexpr,  # rows of embeddings per sequence; offset of the features
+    EMBED_ROWS: tl.constexpr, FEATURES: tl.constexpr,  # embeddings kept per sequence; row of the first feature
     # the stream of one program: regions' offsets in elements, and rows per program
     STREAM: tl.constexpr, AT_QKV: tl.constexpr, AT_O: tl.constexpr, AT_MLP: tl.constexpr, AT_DOWN: tl.constexpr,
     AT_HEAD: tl.constexpr, SCALES: tl.constexpr,
     R_HIDDEN: tl.constexpr, R_QKV: tl.constexpr, R_MLP: tl.constexpr, R_HEAD: tl.constexpr, TILE_HEAD: tl.constexpr,
     # launch parameters
-    BLOCK_HIDDEN: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr, BLOCK_TAP: tl.constexpr,
     K_FC: tl.constexpr, N_FC: tl.constexpr, S_FC: tl.constexpr, K_QKV: tl.constexpr, N_QKV: tl.constexpr,
     S_QKV: tl.constexpr, K_O: tl.constexpr, N_O: tl.constexpr, S_O: tl.constexpr, K_MLP: tl.constexpr,
     N_MLP: tl.constexpr, S_MLP: tl.constexpr, K_DOWN: tl.constexpr, N_DOWN: tl.constexpr, S_DOWN: tl.constexpr,
@@ -193,7 +229,6 @@ def draft_kernel(
     QKV_IN: tl.constexpr = HIDDEN if FUSED_EVERY_LEVEL else 2 * HIDDEN
     FC_IN: tl.constexpr = 2 * HIDDEN if FUSED_EVERY_LEVEL else TAPS * TAP_SIZE
     WIDTH: tl.constexpr = DEPTH + 2
-    x_hidden_ptr = x_embed_ptr + X_HIDDEN
     pid = tl.program_id(0)
     num_active = tl.load(active_count_ptr)
     my_stream = stream_ptr + pid.to(tl.int64) * STREAM
@@ -227,35 +262,50 @@ def draft_kernel(
         if i < tl.load(num_new_ptr + slot):
             token = tl.load(new_token_ptr + slot * ROWS + i).to(tl.int64)
             write_row(
-                embed_ptr + token * stride_embed, x_embed_ptr + (a * EMBED_ROWS + i).to(tl.int64) * HIDDEN,
-                norm_in_ptr, EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                embed_ptr + token * stride_embed, x_in_ptr, factor_ptr, a * EMBED_ROWS + i, norm_in_ptr,
+                EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
             )  # fmt: skip
+            taps_ptr = tap_ptr + slot * stride_tap_slot + i * stride_tap_row
             if FUSED_EVERY_LEVEL or not HAS_FC:
-                taps = tap_ptr + slot * stride_tap_slot + i * stride_tap_row
                 write_row(
-                    taps, x_hidden_ptr + unit.to(tl.int64) * HIDDEN, norm_hidden_ptr, EPS,
-                    not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                    taps_ptr, x_in_ptr, factor_ptr, FEATURES + unit, norm_hidden_ptr,
+                    EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
                 )  # fmt: skip
-                write_row(
-                    taps, hidden_ptr + unit.to(tl.int64) * HIDDEN, norm_hidden_ptr, EPS, False, HIDDEN, BLOCK_HIDDEN
-                )
+                offs_h = tl.arange(0, BLOCK_HIDDEN)
+                feature = tl.load(taps_ptr + offs_h, mask=offs_h < HIDDEN, other=0.0).to(tl.float32)
+                tl.store(hidden_ptr + unit.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
+            elif SCALED:
+                scale_row(
+                    taps_ptr, tap_offset_1, tap_offset_2, x_taps_ptr, unit, factor_ptr + FEATURES + unit,
+                    TAPS, TAP_SIZE, BLOCK_TAP,
+                )  # fmt: skip
     if HAS_FC and not FUSED_EVERY_LEVEL:
+        if SCALED:
+            round += 1
+            grid_barrier(barrier_ptr, round, NUM_CTAS)
         tap_row = row_slot.to(tl.int64) * stride_tap_slot + node.to(tl.int64) * stride_tap_row
         offs_fc = tl.arange(0, N_FC)
         mask_m = in_use & (node < row_new)
         for n0 in range(0, R_HIDDEN, N_FC):
-            acc = stream_matmul(
-                tap_ptr, tap_row, tap_row + tap_offset_1 - TAP_SIZE, tap_row + tap_offset_2 - 2 * TAP_SIZE, mask_m,
-                my_stream + n0 * K_FC, R_HIDDEN - n0,
-                R_HIDDEN * K_FC, FC_IN // K_FC, TAP_SIZE // K_FC, 2 * TAP_SIZE // K_FC,
-                N_FC, K_FC, BLOCK_M, S_FC,
-            )  # fmt: skip
+            if SCALED:
+                acc = stream_matmul(
+                    x_taps_ptr, own_row * FC_IN, own_row, own_row, mask_m, my_stream + n0 * K_FC, R_HIDDEN - n0,
+                    R_HIDDEN * K_FC, FC_IN // K_FC, FC_IN // K_FC, FC_IN // K_FC, FC_IN, N_FC, K_FC, BLOCK_M, S_FC,
+                )  # fmt: skip
+            else:
+                acc = stream_matmul(
+                    tap_ptr, tap_row, tap_row + tap_offset_1, tap_row + tap_offset_2, mask_m,
+                    my_stream + n0 * K_FC, R_HIDDEN - n0,
+                    R_HIDDEN * K_FC, FC_IN // K_FC, TAP_SIZE // K_FC, 2 * TAP_SIZE // K_FC, FC_IN,
+                    N_FC, K_FC, BLOCK_M, S_FC,
+                )  # fmt: skip
             if n0 + N_FC >= R_HIDDEN:
                 prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
             feature = pid * R_HIDDEN + n0 + offs_fc
             mine = (n0 + offs_fc < R_HIDDEN) & (feature < HIDDEN)
             if SCALED:
                 acc *= tl.load(my_scale + n0 + offs_fc, mask=mine, other=0.0)[:, None]
+                acc *= tl.load(factor_ptr + FEATURES + offs_m, mask=mask_m, other=0.0)[None, :]
             if HAS_FC_BIAS:
                 acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
             tl.store(
@@ -267,8 +317,10 @@ def draft_kernel(
             unit = index + zero
             slot = tl.load(active_slots_ptr + unit // ROWS)
             if unit % ROWS < tl.load(num_new_ptr + slot):
-                row = unit.to(tl.int64) * HIDDEN
-                write_row(hidden_ptr + row, x_hidden_ptr + row, norm_hidden_ptr, EPS, True, HIDDEN, BLOCK_HIDDEN)
+                write_row(
+                    hidden_ptr + unit.to(tl.int64) * HIDDEN, x_in_ptr, factor_ptr, FEATURES + unit, norm_hidden_ptr,
+                    EPS, True, HIDDEN, BLOCK_HIDDEN,
+                )  # fmt: skip
     round += 1
     grid_barrier(barrier_ptr, round, NUM_CTAS)
 
@@ -282,15 +334,25 @@ def draft_kernel(
         parent_row = tl.load(frontier_parent_ptr + offs_m, mask=known, other=0)
         child = tl.load(frontier_child_ptr + offs_m, mask=known, other=0)
         embed_row = (seq * EMBED_ROWS + tl.where(extend, node, parent_row * TOP_K + child)).to(tl.int64) * HIDDEN
-        hidden_row = (seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
+        hidden_row = (FEATURES + seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
+        # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from.
+        x_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+        if SCALED:
+            source = FEATURES + seq * ROWS + tl.where(extend, row_new - 1, parent_row)
+            x_scale = tl.load(factor_ptr + source, mask=mask_m, other=1.0)
 
+        # Rows of the extend pass each have a feature of their own.
+        fused_scale = tl.full([BLOCK_M], 1.0, tl.float32)
         if FUSED_EVERY_LEVEL:
+            if SCALED:
+                source = FEATURES + seq * ROWS + tl.where(extend, node, parent_row)
+                fused_scale = tl.load(factor_ptr + source, mask=mask_in, other=1.0)
             offs_fc = tl.arange(0, N_FC)
             for n0 in range(0, R_HIDDEN, N_FC):
                 acc = stream_matmul(
-                    x_embed_ptr, embed_row, hidden_row + (X_HIDDEN - HIDDEN), embed_row, mask_in,
+                    x_in_ptr, embed_row, hidden_row, embed_row, mask_in,
                     my_stream + n0 * K_FC, R_HIDDEN - n0,
-                    R_HIDDEN * K_FC, FC_IN // K_FC, HIDDEN // K_FC, FC_IN // K_FC,
+                    R_HIDDEN * K_FC, FC_IN // K_FC, HIDDEN // K_FC, FC_IN // K_FC, HIDDEN,
                     N_FC, K_FC, BLOCK_M, S_FC,
                 )  # fmt: skip
                 if n0 + N_FC >= R_HIDDEN:
@@ -304,7 +366,8 @@ def draft_kernel(
                 place = offs_m[None, :] * HIDDEN + feature[:, None]
                 mask = mine[:, None] & mask_in[None, :]
                 tl.store(hidden_ptr + place, acc, mask=mask)
-                tl.store(x_fused_ptr + place, acc.to(x_fused_ptr.dtype.element_ty), mask=mask)
+                fused = acc * fused_scale[None, :]
+                store_activation(x_fused_ptr, own_row[None, :], feature[:, None], fused, mask, HIDDEN)
             round += 1
             grid_barrier(barrier_ptr, round, NUM_CTAS)
 
@@ -316,14 +379,14 @@ def draft_kernel(
                 acc = stream_matmul(
                     x_fused_ptr, own_row * HIDDEN, own_row, own_row, mask_in,
                     my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0,
-                    R_QKV * K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV,
+                    R_QKV * K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN,
                     N_QKV, K_QKV, BLOCK_M, S_QKV,
-                )  # fmt: skip
+                ) / fused_scale[None, :]  # fmt: skip
             else:
                 acc = stream_matmul(
-                    x_embed_ptr, embed_row, hidden_row + (X_HIDDEN - HIDDEN), embed_row, mask_in,
+                    x_in_ptr, embed_row, hidden_row, embed_row, mask_in,
                     my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0,
-                    R_QKV * K_QKV, QKV_IN // K_QKV, HIDDEN // K_QKV, QKV_IN // K_QKV,
+                    R_QKV * K_QKV, QKV_IN // K_QKV, HIDDEN // K_QKV, QKV_IN // K_QKV, HIDDEN,
                     N_QKV, K_QKV, BLOCK_M, S_QKV,
                 )  # fmt: skip
             if n0 + N_QKV >= R_QKV:
@@ -376,7 +439,7 @@ def draft_kernel(
             group, row = query_place(a, n, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
             merge_parts(
                 part_stat_ptr, part_acc_ptr, (group * most_parts).to(tl.int64), row, num_parts, mask_q,
-                x_attn_ptr, ((a * ROWS + n) * HEADS + head).to(tl.int64) * HEAD_DIM,
+                x_attn_ptr, a * ROWS + n, head * HEAD_DIM, HEADS * HEAD_DIM,
                 HEADS_PER_UNIT * ROWS, HEAD_DIM, BLOCK_D, MAX_PARTS,
             )  # fmt: skip
         round += 1
@@ -385,13 +448,13 @@ def draft_kernel(
         residual_row = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED_EVERY_LEVEL else parent_row)
         project_residual(
             x_attn_ptr, own_row * HEADS * HEAD_DIM, mask_m, my_stream + AT_O, my_scale + R_HIDDEN + R_QKV,
-            my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, squares_post_ptr,
+            my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, x_scale, squares_post_ptr,
             HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, P_MLP, BULK, SCALED,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
 
-        factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M)
+        factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M) / x_scale
         hidden = hidden_zero()
         rows_mlp = own_row + hidden
         offs_mlp = tl.arange(0, N_MLP) + hidden
@@ -400,19 +463,18 @@ def draft_kernel(
             region = my_stream + AT_MLP + n0 * K_MLP
             w_offs = offs_mlp[:, None] * K_MLP + offs_kk[None, :]
             mask_w = (n0 + offs_mlp < R_MLP)[:, None]
-            gate = tl.zeros([N_MLP, BLOCK_M], tl.float32)
-            up = tl.zeros([N_MLP, BLOCK_M], tl.float32)
+            mask_x = operand_mask(x_post_ptr, mask_m)
+            x_row = operand_rows(x_post_ptr, rows_mlp * HIDDEN, HIDDEN)
+            gate = tl.zeros([N_MLP, mask_x.shape[0]], tl.float32)
+            up = tl.zeros([N_MLP, mask_x.shape[0]], tl.float32)
             for k in tl.range(0, HIDDEN // K_MLP, num_stages=S_MLP):
-                x = tl.load(
-                    x_post_ptr + rows_mlp[None, :] * HIDDEN + (k * K_MLP + offs_kk)[:, None],
-                    mask=mask_m[None, :],
-                    other=0.0,
-                )
+                x_offs = x_row[None, :] + (k * K_MLP + offs_kk)[:, None]
+                x = tl.load(x_post_ptr + x_offs, mask=mask_x[None, :], other=0.0)
                 slab = region + k * (2 * R_MLP * K_MLP)
-                w = tl.load(slab + w_offs, mask=mask_w, other=0.0, eviction_policy="evict_first")
-                gate = tl.dot(w.to(x.dtype), x, gate, input_precision="ieee")
-                w = tl.load(slab + R_MLP * K_MLP + w_offs, mask=mask_w, other=0.0, eviction_policy="evict_first")
-                up = tl.dot(w.to(x.dtype), x, up, input_precision="ieee")
+                gate = operand_dot(tl.load(slab + w_offs, mask=mask_w, other=0.0), x, gate)
+                up = operand_dot(tl.load(slab + R_MLP * K_MLP + w_offs, mask=mask_w, other=0.0), x, up)
+            gate = operand_sum(x_post_ptr, gate)
+            up = operand_sum(x_post_ptr, up)
             if n0 + N_MLP >= R_MLP:
                 prefetch_l2(my_stream + AT_DOWN, P_DOWN, BULK)
             feature = pid * R_MLP + n0 + offs_mlp
@@ -423,23 +485,25 @@ def draft_kernel(
                 up *= tl.load(at + R_MLP, mask=mine, other=0.0)[:, None]
             gate *= factor[None, :]
             mixed = gate * tl.sigmoid(gate) * up * factor[None, :]
-            place = rows_mlp[None, :] * INTERMEDIATE + feature[:, None]
-            tl.store(x_mlp_ptr + place, mixed.to(x_mlp_ptr.dtype.element_ty), mask=mine[:, None] & mask_m[None, :])
+            # FP8 pairs hold magnitudes to 448; halved, activations to 896.
+            mixed *= 0.5 if SCALED else 1.0
+            mask = mine[:, None] & mask_m[None, :]
+            store_activation(x_mlp_ptr, rows_mlp[None, :], feature[:, None], mixed, mask, INTERMEDIATE)
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
 
         project_residual(
             x_mlp_ptr, own_row * INTERMEDIATE, mask_m, my_stream + AT_DOWN, my_scale + 2 * R_HIDDEN + R_QKV + 2 * R_MLP,
-            my_stream + AT_HEAD, middle_ptr, offs_m, hidden_ptr, x_head_ptr, norm_out_ptr, squares_out_ptr,
+            my_stream + AT_HEAD, middle_ptr, offs_m, hidden_ptr, x_head_ptr, norm_out_ptr, x_scale, squares_out_ptr,
             INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, P_HEAD, BULK, SCALED,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
 
         if FUSED_EVERY_LEVEL:
-            factor = tl.full([BLOCK_M], 1.0, tl.float32)
+            factor = 1.0 / x_scale
         else:
-            factor = norm_factor(squares_out_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M)
+            factor = norm_factor(squares_out_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M) / x_scale
         stream_topk(
             x_head_ptr, own_row * HIDDEN, factor, mask_m, num_active, num_nodes,
             my_stream + AT_HEAD, my_scale + 3 * R_HIDDEN + R_QKV + 2 * R_MLP, row_id_ptr + pid * R_HEAD, my_vocab,
@@ -503,16 +567,15 @@ def draft_kernel(
                     for job in range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1)):
                         if job < TOP_K:
                             child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
-                            to_row = (a * EMBED_ROWS + n * TOP_K + job).to(tl.int64) * HIDDEN
+                            to_row = a * EMBED_ROWS + n * TOP_K + job
                             write_row(
-                                embed_ptr + child_token * stride_embed, x_embed_ptr + to_row, norm_in_ptr, EPS,
-                                not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                                embed_ptr + child_token * stride_embed, x_in_ptr, factor_ptr, to_row, norm_in_ptr,
+                                EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
                             )  # fmt: skip
                         else:
-                            at_row = row.to(tl.int64) * HIDDEN
                             write_row(
-                                hidden_ptr + at_row, x_hidden_ptr + at_row, norm_hidden_ptr, EPS,
-                                not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                                hidden_ptr + row.to(tl.int64) * HIDDEN, x_in_ptr, factor_ptr, FEATURES + row, norm_hidden_ptr,
+                                EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
                             )  # fmt: skip
         if level < DEPTH:
             round += 1

@@ -71,16 +71,83 @@ def prefetch_l2(pointer, NUM_BYTES: tl.constexpr, BULK: tl.constexpr):
 
 
 @triton.jit
-def widen(weight, x_ptr):
-    """Bring a weight tile to the activations' type; fp8 goes through fp32 where the interpreter cannot do better."""
-    return weight.to(x_ptr.dtype.element_ty)
+def round_to_e4m3(value):
+    """Nearest e4m3 number (ties to even) of fp32 within +-448, still as fp32.
+
+    In arithmetic on fp32, because Triton 3.6 mixes elements up when it widens e4m3 in small tiles.
+    """
+    bits = value.to(tl.int32, bitcast=True)
+    # Keep 3 of 23 mantissa bits.
+    rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF).to(tl.float32, bitcast=True)
+    # Below 2**-6 e4m3 is a grid of 2**-9: adding 1.5 * 2**14 leaves just that many bits.
+    subnormal = (value + 24576.0) - 24576.0
+    return tl.where(tl.abs(value) < 0.015625, subnormal, rounded)
+
+
+@triton.jit
+def store_activation(x_ptr, row, column, value, mask, ROW_SIZE: tl.constexpr):
+    """Store fp32 values as operands of the next product: in the model's type, or, in front of FP8 weights, as a pair.
+
+    A pair is two e4m3 numbers, ``value = high + low / 16``: high is the nearest e4m3 (3 bits of mantissa), low 16 times
+    what is left, so together they carry about the 8 bits of bf16 and FP8 matrix units multiply weights straight from
+    memory. Rows of pairs are stored as [high row][low row]. Values beyond 448 saturate: callers scale rows to order one.
+    """
+    if x_ptr.dtype.element_ty == tl.float8e4nv:
+        value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+        high = round_to_e4m3(value)
+        place = x_ptr + row * (2 * ROW_SIZE) + column
+        tl.store(place, high.to(tl.float8e4nv), mask=mask)
+        tl.store(place + ROW_SIZE, ((value - high) * 16.0).to(tl.float8e4nv), mask=mask)
+    else:
+        tl.store(x_ptr + row * ROW_SIZE + column, value.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def operand_rows(x_ptr, x_row, ROW_SIZE: tl.constexpr):
+    """Element offsets of the operand's columns: one per row, or high and low side by side for pairs."""
+    if x_ptr.dtype.element_ty == tl.float8e4nv:
+        high = x_row * 2
+        both = tl.reshape(tl.join(high, high + ROW_SIZE), [2 * x_row.shape[0]])
+        return tl.multiple_of(both, 16)  # which the compiler cannot see through join: without it, loads go byte by byte
+    else:
+        return x_row
+
+
+@triton.jit
+def operand_mask(x_ptr, mask_m):
+    """Mask of the operand's columns."""
+    if x_ptr.dtype.element_ty == tl.float8e4nv:
+        both = tl.join(mask_m.to(tl.int32), mask_m.to(tl.int32))
+        return tl.reshape(both, [2 * mask_m.shape[0]]) != 0
+    else:
+        return mask_m
+
+
+@triton.jit
+def operand_dot(w, x, acc):
+    """Add one chunk's product. FP8 matrix units round their sums to 14 bits: every 128 products they go to fp32."""
+    if x.dtype == tl.float8e4nv:
+        EVERY: tl.constexpr = 128 if w.shape[1] > 128 else w.shape[1]
+        return tl.dot(w, x, acc, max_num_imprecise_acc=EVERY)
+    else:
+        return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
+
+
+@triton.jit
+def operand_sum(x_ptr, acc):
+    """Bring a product back to one column per row: [BLOCK_N, BLOCK_M]."""
+    if x_ptr.dtype.element_ty == tl.float8e4nv:
+        high, low = tl.split(tl.reshape(acc, [acc.shape[0], acc.shape[1] // 2, 2]))
+        return high + low * 0.0625
+    else:
+        return acc
 
 
 @triton.jit
 def stream_matmul(
     x_ptr,
-    x_row_0,  # int64 [BLOCK_M]: element offset of each row's first segment
-    x_row_1,  # second segment, used from chunk SEGMENT_1 on; already reduced by SEGMENT_1 * BLOCK_K
+    x_row_0,  # int64 [BLOCK_M]: where each row's first segment starts, in values
+    x_row_1,  # second segment, used from chunk SEGMENT_1 on
     x_row_2,  # third segment, likewise
     mask_m,  # int1 [BLOCK_M]
     w_ptr,  # this program's region, at its first row of this tile
@@ -89,6 +156,7 @@ def stream_matmul(
     NUM_CHUNKS: tl.constexpr,  # in_features / BLOCK_K
     SEGMENT_1: tl.constexpr,
     SEGMENT_2: tl.constexpr,
+    ROW_SIZE: tl.constexpr,  # values in a stored row of x
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -100,18 +168,21 @@ def stream_matmul(
     offs_n = tl.arange(0, BLOCK_N) + zero
     w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
     mask_w = (offs_n < num_rows)[:, None]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    mask_x = operand_mask(x_ptr, mask_m)
+    first = operand_rows(x_ptr, x_row_0, ROW_SIZE)
+    second = operand_rows(x_ptr, x_row_1, ROW_SIZE) - SEGMENT_1 * BLOCK_K
+    third = operand_rows(x_ptr, x_row_2, ROW_SIZE) - SEGMENT_2 * BLOCK_K
+    acc = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
     for k in tl.range(0, NUM_CHUNKS, num_stages=STAGES):
-        x_row = x_row_0
+        x_row = first
         if SEGMENT_1 < NUM_CHUNKS:
-            x_row = tl.where(k < SEGMENT_1, x_row_0, x_row_1)
+            x_row = tl.where(k < SEGMENT_1, first, second)
             if SEGMENT_2 < NUM_CHUNKS:
-                x_row = tl.where(k < SEGMENT_2, x_row, x_row_2)
-        # Read once per level: without the hint the stream would push everything else, code included, out of the L2.
-        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_m[None, :], other=0.0)
-        acc = tl.dot(widen(w, x_ptr), x, acc, input_precision="ieee")
-    return acc
+                x_row = tl.where(k < SEGMENT_2, x_row, third)
+        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
+        x = tl.load(x_ptr + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
+        acc = operand_dot(w, x, acc)
+    return operand_sum(x_ptr, acc)
 
 
 def rows_per_program(num_rows: int, num_programs: int) -> int:

@@ -99,7 +99,9 @@ def problem(
 def nan_fill(bufs: Buffers) -> None:
     """Poison the workspace and outputs, so that whatever a draft does not write shows."""
     for name, tensor in bufs.workspace.items():
-        if tensor.is_floating_point():
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor.view(torch.uint8).fill_(0x7F)
+        elif tensor.is_floating_point():
             tensor.fill_(float("nan"))
         elif name not in ("node_arrivals", "barrier"):
             tensor.fill_(-(2**30))
