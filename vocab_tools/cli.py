@@ -341,7 +341,7 @@ def import_command(
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
     read.save(path)
-    if TARGET_VOCAB_FROM in read.provenance:
+    if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
         warn([f"the file does not say the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
         emit_json({"out": str(path), **_summary(read), "form": read.provenance.get("form")})

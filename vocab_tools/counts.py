@@ -213,14 +213,15 @@ class TokenCounts:
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
+                if _KEY not in metadata:
+                    raise VocabularyError(
+                        f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
+                        "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`."
+                    )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        except (SafetensorError, OSError) as error:
+        # numpy knows no bfloat16, and says so with a TypeError.
+        except (SafetensorError, OSError, TypeError) as error:
             raise VocabularyError(f"{path}: not a readable safetensors file: {error}") from error
-        if _KEY not in metadata:
-            raise VocabularyError(
-                f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
-                "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`."
-            )
         try:
             return _from_parts(json.loads(metadata[_KEY]), tensors)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

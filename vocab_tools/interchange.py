@@ -8,6 +8,7 @@
     safetensors  NAME.safetensors         tensors d2t and, mostly, t2d; others are ignored   heads, SafeAILab's form
     npy          folder                   d2t.npy and t2d.npy                                speculators
     json         NAME.json                our own form, with provenance                      eagle-slim
+                 folder                   an artifact: the rank order in eagle_slim.json     eagle-convert
 
 Maps are written in ascending ids, as every trainer expects. Such a file does not say which ids matter most, so what is
 read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`, numpy files without pickle.
@@ -46,6 +47,7 @@ _SUFFIXES: dict[str, tuple[str, ...]] = {
     "npy": ("",),
     "json": (".json",),
 }
+_MANIFEST_NAME = "eagle_slim.json"
 _NPY_NAMES = ("d2t.npy", "t2d.npy")
 
 
@@ -57,10 +59,11 @@ def import_token_map(
 ) -> DraftVocab:
     """Read a token map of any of the formats above, told apart by content.
 
-    A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...`; `kind` says otherwise.
+    A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets;
+    `kind` says otherwise. An artifact of `eagle-convert` keeps its rank order.
 
     Args:
-        path: file, or a folder with d2t.npy, or one with a model.safetensors that holds d2t.
+        path: file, or a folder: an artifact, one with d2t.npy, or one with a model.safetensors that holds d2t.
         target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
         d2t_form: how d2t is to be read when the file does not show it (see `token_map.ids_from_d2t`).
         kind: "ids" or "d2t" for a bare list or tensor.
@@ -221,10 +224,21 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
         return DraftVocab.from_json(value, str(path))
     if isinstance(value, dict):
         return _from_mapping(value, path)
-    is_tensor = not isinstance(value, (list, tuple))
-    if kind == "d2t" or (kind is None and is_tensor and path.name.startswith("d2t")):
-        return _Map(d2t=value)
-    return _Map(ids=value)
+    return _Map(d2t=value) if (kind or _kind_of(value, path)) == "d2t" else _Map(ids=value)
+
+
+def _kind_of(value: Any, path: Path) -> Literal["ids", "d2t"]:
+    """Tell ids from offsets by the name, or by values that no ids have: negative ones, or the same again and again."""
+    if isinstance(value, (list, tuple)):
+        return "ids"
+    if path.name.startswith("d2t"):
+        return "d2t"
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu" or not len(value):
+        return "ids"
+    ordered = np.sort(value)
+    # A list of ids in which a few are repeated is a damaged list: of offsets, most are.
+    repeats = int((ordered[1:] == ordered[:-1]).sum())
+    return "d2t" if int(ordered[0]) < 0 or 2 * repeats > len(value) else "ids"
 
 
 def _starts_as_json(path: Path) -> bool:
@@ -240,11 +254,29 @@ def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
     raise VocabularyError(f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}")
 
 
-def _read_folder(path: Path) -> _Map:
+def _read_folder(path: Path) -> DraftVocab | _Map:
+    if (path / _MANIFEST_NAME).is_file():
+        return _read_artifact(path)
     for name, read in (("d2t.npy", _read_npy), ("model.safetensors", _read_safetensors)):
         if (path / name).is_file():
             return read(path / name)
     raise VocabularyError(f"{path}: a folder without d2t.npy and without model.safetensors; name the token map's file")
+
+
+def _read_artifact(path: Path) -> DraftVocab:
+    """The rank order that the manifest of an artifact keeps, with its forced ids."""
+    manifest = read_json(path / _MANIFEST_NAME, VocabularyError)
+    where = str(path / _MANIFEST_NAME)
+    wanted = {"rank_order_ids": list, "num_forced": int, "target_vocab": int}
+    for key, kind in wanted.items():
+        if not isinstance(manifest, dict) or type(manifest.get(key)) is not kind:
+            raise VocabularyError(f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks")
+    ids = int_array(manifest["rank_order_ids"], where)
+    provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
+    try:
+        return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
+    except VocabularyError as error:
+        raise VocabularyError(f"{where}: {error}") from error
 
 
 def _read_safetensors(path: Path) -> _Map:
@@ -259,7 +291,8 @@ def _read_safetensors(path: Path) -> _Map:
                 raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}")
             d2t = file.get_tensor(found["d2t"][0])
             t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
-    except (SafetensorError, OSError) as error:
+    # numpy knows no bfloat16, and says so with a TypeError.
+    except (SafetensorError, OSError, TypeError) as error:
         raise VocabularyError(f"{path}: not a readable safetensors file: {error}") from error
     return _Map(d2t=d2t, t2d=t2d)
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch_file
 from support.token_counts import source, token_counts
 
 
@@ -146,9 +148,10 @@ def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not safetensors at all")
     with pytest.raises(VocabularyError, match="not a readable safetensors file"):
         TokenCounts.load(path)
-    save_file({"a": np.zeros(3)}, path)
-    with pytest.raises(VocabularyError, match="not token counts"):
-        TokenCounts.load(path)
+    for tensor in (torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16)):
+        save_torch_file({"a": tensor}, path)
+        with pytest.raises(VocabularyError, match="not token counts"):
+            TokenCounts.load(path)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,30 @@ def test_modelopt_rows_in_frequency_order_keep_it(tmp_path: Path) -> None:
     assert found.ranked
 
 
+def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_path: Path) -> None:
+    torch.save(torch.tensor([9, -1, 2]), tmp_path / "map.pt")
+    assert import_token_map(tmp_path / "map.pt", 12).target_ids.tolist() == [9, 0, 4]
+    torch.save(torch.zeros(5, dtype=torch.int64), tmp_path / "first.pt")
+    assert import_token_map(tmp_path / "first.pt", 12).target_ids.tolist() == [0, 1, 2, 3, 4]
+    # One id twice among many is a damaged list of ids.
+    torch.save(torch.tensor([7, 2, 11, 3, 7]), tmp_path / "twice.pt")
+    with pytest.raises(VocabularyError, match="id 7 appears again"):
+        import_token_map(tmp_path / "twice.pt", 12)
+
+
+def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
+    manifest = {"rank_order_ids": [7, 2, 11], "num_forced": 1, "target_vocab": 12, "vocabulary": {"method": "counts"}}
+    (tmp_path / "eagle_slim.json").write_text(json.dumps(manifest))
+    found = import_token_map(tmp_path)
+    assert (found.target_ids.tolist(), found.num_forced, found.target_vocab) == ([7, 2, 11], 1, 12)
+    assert found.ranked
+    with pytest.raises(VocabularyError, match="made for a target vocabulary of 12"):
+        import_token_map(tmp_path, 13)
+    (tmp_path / "eagle_slim.json").write_text(json.dumps({**manifest, "rank_order_ids": None}))
+    with pytest.raises(VocabularyError, match=r"eagle_slim\.json: rank_order_ids: expected list"):
+        import_token_map(tmp_path)
+
+
 def test_a_head_with_a_map_is_read_in_place(tmp_path: Path) -> None:
     save_file(
         {"d2t": np.array([2, 2, 5, 8], np.int32), "lm_head.weight": np.zeros((4, 2), np.float32)},
