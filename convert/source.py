@@ -27,6 +27,7 @@ from .checkpoint_lm_head import TargetLMHead, find_lm_head, lm_head_of, open_loc
 from .checkpoint_paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
 from .checkpoint_types import shorten
 from .errors import CheckpointError, OutputError, SourceError
+from .names import canonical_names
 from .remote import CacheEntry, ConnectionBrokenError, fetch_tensor, read_remote_header
 from .safetensors_file import SafetensorsHeader
 
@@ -140,14 +141,17 @@ def open_head_source(
 
     Raises:
         CheckpointError: the repository holds no weights, or an index that is damaged or unsafe.
+        UnsupportedHeadError: the index names tensors that no head has.
     """
     resolved = _resolve(head, revision, offline, _head_names, notify)
     if resolved.repo_id is None:
         return resolved
     chosen = choose_weights(list_names(resolved.folder), resolved.label)
     if chosen.endswith(".index.json"):
-        shards = read_index(resolved.folder / chosen).shards
-        _fetch(resolved, shards, offline)
+        index = read_index(resolved.folder / chosen)
+        # A whole model named by mistake is refused before its gigabytes are fetched.
+        canonical_names(index.shard_of, resolved.label)
+        _fetch(resolved, index.shards, offline)
     return resolved
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.checkpoint import open_checkpoint
-from eagle_slim.convert.errors import CheckpointError, SourceError
+from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
 from eagle_slim.convert.source import open_head_source, push_folder, resolve, target_files
 from safetensors.torch import save
+from support.heads import eagle3_tensors
 from support.hub_server import Fault, HubServer, connected
 
 WEIGHTS = {"fc.weight": torch.arange(12.0).reshape(3, 4)}
@@ -99,6 +100,19 @@ def test_only_needed_files_of_a_head(hub: HubServer, home: Path) -> None:
     assert hub.bytes_sent(".safetensors") == 0
 
 
+def test_a_whole_model_is_refused_before_its_shards_are_fetched(hub: HubServer, home: Path) -> None:
+    shards = {"model.embed_tokens.weight": "model-1-of-2.safetensors", "lm_head.weight": "model-2-of-2.safetensors"}
+    files: dict[str, bytes | str] = {
+        "config.json": "{}",
+        "model.safetensors.index.json": json.dumps({"weight_map": shards}),
+        **{shard: save({name: torch.zeros(4)}) for name, shard in shards.items()},
+    }
+    hub.add_model("org/model", files)
+    with pytest.raises(UnsupportedHeadError, match=r"org/model\S*: neither an EAGLE-3 head"):
+        open_head_source("org/model")
+    assert hub.bytes_sent("of-2.safetensors") == 0
+
+
 def test_head_that_has_only_a_bin(hub: HubServer, home: Path, tmp_path: Path) -> None:
     hub.add_model("org/old", {"config.json": "{}", "pytorch_model.bin": pickled(WEIGHTS, tmp_path)})
     found = open_head_source("org/old")
@@ -106,23 +120,25 @@ def test_head_that_has_only_a_bin(hub: HubServer, home: Path, tmp_path: Path) ->
 
 
 def test_sharded_head(hub: HubServer, home: Path) -> None:
-    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    tensors = eagle3_tensors(rows=None)
+    last = tensors.popitem()
+    index = {"weight_map": dict.fromkeys(tensors, "model-1-of-2.safetensors") | {last[0]: "model-2-of-2.safetensors"}}
     files: dict[str, bytes | str] = {
         "config.json": "{}",
         "model.safetensors.index.json": json.dumps(index),
-        "model-1-of-2.safetensors": save({"a": torch.ones(1)}),
-        "model-2-of-2.safetensors": save({"b": torch.zeros(1)}),
+        "model-1-of-2.safetensors": save(tensors),
+        "model-2-of-2.safetensors": save(dict([last])),
         "consolidated.safetensors": b"not wanted",
     }
     hub.add_model("org/sharded", files)
     found = open_head_source("org/sharded")
-    assert open_checkpoint(found.folder).tensor("b").item() == 0
+    assert torch.equal(open_checkpoint(found.folder).tensor(last[0]), last[1])
     assert hub.bytes_sent("consolidated.safetensors") == 0
     del files["model-2-of-2.safetensors"]
     hub.add_model("org/sharded", files)
     with pytest.raises(SourceError, match=r"a file is missing.*model-2-of-2"):
         open_head_source("org/sharded")
-    index["weight_map"]["b"] = "../../../evil.safetensors"
+    index["weight_map"][last[0]] = "../../../evil.safetensors"
     hub.add_model("org/sharded", files | {"model.safetensors.index.json": json.dumps(index)})
     with pytest.raises(CheckpointError, match="expected the name of a file in the same folder"):
         open_head_source("org/sharded")
