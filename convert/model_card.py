@@ -53,6 +53,9 @@ def _front_matter(manifest: Manifest, licence: str | None) -> str:
     target = manifest.target.get("repo_id")
     if target:
         lines.append(f"base_model: {target}")
+    datasets = sorted({part["dataset"] for part in _corpus_parts(manifest.vocabulary) if part.get("dataset")})
+    if datasets:
+        lines += ["datasets:", *(f"- {name}" for name in datasets)]
     lines += [f"license: {licence or UNKNOWN_LICENCE}", "pipeline_tag: text-generation", "tags:"]
     tags = ["speculative-decoding", "draft-model", "eagle3" if manifest.kind == "eagle3" else "eagle", "eagle-slim"]
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
@@ -192,10 +195,32 @@ def _ranking(vocabulary: Mapping[str, Any]) -> str:
     if method == "token map":
         return "a token map that was given"
     sources = vocabulary.get("sources") or []
-    named = ", ".join(
-        f"{source['name']} ({source['tokens']:,} tokens, weight {source['weight']:g})" for source in sources
-    )
+    named = "; ".join(_corpus(source) for source in sources)
     return f"token counts of {named}" if named else "token counts"
+
+
+def _corpus(source: Mapping[str, Any]) -> str:
+    """One source of counts: name, size and weight, and the datasets with what was read of them."""
+    found = []
+    for part in _parts(source):
+        if part.get("dataset"):
+            split = f", split {part['split']}" if part.get("split") else ""
+            revision = f", revision {part['revision']}" if part.get("revision") else ""
+            found.append(f"{part['dataset']}{split}{revision}")
+    text = {part.get("text") for part in _parts(source) if part.get("chat")}
+    read = [*found, "assistant turns only"] if text == {"assistant"} else found
+    size = f"{source['tokens']:,} tokens, weight {source['weight']:g}"
+    return f"{source['name']} ({'; '.join([size, *read])})"
+
+
+def _corpus_parts(vocabulary: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    return [part for source in (vocabulary or {}).get("sources") or [] for part in _parts(source)]
+
+
+def _parts(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Provenance of the parts that a source of counts was merged from."""
+    provenance = source.get("provenance") or {}
+    return list(provenance.get("parts", [provenance]))
 
 
 def _warnings(warnings: Sequence[str]) -> str:
