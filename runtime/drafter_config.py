@@ -19,11 +19,12 @@ MAX_NEW_TOKENS = 16
 class DrafterConfig:
     """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
 
-    ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together; ``draft_vocab``
-    rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV cache per slot, the
-    tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests); ``weight_dtype`` the same or
-    float8_e4m3fn. Raises `UsageError` outside the limits: hidden up to 8192, head_dim 64 to 192 on a GPU, draft_vocab 2
-    to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to 131,072 and a tree.
+    ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;
+    ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV
+    cache per slot, the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
+    ``weight_dtype`` the same or float8_e4m3fn. Raises `UsageError` outside the limits: hidden up to 8192, head_dim to
+    256, draft_vocab top_k to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to
+    131,072 and a tree.
     """
 
     kind: str
@@ -50,10 +51,16 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
         bounds = {
-            "hidden": (16, 8192), "intermediate": (16, 65536), "head_dim": (2, 256), "draft_vocab": (self.top_k, 262144),
-            "depth": (1, 10), "top_k": (1, 16), "total_tokens": (2, 128), "num_slots": (1, 16),
+            "hidden": (16, 8192),
+            "intermediate": (16, 65536),
+            "head_dim": (2, 256),
+            "draft_vocab": (self.top_k, 262144),
+            "depth": (1, 10),
+            "top_k": (1, 16),
+            "total_tokens": (2, 128),
+            "num_slots": (1, 16),
             "max_positions": (tree.depth * tree.top_k + 1, 131072 + 256),
-        }  # fmt: skip
+        }
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
             if not low <= value <= high:
@@ -65,8 +72,8 @@ class DrafterConfig:
                 )
         if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % 16:
             raise UsageError(
-                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their product "
-                "a multiple of 16."
+                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their "
+                "product a multiple of 16."
             )
         if self.kind not in ("eagle3", "eagle"):
             raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.')
@@ -153,10 +160,10 @@ class Buffers:
     """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
 
     Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 16], the token after each new feature
-    (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in the
-    KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
-    State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is the
-    kernel's own.
+    (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in
+    the KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
+    State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
+    the kernel's own.
     """
 
     new_tokens: Tensor
@@ -233,6 +240,6 @@ def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: 
     """Raise `UsageError` when a sequence and its tree do not fit the KV cache."""
     if prefix < 0 or prefix + num_new + tree_rows > positions:
         raise UsageError(
-            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV cache of "
-            f"{positions} positions. Allocate more, or end this sequence."
+            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
+            f"cache of {positions} positions. Allocate more, or end this sequence."
         )

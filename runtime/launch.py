@@ -1,7 +1,7 @@
 """Draft a tree in one launch: `launch_drafter`, and the drafter built on it for generation.
 
-The persistent Triton kernel and the PyTorch reference share configuration, weights, buffers and results; the caller says
-which (``backend``), and nothing falls back. Kernels are imported only when asked for.
+The persistent Triton kernel and the PyTorch reference share configuration, weights, buffers and results; the caller
+says which (``backend``), and nothing falls back. Kernels are imported only when asked for.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Nodes of one level share the prefix but not their ancestors, which are not contiguous. Keys come from three places:
 
 * *prefix*: cached positions ``[0, prefix)``, seen by every node;
-* *tree*: cached nodes of earlier levels, slot ``j = (level - 1) * top_k + node`` at position ``prefix + j``; node n sees
-  slot j when its chain names it: ``chain[n, j // top_k] == j`` (one slot of each earlier level);
+* *tree*: cached nodes of earlier levels, slot ``j = (level - 1) * top_k + node`` at position ``prefix + j``; node n
+  sees slot j when its chain names it: ``chain[n, j // top_k] == j`` (one slot of each earlier level);
 * *fresh*: rows of this very pass, not yet cached: the node itself, or, in the extend pass, all new tokens.
 
 Keys in the cache are already rotated; queries and fresh keys are rotated here (rotate-half, cos and sin tables of
@@ -255,8 +255,8 @@ def _attention_kernel(
     parts = group.to(tl.int64) * num_parts * HEADS_PER_UNIT * ROWS
     attend_unit(
         qkv_ptr + slot * ROWS * (HEADS + 2 * KV_HEADS) * HEAD_DIM, key_ptr + cache, value_ptr + cache,
-        cos_ptr, sin_ptr, chain_ptr + slot * ROWS * MAX_DEPTH, part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D,
-        kv_head, group % GROUPS, part, num_parts, tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot),
+        cos_ptr, sin_ptr, chain_ptr + slot * ROWS * MAX_DEPTH, part_stat_ptr + parts * 2, part_acc_ptr + parts *
+        BLOCK_D, kv_head, group % GROUPS, part, num_parts, tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot),
         level + slot * 0,
         HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_T, BLOCK_D, BLOCK_H,
     )  # fmt: skip
@@ -282,7 +282,8 @@ def ancestor_attention_ref(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
     prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
 ) -> Tensor:  # fmt: skip
-    """Definition, one node and one head at a time in fp32; arguments as `ancestor_attention`, the cache is filled too."""
+    """Definition, one node and one head at a time in fp32; arguments as `ancestor_attention`, the cache is filled
+    too."""
     slots, _, _, head_dim = keys.shape
     half = head_dim // 2
     out = torch.zeros(slots, 16, heads, head_dim)
@@ -320,8 +321,8 @@ def ancestor_attention(
 
     ``qkv`` fp32 [slots, 16, (heads + 2 kv_heads) * head_dim], not rotated; ``keys``, ``values`` [slots, kv_heads,
     positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
-    max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the last
-    one queries. Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined.
+    max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
+    last one queries. Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined.
     """
     slots, _, _, head_dim = keys.shape
     heads_per_unit = heads_per_attention_unit(heads // kv_heads, head_dim)

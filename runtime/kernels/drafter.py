@@ -1,7 +1,7 @@
 """Host side of the persistent drafter: pack the weights, lay out the workspace, launch.
 
-Everything that takes time or memory happens in `pack_head` and `allocate_workspace`; `launch` only starts the kernel, so
-it can be captured in a CUDA graph.
+Everything that takes time or memory happens in `pack_head` and `allocate_workspace`; `launch` only starts the kernel,
+so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
         "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,), "factor": (in_rows,),
     }  # fmt: skip
     ints = {
-        "best_id": (programs, rows, cfg.max_k), "owner": (programs, cfg.max_k), "token": (slots, candidates), "parent": (slots, candidates),
+        "best_id": (programs, rows, cfg.max_k), "owner": (programs, cfg.max_k), "token": (slots, candidates),
+        "parent": (slots, candidates),
         "node_of": (slots, candidates), "chosen": (slots, cfg.total_tokens), "frontier_candidate": (slot_rows,),
         "frontier_parent": (slot_rows,), "frontier_child": (slot_rows,), "chain": (2, slot_rows, MAX_DEPTH),
         "node_arrivals": (slots,), "barrier": (4,),
@@ -259,9 +260,11 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         "FEATURES": cfg.num_slots * cfg.embed_rows, "STREAM": layout.size,
         **{f"AT_{name.upper()}": layout.offsets[name] for name in ("qkv", "o", "mlp", "down", "head")},
         "SCALES": layout.scale_rows, "R_HIDDEN": layout.rows["o"], "R_QKV": layout.rows["qkv"],
-        "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows, "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden),
+        "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows,
+        "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden),
         "BLOCK_TAP": triton.next_power_of_2(cfg.feature_width // separate), **shapes, **prefetch,
-        "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4, "BLOCK_KEYS": params.block_keys,
+        "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4,
+        "BLOCK_KEYS": params.block_keys,
         "HEADS_PER_UNIT": heads_per_attention_unit(group, cfg.head_dim), "BLOCK_D": block_d,
         "BLOCK_HALF": max(16, block_d // 2),
     }  # fmt: skip
@@ -280,9 +283,9 @@ def kernel_arguments(
     ws = bufs.workspace
     names = (
         "x_in", "x_taps", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
-        "squares_out", "scratch", "best_value", "best_max", "best_sum", "score", "frontier_score", "part_stat", "part_acc",
-        "factor", "best_id", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate", "frontier_parent", "frontier_child",
-        "chain", "node_arrivals", "barrier",
+        "squares_out", "scratch", "best_value", "best_max", "best_sum", "score", "frontier_score", "part_stat",
+        "part_acc", "factor", "best_id", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate",
+        "frontier_parent", "frontier_child", "chain", "node_arrivals", "barrier",
     )  # fmt: skip
     return {
         "tap_ptr": taps, "tap_offset_1": offsets[0], "tap_offset_2": offsets[1],
@@ -321,8 +324,8 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     device = bufs.keys.device
     if packed.params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
-            f"{packed.params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack the "
-            "head for this device."
+            f"{packed.params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
+            "the head for this device."
         )
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(packed.params.num_programs,)](
@@ -338,6 +341,6 @@ def check_finished(bufs: Buffers) -> None:
     if int(bufs.workspace["barrier"][ERROR]):
         bufs.workspace["barrier"].zero_()
         raise DrafterError(
-            "The drafter's grid barrier timed out: not all programs were running at once, or one of them failed. The draft "
-            "is undefined. Is another process using the GPU's SMs exclusively?"
+            "The drafter's grid barrier timed out: not all programs were running at once, or one of them failed. The "
+            "draft is undefined. Is another process using the GPU's SMs exclusively?"
         )

@@ -3,12 +3,12 @@
 Every program adds 1 to a counter with release semantics and spins, with acquire loads, until the counter reaches
 ``round * programs``. All programs must be resident: launch with ``launch_cooperative_grid=True`` and at most
 ``max_resident_programs`` programs. The spin is bounded: a program that waited too long (seconds, where a barrier takes
-about a microsecond) raises the error flag and goes on, every other program then leaves its spin at once, the kernel ends
-with undefined results, and the host reports the flag. The last program out sets the counters back to 0, so that a
+about a microsecond) raises the error flag and goes on, every other program then leaves its spin at once, the kernel
+ends with undefined results, and the host reports the flag. The last program out sets the counters back to 0, so that a
 launch needs no memset before it.
 
-Memory model: PTX ISA, *Memory Consistency Model*: ``red.release.gpu`` after a CTA barrier orders the writes of the whole
-CTA; ``ld.acquire.gpu`` before a CTA barrier makes those of the others visible to the whole CTA.
+Memory model: PTX ISA, *Memory Consistency Model*: ``red.release.gpu`` after a CTA barrier orders the writes of the
+whole CTA; ``ld.acquire.gpu`` before a CTA barrier makes those of the others visible to the whole CTA.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Tile sizes and pipeline depths of the persistent drafter: a pure function of dimensions and device, and a tuned cache.
+"""Tile sizes and pipeline depths of the persistent drafter: a pure function of dimensions and device, and a tuned
+cache.
 
-`choose_launch` derives parameters that fit any supported chip; `tuned_launch` looks them up for (GPU, dimensions, dtypes,
-rows) in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``. Both give the same results, only at
-different speed.
+`choose_launch` derives parameters that fit any supported chip; `tuned_launch` looks them up for (GPU, dimensions,
+dtypes, rows) in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``. Both give the same
+results, only at different speed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class LaunchParams:
     """How one kernel is compiled and launched; see `persistent.draft_kernel`.
 
     ``prefetch``: bytes of each matrix that a program asks into the L2 before the barrier in front of it; 0 for none.
-    ``bulk_prefetch`` needs sm_90. ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
+    ``bulk_prefetch`` needs sm_90. ``part_keys``: prefix keys from which attention is split over programs.
+    ``block_keys``: keys per tile.
     """
 
     num_programs: int
@@ -142,7 +144,8 @@ def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
         f"{label}{value}"
         for label, value in (
             ("h", cfg.hidden), ("i", cfg.intermediate), ("q", cfg.num_heads), ("kv", cfg.num_kv_heads),
-            ("d", cfg.head_dim), ("f", cfg.feature_width), ("v", cfg.draft_vocab), ("k", cfg.top_k), ("m", block_rows(cfg)),
+            ("d", cfg.head_dim), ("f", cfg.feature_width), ("v", cfg.draft_vocab), ("k", cfg.top_k),
+            ("m", block_rows(cfg)),
         )
     )  # fmt: skip
     return f"{chip.name}/{cfg.kind}-{sizes}/{str(cfg.dtype).removeprefix('torch.')}-{weight}"

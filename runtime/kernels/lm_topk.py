@@ -189,8 +189,8 @@ def merge_best(
 ):
     """Merge all programs' lists of one node.
 
-    Returns rank (NO_INDEX unless among the TOP_K), value and id of the pairs that can be among the best, int32, fp32 and
-    int32 [PAIRS], and the log-sum-exp.
+    Returns rank (NO_INDEX unless among the TOP_K), value and id of the pairs that can be among the best, int32, fp32
+    and int32 [PAIRS], and the log-sum-exp.
     """
     zero = hidden_zero()
     program = tl.arange(0, CTAS) + zero
@@ -232,8 +232,8 @@ def _stream_kernel(
     w_base = w_ptr + pid.to(tl.int64) * ROWS * NUM_CHUNKS * BLOCK_K
     stream_topk(
         x_ptr, offs_m.to(tl.int64) * stride_x, tl.full([BLOCK_M], 1.0, tl.float32), offs_m < num_rows_x,
-        1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N, values_ptr + lists * MAX_K, best_ids_ptr + lists * MAX_K,
-        max_ptr + lists, sum_ptr + lists, w_base,
+        1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N, values_ptr + lists *
+        MAX_K, best_ids_ptr + lists * MAX_K, max_ptr + lists, sum_ptr + lists, w_base,
         TILE, NUM_CHUNKS, TOP_K, MAX_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_M,
         STAGES, 0, False, False, ROWS > TILE,
     )  # fmt: skip

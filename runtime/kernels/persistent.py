@@ -1,7 +1,7 @@
 """The persistent drafter: one cooperative launch drafts a whole tree for every active sequence.
 
-One program runs on each SM and stays there for the whole draft. Work moves from phase to phase through buffers that live
-in the L2, with a grid barrier between phases; weights are the only thing read from memory, each once per level:
+One program runs on each SM and stays there for the whole draft. Work moves from phase to phase through buffers that
+live in the L2, with a grid barrier between phases; weights are the only thing read from memory, each once per level:
 
 ====  ==================================================================================================
 fuse  features of the new tokens: ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at
@@ -15,9 +15,10 @@ pick  merge per node; candidates' scores; best top_k become the next frontier; t
 tree  after the last level, `tree_build.build_tree`
 ====  ==================================================================================================
 
-Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache and only the last of them (the
-pair of the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor per
-row, so ``o`` and ``down`` write rows already times the norm's weight and the factor multiplies the next product's result.
+Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache and only the last of them
+(the pair of the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor
+per row, so ``o`` and ``down`` write rows already times the norm's weight and the factor multiplies the next product's
+result.
 
 Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Frontier scores and candidate numbering follow
 `eagle_slim.runtime.tree`. Every program takes part in every barrier, so no phase returns early.
@@ -66,7 +67,8 @@ def scale_row(
     source_ptr, source_offset_1, source_offset_2, x_ptr, row, scale_ptr,
     SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of SEGMENTS pieces of SIZE values as an operand, divided by ``max|row| / 256``, and that divisor."""
+    """Write one row of SEGMENTS pieces of SIZE values as an operand, divided by ``max|row| / 256``, and that
+    divisor."""
     offs = tl.arange(0, BLOCK) + hidden_zero()
     peak = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(SEGMENTS):
@@ -189,7 +191,8 @@ def draft_kernel(
     fc_bias_ptr, qkv_bias_ptr, cos_ptr, sin_ptr, draft_vocab, stride_embed,
     # KV cache [slots, kv_heads, positions, head_dim]
     key_ptr, value_ptr, stride_cache_slot, stride_cache_head,
-    # operands (`store_activation`): embeddings then features (one tensor), taps, attention, post-norm, mlp, head input, fused
+    # operands (`store_activation`): embeddings then features (one tensor), taps, attention, post-norm, mlp, head
+    # input, fused
     x_in_ptr, x_taps_ptr, x_attn_ptr, x_post_ptr, x_mlp_ptr, x_head_ptr, x_fused_ptr,
     # fp32 workspace
     hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
@@ -204,8 +207,9 @@ def draft_kernel(
     HAS_FC: tl.constexpr, HAS_FC_BIAS: tl.constexpr, HAS_QKV_BIAS: tl.constexpr, SCALED: tl.constexpr,
     HIDDEN: tl.constexpr, TAPS: tl.constexpr, TAP_SIZE: tl.constexpr, INTERMEDIATE: tl.constexpr,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, EPS: tl.constexpr,
-    TOP_K: tl.constexpr, MAX_K: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr, TOTAL: tl.constexpr, MAX_DEPTH: tl.constexpr,
-    CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr,
+    TOP_K: tl.constexpr, MAX_K: tl.constexpr, PAIRS: tl.constexpr, DEPTH: tl.constexpr, TOTAL: tl.constexpr,
+    MAX_DEPTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_W: tl.constexpr,
     EMBED_ROWS: tl.constexpr, FEATURES: tl.constexpr,  # embeddings kept per sequence; row of the first feature
     # the stream of one program: regions' offsets in elements, and rows per program
     STREAM: tl.constexpr, AT_QKV: tl.constexpr, AT_O: tl.constexpr, AT_MLP: tl.constexpr, AT_DOWN: tl.constexpr,
@@ -220,7 +224,8 @@ def draft_kernel(
     # bytes of each region that are asked into the L2 before the barrier in front of it
     P_FC: tl.constexpr, P_QKV: tl.constexpr, P_O: tl.constexpr, P_MLP: tl.constexpr, P_DOWN: tl.constexpr,
     P_HEAD: tl.constexpr, BULK: tl.constexpr,
-    PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
+    PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    HEADS_PER_UNIT: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Draft; see the module docstring. All shapes are fixed by the constants, all counts are read on the device."""
@@ -448,8 +453,8 @@ def draft_kernel(
         residual_row = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED_EVERY_LEVEL else parent_row)
         project_residual(
             x_attn_ptr, own_row * HEADS * HEAD_DIM, mask_m, my_stream + AT_O, my_scale + R_HIDDEN + R_QKV,
-            my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, x_scale, squares_post_ptr,
-            HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, P_MLP, BULK, SCALED,
+            my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, x_scale,
+            squares_post_ptr, HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, P_MLP, BULK, SCALED,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
@@ -495,7 +500,8 @@ def draft_kernel(
         project_residual(
             x_mlp_ptr, own_row * INTERMEDIATE, mask_m, my_stream + AT_DOWN, my_scale + 2 * R_HIDDEN + R_QKV + 2 * R_MLP,
             my_stream + AT_HEAD, middle_ptr, offs_m, hidden_ptr, x_head_ptr, norm_out_ptr, x_scale, squares_out_ptr,
-            INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, P_HEAD, BULK, SCALED,
+            INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, P_HEAD, BULK,
+            SCALED,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)
@@ -562,21 +568,20 @@ def draft_kernel(
                             chain_ptr + (((level + 1) % 2) * SLOTS + a) * ROWS * MAX_DEPTH,
                             TOP_K, MAX_K, PAIRS, MAX_DEPTH,
                         )  # fmt: skip
-            if (copy > 0) | (copies == 1):
-                if level < DEPTH:
-                    for job in range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1)):
-                        if job < TOP_K:
-                            child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
-                            to_row = a * EMBED_ROWS + n * TOP_K + job
-                            write_row(
-                                embed_ptr + child_token * stride_embed, x_in_ptr, factor_ptr, to_row, norm_in_ptr,
-                                EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
-                            )  # fmt: skip
-                        else:
-                            write_row(
-                                hidden_ptr + row.to(tl.int64) * HIDDEN, x_in_ptr, factor_ptr, FEATURES + row, norm_hidden_ptr,
-                                EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
-                            )  # fmt: skip
+            if ((copy > 0) | (copies == 1)) & (level < DEPTH):
+                for job in range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1)):
+                    if job < TOP_K:
+                        child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
+                        to_row = a * EMBED_ROWS + n * TOP_K + job
+                        write_row(
+                            embed_ptr + child_token * stride_embed, x_in_ptr, factor_ptr, to_row, norm_in_ptr,
+                            EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                        )  # fmt: skip
+                    else:
+                        write_row(
+                            hidden_ptr + row.to(tl.int64) * HIDDEN, x_in_ptr, factor_ptr, FEATURES + row,
+                            norm_hidden_ptr, EPS, not FUSED_EVERY_LEVEL, HIDDEN, BLOCK_HIDDEN,
+                        )  # fmt: skip
         if level < DEPTH:
             round += 1
             grid_barrier(barrier_ptr, round, NUM_CTAS)

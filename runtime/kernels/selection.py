@@ -6,8 +6,8 @@
 * `best_k_mask` finds the value of the k-th best bit by bit, then breaks ties by position with a prefix sum: 32 counting
   passes whatever k, for up to 4096 elements.
 
-Both are free of atomics and of data-dependent control flow. Values are fp32 without NaN; -inf is a value like any other;
-padding carries `NO_INDEX`, which every real index precedes.
+Both are free of atomics and of data-dependent control flow. Values are fp32 without NaN; -inf is a value like any
+other; padding carries `NO_INDEX`, which every real index precedes.
 """
 
 import triton

@@ -1,8 +1,8 @@
 """Tree build on the device: all drafted candidates in, the draft tree in its fixed shapes out; one program a sequence.
 
 The definition is `eagle_slim.runtime.tree.build_tree` (its docstring has the worked example): the best
-``total_tokens - 1`` candidates by (fp32 score descending, candidate index ascending), in candidate order, below the root.
-A chosen candidate's parent is always chosen, so a parent's node index is found by a table from candidate to node.
+``total_tokens - 1`` candidates by (fp32 score descending, candidate index ascending), in candidate order, below the
+root. A chosen candidate's parent is always chosen, so a parent's node index is found by a table from candidate to node.
 
 Limits: total_tokens <= 128, candidates <= 4096.
 """

@@ -10,8 +10,9 @@ while the program waits at a barrier: weights do not depend on what it waits for
 of `tl.dot`, the drafted nodes the right one; no split over in_features, hence no atomics and a fixed order of addition.
 
 Rows of the layer's matrices go to programs in blocks (program p has rows ``p * R`` to ``p * R + R - 1``), so that a
-program's results are contiguous. Rows of the LM head are dealt round robin (row r to program ``r % programs`` as its row
-``r // programs``), so that any prefix of them is balanced too: one packed LM head serves every smaller draft vocabulary.
+program's results are contiguous. Rows of the LM head are dealt round robin (row r to program ``r % programs`` as its
+row ``r // programs``), so that any prefix of them is balanced too: one packed LM head serves every smaller draft
+vocabulary.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def store_activation(x_ptr, row, column, value, mask, ROW_SIZE: tl.constexpr):
 
     A pair is two e4m3 numbers, ``value = high + low / 16``: high is the nearest e4m3 (3 bits of mantissa), low 16 times
     what is left, so together they carry about the 8 bits of bf16 and FP8 matrix units multiply weights straight from
-    memory. Rows of pairs are stored as [high row][low row]. Values beyond 448 saturate: callers scale rows to order one.
+    memory. Rows of pairs are stored as [high row][low row]. Values beyond 448 saturate: callers scale rows to order
+    one.
     """
     if x_ptr.dtype.element_ty == tl.float8e4nv:
         value = tl.minimum(tl.maximum(value, -448.0), 448.0)
