@@ -75,4 +75,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-engines build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

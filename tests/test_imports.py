@@ -36,6 +36,8 @@ COMMANDS = {
     "eagle_slim.vocab_tools.cli": "vocab",
     "eagle_slim.convert.cli": "convert",
     "eagle_slim.convert.verify_cli": "verify",
+    "eagle_slim.runtime.generate_cli": "generate",
+    "eagle_slim.runtime.compare_cli": "compare",
 }
 
 

@@ -1,0 +1,43 @@
+"""The commands and the Python that README.md prints, run as printed, in order, in an empty folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^(<!-- not run by the tests: [^\n]*-->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> list[tuple[str, str]]:
+    """(language, text) of every block but those that say they are not run, and the make targets."""
+    found = [(match[2], match[3]) for match in BLOCK.finditer((ROOT / "README.md").read_text("utf-8")) if not match[1]]
+    return [(language, text) for language, text in found if not text.startswith("make ")]
+
+
+def test_readme(tmp_path: Path) -> None:
+    for name in ("convert", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    printed = []
+    for language, text in blocks():
+        program = {"bash": ["bash", "-e", "-u", "-o", "pipefail", "-c"], "python": [sys.executable, "-c"]}[language]
+        done = subprocess.run(
+            [*program, text], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PATH": f"{sysconfig.get_path('scripts')}:{os.environ['PATH']}"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        printed.append(done)
+    vocab, generate, python = printed
+    assert "0 failed" in vocab.stdout
+    assert "bytes per draft step" in vocab.stdout
+    assert "all 40 tokens equal plain greedy decoding" in generate.stderr
+    assert "recommended draft vocabulary for this pair on this device" in generate.stdout
+    assert float(python.stdout.splitlines()[-1].split()[0]) > 1.3
+    assert {path.name for path in (tmp_path / "compare").iterdir()} == {
+        f"compare.{x}" for x in ("csv", "html", "json", "png")
+    }
+    assert (tmp_path / "coverage.png").stat().st_size > 10_000
