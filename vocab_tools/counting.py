@@ -63,7 +63,7 @@ def count_tokens(
     checkpoint: Path | None = None,
     restart: bool = False,
     save_to: Path | None = None,
-    checkpoint_seconds: float = 30.0,
+    checkpoint_seconds: float = 10.0,
     progress: bool | Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TokenCounts:
