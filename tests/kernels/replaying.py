@@ -1,0 +1,81 @@
+"""Draft with the persistent kernel on poisoned memory, and replay the draft by the fp32 reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from eagle_slim.runtime.bench.agreement import (
+    Agreement,
+    Step,
+    candidates_of,
+    exact_head,
+    log_prob_atol,
+    replay,
+    tree_of,
+)
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter_config import Buffers, DrafterConfig
+from eagle_slim.runtime.launch import Weights, check_finished, launch_drafter
+from eagle_slim.runtime.tree import DraftTree
+from eagle_slim.runtime.weights import HeadWeights
+from support.drafting import nan_fill, problem
+
+FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One draft: what went in, what came out, and what the replay says."""
+
+    cfg: DrafterConfig
+    features: torch.Tensor | tuple[torch.Tensor, ...]
+    weights: Weights
+    bufs: Buffers
+    step: Step
+    tree: DraftTree
+    agreement: Agreement
+
+    def reference_tree(self) -> DraftTree:
+        """The reference's own draft of the same step, in the same type."""
+        self.bufs.keys.copy_(self.step.keys)
+        self.bufs.values.copy_(self.step.values)
+        launch_drafter(self.cfg, self.step.features, self.weights, self.bufs, "reference")
+        return tree_of(self.bufs)
+
+
+def draft(
+    head: HeadWeights,
+    tree: tuple[int, int, int],
+    prefixes: list[int],
+    num_new: list[int],
+    active: list[int] | None = None,
+    weight_dtype: torch.dtype | None = None,
+    separate_taps: bool = False,
+    seed: int = 0,
+) -> Drafted:
+    cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype, seed)
+    taps = tuple(tap.contiguous() for tap in joined.chunk(3, -1)) if separate_taps else joined
+    return run(cfg, taps, weights, bufs)
+
+
+def run(
+    cfg: DrafterConfig, features: torch.Tensor | tuple[torch.Tensor, ...], weights: Weights, bufs: Buffers
+) -> Drafted:
+    nan_fill(bufs)
+    step = Step.of(features, bufs)
+    launch_drafter(cfg, features, weights, bufs, "triton")
+    check_finished(bufs)
+    tree = tree_of(bufs)
+    head = exact_head(weights.head, cfg)
+    agreement = replay(head, cfg.tree, step, candidates_of(bufs), tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
+    return Drafted(cfg, features, weights, bufs, step, tree, agreement)
+
+
+def assert_agrees(drafted: Drafted) -> None:
+    assert drafted.agreement.agrees, str(drafted.agreement)
+
+
+def assert_equal_trees(mine: DraftTree, other: DraftTree) -> None:
+    for name in FIELDS:
+        assert torch.equal(getattr(mine, name), getattr(other, name)), name

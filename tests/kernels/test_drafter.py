@@ -1,0 +1,239 @@
+"""The whole draft in one launch, under the interpreter at toy sizes, against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter_config import DrafterConfig
+from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, launch_drafter
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
+from kernels.tolerances import LOG_PROB_ATOL
+from support.drafting import problem, random_head
+
+CASES = {
+    # name: (head options, tree, prefixes, new tokens, active slots)
+    "eagle3": ({}, (3, 4, 20), [5], [3], None),
+    "one level": ({}, (1, 3, 12), [9], [1], None),
+    "eagle": ({"kind": "eagle"}, (2, 4, 20), [7], [2], None),
+    "eagle, qkv bias": ({"kind": "eagle", "qkv_bias": True}, (1, 3, 10), [3], [2], None),
+    "qkv bias": ({"qkv_bias": True}, (1, 3, 10), [3], [2], None),
+    "slots, order and gaps": ({}, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0]),
+    "full attention": ({"heads": 3, "kv_heads": 3, "head_dim": 16, "hidden": 48}, (1, 2, 5), [6], [4], None),
+    "one kv head": ({"heads": 6, "kv_heads": 1, "head_dim": 40, "hidden": 48}, (2, 2, 7), [6], [4], None),
+    "head_dim 20": ({"head_dim": 20, "draft_vocab": 37}, (2, 3, 9), [5], [4], None),
+    "head_dim 96": ({"head_dim": 96, "heads": 2, "kv_heads": 1}, (1, 2, 5), [5], [1], None),
+    "vocabulary of top_k rows": ({"draft_vocab": 5}, (1, 5, 25), [5], [1], None),
+    "chain": ({"draft_vocab": 3}, (4, 1, 6), [5], [2], None),
+    "widest": ({"draft_vocab": 61}, (1, 16, 128), [5], [2], None),
+    "empty prefix": ({}, (1, 2, 5), [0], [1], None),
+    "wider target": ({"target_hidden": 80}, (1, 2, 5), [3], [2], None),
+    "long prefix": ({}, (1, 2, 6), [200], [2], None),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
+    options, tree, prefixes, num_new, active = CASES[name]
+    drafted = draft(random_head(**options, device=device), tree, prefixes, num_new, active)
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_lower_precision(kind: str, weight_dtype: torch.dtype, device: str) -> None:
+    head = random_head(kind, dtype=torch.float16, device=device)
+    drafted = draft(head, (2, 3, 15), [9, 4], [2, 5], [1], weight_dtype)
+    assert_agrees(drafted)
+    # The replay did not just accept anything: the error is that of rounding.
+    assert drafted.agreement.rms_error > 1e-5
+
+
+def test_separate_taps_are_the_concatenated_ones(device: str) -> None:
+    head = random_head(device=device)
+    joined = draft(head, (1, 3, 10), [5, 2], [3, 2])
+    separate = draft(head, (1, 3, 10), [5, 2], [3, 2], separate_taps=True)
+    assert_agrees(separate)
+    assert_equal_trees(joined.tree, separate.tree)
+
+
+def test_without_fc(device: str) -> None:
+    """One tap as wide as the head goes in as it is."""
+    head = random_head(device=device)
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
+    head = replace(head, tensors=tensors, feature_width=head.hidden)
+    drafted = draft(head, (2, 3, 12), [6], [3])
+    assert not drafted.cfg.has_fc
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+def test_rope_scaling(device: str) -> None:
+    head = random_head(device=device, rope_scaling={"rope_type": "linear", "factor": 4.0})
+    drafted = draft(head, (1, 3, 10), [12], [3])
+    assert_agrees(drafted)
+    unscaled = exact_head(random_head(device=device), drafted.cfg)
+    wrong = replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree)
+    assert not wrong.agrees
+
+
+def test_one_packed_head_serves_smaller_vocabularies(device: str) -> None:
+    """Rows packed best first: a launch over the first N equals a head of those N rows."""
+    head = random_head(device=device, draft_vocab=100)
+    cfg, features, _, bufs = problem(head, TreeConfig(1, 3, 10), [5], [3])
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(3)).to(device)
+    weights = Weights.pack(head, cfg, order)
+    small = replace(cfg, draft_vocab=41)
+    launch_drafter(small, features, weights, bufs, "triton")
+    drafted = candidates_of(bufs)
+    kept = order[:41].sort().values
+    few = replace(head, lm_head=head.lm_head[kept], draft_to_target=head.draft_to_target[kept])
+    _, features, packed, other = problem(few, TreeConfig(1, 3, 10), [5], [3])
+    launch_drafter(small, features, packed, other, "triton")
+    assert torch.equal(drafted.tokens, candidates_of(other).tokens)
+    torch.testing.assert_close(drafted.scores, candidates_of(other).scores, rtol=0, atol=LOG_PROB_ATOL[torch.float32])
+
+
+def test_ties_go_to_the_smaller_row(device: str) -> None:
+    """Rows of the LM head that are equal give equal logits to the last bit; every choice among them is decided."""
+    head = random_head(device=device, draft_vocab=60)
+    head = replace(head, lm_head=head.lm_head[:12].repeat(5, 1))
+    drafted = draft(head, (2, 4, 20), [5], [2])
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+    first = drafted.tree.draft_tokens[0][drafted.tree.parents[0] == 0]
+    rows = [head.draft_to_target.tolist().index(token) for token in first.tolist()]
+    assert [row % 12 for row in rows] == [rows[0] % 12] * len(rows)
+
+
+def test_drafts_follow_each_other(device: str) -> None:
+    """Two steps on one cache: the second finds what the first appended, and no state is left over."""
+    head = random_head(device=device)
+    first = draft(head, (2, 3, 12), [6], [2])
+    accepted = first.tree.draft_tokens[0, :3].tolist()
+    bufs = first.bufs
+    bufs.set_step([0], [accepted], [8])
+    second = run(first.cfg, first.features, first.weights, bufs)
+    assert_agrees(second)
+    assert_equal_trees(second.tree, second.reference_tree())
+
+
+def test_inactive_slots_are_blank(device: str) -> None:
+    drafted = draft(random_head(device=device), (1, 2, 5), [4, 4, 4], [1, 1, 1], [1])
+    assert_agrees(drafted)
+    for slot in (0, 2):
+        assert (drafted.tree.draft_tokens[slot] == -1).all()
+        assert (drafted.tree.retrieve_indices[slot] == -1).all()
+        assert not drafted.tree.tree_mask[slot].any()
+        assert (drafted.tree.tree_position_ids[slot] == 0).all()
+        assert drafted.tree.num_leaves[slot] == 0
+        assert torch.equal(drafted.bufs.keys[slot], drafted.step.keys[slot])
+
+
+def test_the_replay_sees_a_wrong_draft(device: str) -> None:
+    drafted = draft(random_head(device=device), (2, 3, 12), [6], [2])
+    cfg, step, tree = drafted.cfg, drafted.step, drafted.tree
+    head, candidates = exact_head(drafted.weights.head, cfg), candidates_of(drafted.bufs)
+
+    def faults(**changed: torch.Tensor) -> str:
+        return " ".join(replay(head, cfg.tree, step, replace(candidates, **changed), tree).faults)
+
+    assert faults() == ""
+    shifted = candidates.scores.clone()
+    shifted[0, 4] -= 0.01
+    assert "log-probability" in faults(scores=shifted)
+    swapped = candidates.tokens.clone()
+    swapped[0, [3, 4]] = swapped[0, [4, 3]]
+    assert "log-probability" in faults(tokens=swapped)
+    parents = candidates.parents.clone()
+    parents[0, 12:15], parents[0, 15:18] = candidates.parents[0, 15:18], candidates.parents[0, 12:15]
+    assert "frontier" in faults(parents=parents)
+    other = replace(tree, draft_tokens=tree.draft_tokens.flip(1))
+    assert replay(head, cfg.tree, step, candidates, other).faults == ("draft_tokens is not what tree.build_tree gives",)
+    keys = drafted.bufs.keys.clone()
+    keys[0, 0, 7] += 0.01
+    assert "KV cache" in " ".join(replay(head, cfg.tree, step, candidates, tree, keys, drafted.bufs.values).faults)
+
+
+@st.composite
+def configurations(draw: st.DrawFn) -> dict[str, object]:
+    kv_heads = draw(st.integers(1, 2))
+    top_k, depth = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    slots = draw(st.integers(1, 2))
+    head_dim = draw(st.sampled_from([8, 16, 24]))
+    return {
+        "head": {
+            "kind": draw(st.sampled_from(["eagle3", "eagle"])), "hidden": draw(st.sampled_from([48, 96])),
+            "intermediate": draw(st.sampled_from([16, 112])), "kv_heads": kv_heads,
+            "heads": kv_heads * draw(st.sampled_from([2, 4, 6])), "head_dim": head_dim,
+            "draft_vocab": draw(st.integers(top_k, 130)), "qkv_bias": draw(st.booleans()),
+            "seed": draw(st.integers(0, 99)),
+        },
+        "tree": (depth, top_k, draw(st.integers(2, min(40, 1 + top_k + depth * top_k**2)))),
+        "prefixes": draw(st.lists(st.integers(0, 70), min_size=slots, max_size=slots)),
+        "num_new": draw(st.lists(st.integers(1, 16), min_size=slots, max_size=slots)),
+        "active": draw(st.sampled_from([[0], list(range(slots)), list(range(slots))[::-1]])),
+    }  # fmt: skip
+
+
+# Without shrinking: a failing example is small enough, and each try costs a second.
+@settings(
+    max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)  # fmt: skip
+@given(configuration=configurations())
+def test_random_configurations(configuration: dict, device: str) -> None:
+    head = random_head(**configuration["head"], device=device)
+    arguments = {name: configuration[name] for name in ("tree", "prefixes", "num_new", "active")}
+    assert_agrees(draft(head, **arguments))
+
+
+def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory, device: str) -> None:
+    from eagle_slim.runtime import SpeculativeModel
+    from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+
+    folder = tmp_path_factory.mktemp("head")
+    write_head(folder, "eagle3")
+    target = tiny_target("llama").to(device)
+    prompts = random_prompts([5, 2])
+    outputs = {}
+    for name, drafter in (("reference", "reference"), ("triton", TritonDrafter)):
+        model = SpeculativeModel.from_pretrained(target, folder, depth=2, top_k=3, total_tokens=12, drafter=drafter)
+        outputs[name] = model.generate(prompts, max_new_tokens=8)
+    assert outputs["triton"].token_ids == [plain_greedy(target, prompt, 8) for prompt in prompts]
+    assert outputs["triton"].stats.accepted_lengths == outputs["reference"].stats.accepted_lengths
+
+
+def test_memory_does_not_grow_with_the_vocabulary() -> None:
+    """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
+    from eagle_slim.runtime.kernels.drafter import allocate_workspace
+    from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
+
+    def workspace_bytes(draft_vocab: int) -> int:
+        cfg = DrafterConfig(
+            kind="eagle3", hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+            feature_width=12288, target_vocab=128256, draft_vocab=draft_vocab, depth=5, top_k=10, total_tokens=60,
+            norm_eps=1e-5, num_slots=8, max_positions=8192,
+        )  # fmt: skip
+        tensors = allocate_workspace(cfg, choose_launch(cfg, KNOWN_CHIPS[90]), "meta").values()
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    assert workspace_bytes(128256) <= workspace_bytes(32000) < 100e6
+
+
+def test_allocated_once(device: str) -> None:
+    """A draft writes into the buffers it was given and returns those very tensors."""
+    head = random_head(device=device)
+    cfg, features, weights, _ = problem(head, TreeConfig(1, 2, 5), [3], [1])
+    bufs = allocate_buffers(cfg, weights)
+    bufs.set_step([0], [[1]], [0])
+    results = launch_drafter(cfg, features, weights, bufs)
+    outputs = (bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids)
+    assert all(mine is given for mine, given in zip(results, outputs, strict=True))
+    assert [tuple(output.shape) for output in outputs] == [(1, 5), (1, 5, 3), (1, 1, 5, 5), (1, 5)]

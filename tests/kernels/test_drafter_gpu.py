@@ -1,0 +1,268 @@
+"""The persistent drafter on a GPU: every type against the fp32 reference, real dimensions, graphs, and a real head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.runtime.bench.agreement import (
+    Agreement,
+    Step,
+    candidates_of,
+    exact_head,
+    log_prob_atol,
+    replay,
+    tree_of,
+)
+from eagle_slim.runtime.bench.baseline import capture
+from eagle_slim.runtime.bench.problem import MODELS, draft_config, first_rows, random_head, random_step
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.errors import DrafterError, EagleSlimError
+from eagle_slim.runtime.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
+from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.slots import ActiveSlots
+from eagle_slim.runtime.tree import DraftTree
+from eagle_slim.runtime.weights import HeadWeights
+from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
+from support.drafting import random_head as small_head
+
+pytestmark = pytest.mark.gpu
+PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+MEDIUM = {
+    "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64, "target_vocab": 4000,
+    "draft_vocab": 3001, "device": "cuda",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.float32, None),
+    ],
+    ids=["bf16", "fp16", "fp8", "fp32"],
+)
+def test_every_type(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, record_property: Callable[[str, object], None]
+) -> None:
+    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs sm_89 or later")
+    head = small_head(dtype=dtype, **MEDIUM)
+    drafted = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0], weight_dtype)
+    record_property("agreement", str(drafted.agreement))
+    assert_agrees(drafted)
+    if dtype == torch.float32:
+        assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+def test_eagle_2_and_odd_sizes() -> None:
+    options = {**MEDIUM, "heads": 6, "kv_heads": 2, "hidden": 480, "head_dim": 80, "draft_vocab": 1777}
+    head = small_head("eagle", dtype=torch.bfloat16, qkv_bias=True, **options)
+    assert_agrees(draft(head, (3, 7, 33), [129], [5]))
+
+
+def test_a_chain_and_separate_taps() -> None:
+    head = small_head(dtype=torch.bfloat16, **MEDIUM)
+    assert_agrees(draft(head, (7, 1, 8), [64], [8], separate_taps=True))
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+def test_llama_8b_dimensions(weight_dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
+    if weight_dtype.itemsize == 1 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs sm_89 or later")
+    dims = MODELS["llama-3.1-8b"]
+    head = first_rows(random_head(dims, torch.device("cuda")), 32000)
+    cfg = draft_config(dims, 32000, TreeConfig(5, 10, 60), 1, 4096, weight_dtype=weight_dtype)
+    weights = Weights.pack(head, cfg)
+    bufs = allocate_buffers(cfg, weights)
+    for prefix in (512, 4000):
+        features = random_step(cfg, prefix, 4, bufs)
+        drafted = run(cfg, features, weights, bufs)
+        record_property(f"agreement_{prefix}", str(drafted.agreement))
+        assert_agrees(drafted)
+
+
+def test_graph_replays_take_new_inputs() -> None:
+    """One graph, recorded once, drafts what a plain launch drafts, also after its inputs changed."""
+    head = small_head(dtype=torch.bfloat16, **MEDIUM)
+    plain = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
+    bufs, features = plain.bufs, plain.features
+    assert isinstance(features, torch.Tensor)
+    before = torch.cuda.memory_allocated()
+    launch_drafter(plain.cfg, features, plain.weights, bufs)
+    assert torch.cuda.memory_allocated() == before
+    graph = capture(lambda: launch_drafter(plain.cfg, features, plain.weights, bufs))
+    for active, tokens, prefix in (([2, 0], [[5], [1, 2, 3]], [40, 300]), ([1], [[9] * 4], [777])):
+        bufs.set_step(active, tokens, prefix)
+        features.copy_(torch.randn_like(features))
+        step = Step.of(features, bufs)
+        launch_drafter(plain.cfg, features, plain.weights, bufs)
+        launched = tree_of(bufs)
+        for name in FIELDS:
+            getattr(bufs, name).fill_(-2 if name != "tree_mask" else 1)
+        graph.replay()
+        check_finished(bufs)
+        assert_equal_trees(tree_of(bufs), launched)
+        agreement = replay(
+            exact_head(head, plain.cfg), plain.cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
+            bufs.values, atol=log_prob_atol(plain.cfg),
+        )  # fmt: skip
+        assert agreement.agrees, str(agreement)
+
+
+def test_drafts_repeat_to_the_last_bit() -> None:
+    head = small_head(dtype=torch.bfloat16, **MEDIUM)
+    first = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
+    scores = candidates_of(first.bufs).scores
+    for _ in range(20):
+        launch_drafter(first.cfg, first.features, first.weights, first.bufs)
+        assert torch.equal(candidates_of(first.bufs).scores, scores)
+
+
+def test_barrier_over_all_multiprocessors() -> None:
+    programs = torch.cuda.get_device_properties(0).multi_processor_count
+    state = torch.zeros(4, dtype=torch.int32, device="cuda")
+    for _ in range(3):
+        assert torch.equal(count_rounds(state, programs, 500).cpu(), count_rounds_ref(programs, 500))
+        assert state.tolist() == [0, 0, 0, 0]
+
+
+def test_barrier_cannot_hang() -> None:
+    """A program that never comes: the others give up within seconds and raise the flag."""
+    state = torch.zeros(4, dtype=torch.int32, device="cuda")
+    seen, out = (torch.zeros(8, dtype=torch.int32, device="cuda") for _ in range(2))
+    _count_rounds_kernel[(7,)](state, seen, out, 3, NUM_CTAS=8, num_warps=8, launch_cooperative_grid=True)
+    torch.cuda.synchronize()
+    assert int(state[ERROR]) == 1
+
+
+def test_a_barrier_that_timed_out_is_reported() -> None:
+    drafted = draft(small_head(dtype=torch.bfloat16, **MEDIUM), (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
+    drafted.bufs.workspace["barrier"][ERROR] = 1
+    with pytest.raises(DrafterError, match="barrier timed out"):
+        check_finished(drafted.bufs)
+    launch_drafter(drafted.cfg, drafted.features, drafted.weights, drafted.bufs)
+    check_finished(drafted.bufs)
+
+
+@dataclass
+class Counts:
+    steps: int = 0
+    equal: int = 0
+    """Trees equal to the fp32 reference's own."""
+    agreeing: int = 0
+    """Trees that differ at most where scores nearly tie: the replay agrees."""
+    worst: list[Agreement] = field(default_factory=list)
+
+
+class Watched:
+    """A drafter that drafts with the kernel in bf16 and compares each step with the reference in fp32."""
+
+    def __init__(self, weights: HeadWeights, tree: TreeConfig, counts: Counts) -> None:
+        half = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
+        rounded = replace(
+            weights, tensors=half, embedding=weights.embedding.bfloat16(), lm_head=weights.lm_head.bfloat16()
+        )
+        self.mine = TritonDrafter(rounded, tree)
+        self.weights, self.tree, self.counts = weights, tree, counts
+        self.exact = replace(
+            weights, tensors={name: tensor.float() for name, tensor in half.items()},
+            embedding=rounded.embedding.float(), lm_head=rounded.lm_head.float(),
+        )  # fmt: skip
+        self.reference = ReferenceDrafter(self.exact, tree)
+
+    def allocate(self, num_slots: int, capacity: int) -> None:
+        self.mine.allocate(num_slots, capacity)
+        self.reference.allocate(num_slots, capacity)
+
+    def reset_slot(self, slot: int) -> None:
+        self.mine.reset_slot(slot)
+        self.reference.reset_slot(slot)
+
+    def prefill(self, slot: int, features: torch.Tensor, next_tokens: torch.Tensor) -> None:
+        self.mine.prefill(slot, features, next_tokens)
+        self.reference.prefill(slot, features, next_tokens)
+
+    def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
+        prefix = tuple(self.reference.lengths)
+        cache = self.reference._cache
+        assert cache is not None
+        num_new = [1] * active.num_slots
+        for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
+            num_new[slot] = count
+        step = Step(
+            pairs.features.float(), pairs.next_tokens, tuple(num_new), prefix, cache.keys, cache.values, active.indices
+        )
+        tree = self.mine.draft(active, pairs)
+        tree = DraftTree(*(getattr(tree, name).clone() for name in FIELDS))
+        assert self.mine._bufs is not None
+        drafted = candidates_of(self.mine._bufs)
+        own = self.reference.draft(active, pairs)
+        for place, slot in enumerate(active.indices):
+            self.counts.steps += 1
+            if all(torch.equal(getattr(tree, name)[slot], getattr(own, name)[slot]) for name in FIELDS):
+                self.counts.equal += 1
+            one = replace(drafted, **{
+                name: getattr(drafted, name)[place : place + 1] for name in ("tokens", "scores", "parents")
+            })  # fmt: skip
+            blanked = DraftTree(*(getattr(tree, name).clone() for name in FIELDS))
+            alone = replace(step, active=(slot,))
+            wanted = blank_others(blanked, slot)
+            agreement = replay(self.exact, self.tree, alone, one, wanted, atol=log_prob_atol(self.mine._cfg))
+            self.counts.agreeing += agreement.agrees
+            self.counts.worst.append(agreement)
+        return tree
+
+
+def blank_others(tree: DraftTree, slot: int) -> DraftTree:
+    """What a replay of one slot alone gives for the others."""
+    for name, blank in zip(FIELDS, (-1, -1, 0, 0, -1, 0), strict=True):
+        kept = getattr(tree, name)[slot].clone()
+        getattr(tree, name).fill_(blank)
+        getattr(tree, name)[slot] = kept
+    return tree
+
+
+def test_smollm2_drafts_what_the_reference_drafts(record_property: Callable[[str, object], None]) -> None:
+    """Exactly the target's text; the same trees, near-ties apart; the same accepted length."""
+    from eagle_slim.runtime import SpeculativeModel
+
+    options = {"dtype": torch.float32, "device": "cuda", "depth": 5, "top_k": 10, "total_tokens": 60}
+    try:
+        reference = SpeculativeModel.from_pretrained(**options)
+    except EagleSlimError as error:
+        pytest.skip(f"no built-in target here: {error}")
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:16]
+    prompts = [reference.encode_chat(json.loads(line)["turns"][0]) for line in lines]
+    by_reference = reference.generate(prompts, max_new_tokens=64)
+    counts = Counts()
+    watched = SpeculativeModel.from_pretrained(**options, drafter=lambda weights, tree: Watched(weights, tree, counts))
+    output = watched.generate(prompts, max_new_tokens=64)
+    assert output.token_ids == reference.generate(prompts, max_new_tokens=64, speculative=False).token_ids
+    lengths = output.stats.mean_accepted_length, by_reference.stats.mean_accepted_length
+    record_property("steps_equal_agreeing", (counts.steps, counts.equal, counts.agreeing))
+    record_property("largest_error", max(agreement.max_error for agreement in counts.worst))
+    record_property("accepted_lengths", lengths)
+    assert counts.steps > 100
+    assert counts.agreeing >= 0.99 * counts.steps, str(max(counts.worst, key=lambda agreement: agreement.max_error))
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.01)
+
+
+def test_triton_is_what_the_name_gives() -> None:
+    from eagle_slim.runtime import SpeculativeModel
+
+    try:
+        model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", drafter="triton")
+    except EagleSlimError as error:
+        pytest.skip(f"no built-in target here: {error}")
+    assert isinstance(model.drafter, TritonDrafter)
+    prompt = model.encode_chat("What is 12 times 7?")
+    drafted = model.generate(prompt, max_new_tokens=32)
+    assert drafted.stats.mean_accepted_length > 1.5
