@@ -218,12 +218,7 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
 
 def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     if head.kind == "eagle":
-        if head.is_slim:
-            yield (
-                "warning",
-                "an EAGLE-1/2 head always uses the target's full LM head, and freq_N.pt is not read",
-                "serve the reduced vocabulary with SGLang (--speculative-token-map) or with eagle-generate",
-            )
+        yield from _no_token_map(head)
         if head.architecture and head.architecture.endswith("Eagle"):
             yield (
                 "error",
@@ -231,12 +226,7 @@ def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
                 "convert without --for sglang",
             )
         return
-    if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
-        yield (
-            "error",
-            f"fc takes {head.num_taps} captured layers, and without eagle_config or num_aux_hidden_states it builds 3",
-            f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
-        )
+    yield from _number_of_taps(head)
     yield from _padding(head)
 
 
@@ -279,12 +269,7 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"architecture {head.architecture} is not one of its draft classes",
             "convert without --for lmdeploy",
         )
-    if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
-        yield (
-            "error",
-            f"fc takes {head.num_taps} captured layers, and without eagle_config or num_aux_hidden_states it builds 3",
-            f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
-        )
+    yield from _number_of_taps(head)
     yield from _padding(head)
 
 
@@ -329,12 +314,7 @@ def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "serve it with vLLM or SGLang",
         )
     if head.kind == "eagle":
-        if head.is_slim:
-            yield (
-                "warning",
-                "an EAGLE-1/2 head always uses the target's full LM head, and freq_N.pt is not read",
-                "serve the reduced vocabulary with SGLang (--speculative-token-map) or with eagle-generate",
-            )
+        yield from _no_token_map(head)
         return
     yield from _three_default_taps(head, "serve it with vLLM or SGLang")
     heads, head_dim = head.config.get("num_attention_heads"), head.config.get("head_dim")
@@ -399,6 +379,25 @@ def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "error",
             "without a d2t all drafts become token 0, and a full vocabulary is written without one",
             f"convert with --draft-vocab smaller than {head.target_vocab}",
+        )
+
+
+def _no_token_map(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.is_slim:
+        yield (
+            "warning",
+            "an EAGLE-1/2 head always uses the target's full LM head, and freq_N.pt is not read",
+            "serve the reduced vocabulary with SGLang (--speculative-token-map) or with eagle-generate",
+        )
+
+
+def _number_of_taps(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    """What vLLM and SGLang look up in the same two places."""
+    if head.num_taps not in (0, 3) and head.nested_taps is None and not head.config.get("num_aux_hidden_states"):
+        yield (
+            "error",
+            f"fc takes {head.num_taps} captured layers, and without eagle_config or num_aux_hidden_states it builds 3",
+            f'convert with --tap-layers, or add "num_aux_hidden_states": {head.num_taps} to config.json',
         )
 
 
