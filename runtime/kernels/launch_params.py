@@ -121,14 +121,11 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
         block_n = max(least, min(1 << (owned - 1).bit_length(), 256, 16384 // copies // rows))
         segment = size // 3 if name == "fc" and cfg.kind == "eagle3" and size % 3 == 0 else size
         segment = cfg.hidden if name == "qkv" or (name == "fc" and cfg.kind == "eagle") else segment
-        # Few rows are multiplied two chunks at a time (`weight_stream.stream_matmul`).
-        chunks = 2 if block_n <= 64 and name != "mlp" else 1
-        largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize))) // chunks
+        largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
         block_k = chunk_size(segment, 1 << (largest.bit_length() - 1))
         if block_k == 0:
             raise DrafterError(f"{name}: {size} inputs are no multiple of 16.")
         stage = copies * block_n * block_k * cfg.weight_dtype.itemsize + rows * block_k * cfg.dtype.itemsize
-        stage *= chunks
         while stage * 2 > budget and block_k > 16:
             block_k //= 2
             stage //= 2

@@ -146,17 +146,6 @@ def operand_sum(x_ptr, acc):
 
 
 @triton.jit
-def _segment(k, first, second, third, SEGMENT_1: tl.constexpr, SEGMENT_2: tl.constexpr, NUM_CHUNKS: tl.constexpr):
-    """Where the rows of x are for chunk k."""
-    x_row = first
-    if SEGMENT_1 < NUM_CHUNKS:
-        x_row = tl.where(k < SEGMENT_1, first, second)
-        if SEGMENT_2 < NUM_CHUNKS:
-            x_row = tl.where(k < SEGMENT_2, x_row, third)
-    return x_row
-
-
-@triton.jit
 def stream_matmul(
     x_ptr,
     x_row_0,  # int64 [BLOCK_M]: where each row's first segment starts, in values
@@ -186,25 +175,15 @@ def stream_matmul(
     second = operand_rows(x_ptr, x_row_1, ROW_SIZE) - SEGMENT_1 * BLOCK_K
     third = operand_rows(x_ptr, x_row_2, ROW_SIZE) - SEGMENT_2 * BLOCK_K
     acc = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-    if BLOCK_N <= 64 and NUM_CHUNKS % 2 == 0:
-        # Two sums side by side: with few rows, one chain of dependent matrix instructions is slower than memory.
-        odd = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-        for k in tl.range(0, NUM_CHUNKS, 2, num_stages=STAGES):
-            x_even = x_ptr + _segment(k, first, second, third, SEGMENT_1, SEGMENT_2, NUM_CHUNKS)[None, :]
-            x_odd = x_ptr + _segment(k + 1, first, second, third, SEGMENT_1, SEGMENT_2, NUM_CHUNKS)[None, :]
-            w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
-            x = tl.load(x_even + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
-            acc = operand_dot(w, x, acc)
-            w = tl.load(w_ptr + (k + 1) * SLAB + w_offs, mask=mask_w, other=0.0)
-            x = tl.load(x_odd + ((k + 1) * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
-            odd = operand_dot(w, x, odd)
-        acc += odd
-    else:
-        for k in tl.range(0, NUM_CHUNKS, num_stages=STAGES):
-            x_row = x_ptr + _segment(k, first, second, third, SEGMENT_1, SEGMENT_2, NUM_CHUNKS)[None, :]
-            w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
-            x = tl.load(x_row + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
-            acc = operand_dot(w, x, acc)
+    for k in tl.range(0, NUM_CHUNKS, num_stages=STAGES):
+        x_row = first
+        if SEGMENT_1 < NUM_CHUNKS:
+            x_row = tl.where(k < SEGMENT_1, first, second)
+            if SEGMENT_2 < NUM_CHUNKS:
+                x_row = tl.where(k < SEGMENT_2, x_row, third)
+        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
+        x = tl.load(x_ptr + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
+        acc = operand_dot(w, x, acc)
     return operand_sum(x_ptr, acc)
 
 
