@@ -1,0 +1,25 @@
+"""The barrier where it is trivial: one program. Over all multiprocessors: test_drafter_gpu.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle_slim.runtime.errors import DrafterError
+from eagle_slim.runtime.kernels.grid_barrier import ERROR, count_rounds, count_rounds_ref
+from eagle_slim.runtime.launch import check_finished
+from kernels.replaying import draft
+from support.drafting import random_head
+
+
+def test_one_program_passes_at_once(device: str) -> None:
+    state = torch.zeros(4, dtype=torch.int32, device=device)
+    assert torch.equal(count_rounds(state, 1, 3).cpu(), count_rounds_ref(1, 3))
+    assert state.tolist() == [0, 0, 0, 0]
+
+
+def test_a_timeout_is_reported_once(device: str) -> None:
+    bufs = draft(random_head(device=device), (1, 2, 4), [3], [1]).bufs
+    bufs.workspace["barrier"][ERROR] = 1
+    with pytest.raises(DrafterError, match="barrier timed out"):
+        check_finished(bufs)
+    check_finished(bufs)

@@ -1,0 +1,94 @@
+"""Launch parameters: a pure function of dimensions and chip, and a cache that says what it knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.runtime.bench.problem import MODELS, draft_config
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.errors import DrafterError
+from eagle_slim.runtime.kernels.launch_params import (
+    KNOWN_CHIPS,
+    LaunchParams,
+    TunedCache,
+    cache_key,
+    choose_launch,
+    default_cache,
+    in_features,
+    is_strict,
+)
+from eagle_slim.runtime.launch import Weights
+from support.drafting import problem, random_head
+
+TREE = TreeConfig(5, 10, 60)
+
+
+@pytest.mark.parametrize("chip", KNOWN_CHIPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_tiles_fit_every_chip(model: str, chip: int) -> None:
+    for slots in (1, 3, 8, 16):
+        for weight_dtype in (torch.bfloat16, torch.float8_e4m3fn)[: 1 if chip < 89 else 2]:
+            cfg = draft_config(MODELS[model], 32000, TREE, slots, 512, weight_dtype=weight_dtype)
+            params = choose_launch(cfg, KNOWN_CHIPS[chip])
+            assert params.num_programs == KNOWN_CHIPS[chip].num_sms
+            for name, tile in params.tiles.items():
+                assert in_features(cfg)[name] % tile.block_k == 0
+                assert tile.block_n & (tile.block_n - 1) == 0
+                copies = 2 if name == "mlp" else 1
+                rows = 16 * (1 << (slots - 1).bit_length())
+                stage = tile.block_k * (copies * tile.block_n * weight_dtype.itemsize + rows * 2)
+                assert stage * tile.stages <= KNOWN_CHIPS[chip].shared_bytes
+
+
+def test_the_cache_round_trips(tmp_path: Path) -> None:
+    path = tmp_path / "tuned.json"
+    cfg, chip = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90]
+    cache = TunedCache(path)
+    derived = cache.lookup(cfg, chip)
+    assert (derived, cache.hits, cache.misses) == (choose_launch(cfg, chip), 0, 1)
+    tuned = replace(derived, part_keys=derived.part_keys * 2)
+    cache.store(cfg, chip, tuned)
+    cache.save()
+    again = TunedCache(path)
+    assert again.lookup(cfg, chip, strict=True) == tuned
+    assert (again.hits, again.misses) == (1, 0)
+    assert list(tmp_path.iterdir()) == [path]
+    assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json()))) == tuned
+
+
+def test_the_key_holds_what_speed_depends_on() -> None:
+    base = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
+    chip = KNOWN_CHIPS[90]
+    others = [
+        replace(base, draft_vocab=16000), replace(base, weight_dtype=torch.float8_e4m3fn), replace(base, num_slots=2),
+        replace(base, intermediate=2048), replace(base, dtype=torch.float16, weight_dtype=torch.float16),
+    ]  # fmt: skip
+    keys = {cache_key(cfg, chip) for cfg in (base, *others)} | {cache_key(base, KNOWN_CHIPS[80])}
+    assert len(keys) == 7
+    assert cache_key(replace(base, max_positions=9000), chip) == cache_key(base, chip)
+
+
+def test_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = random_head()
+    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "none.json"))
+    with pytest.raises(DrafterError, match=r"No tuned launch parameters for interpreter/eagle3-h64.*runtime\.tune"):
+        problem(head, TreeConfig(1, 2, 5), [3], [1], strict=True)
+    assert not is_strict()
+    monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
+    assert is_strict()
+    with pytest.raises(DrafterError, match=r"none\.json, and strict mode is on"):
+        problem(head, TreeConfig(1, 2, 5), [3], [1])
+    monkeypatch.setenv("EAGLE_SLIM_STRICT", "0")
+    _, _, weights, _ = problem(head, TreeConfig(1, 2, 5), [3], [1])
+    assert isinstance(weights, Weights)
+
+
+def test_the_shipped_cache_can_be_read() -> None:
+    cache = default_cache()
+    for key, values in cache.entries.items():
+        assert key.count("/") == 2
+        assert LaunchParams.from_json(values).num_programs > 0

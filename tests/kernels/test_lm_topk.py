@@ -1,0 +1,114 @@
+"""Streaming LM-head top-k: a case by hand, ties, -inf, odd sizes, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from eagle_slim.runtime.kernels.lm_topk import head_tiles, lm_head_topk, lm_head_topk_ref
+from kernels.tolerances import OP_ATOL
+
+
+def test_by_hand(device: str) -> None:
+    """Rows of the head score 3, 1, 3, 2: the tie goes to row 0; lse = log(2 e^3 + e^2 + e)."""
+    weight = torch.zeros(4, 16, device=device)
+    weight[:, 0] = torch.tensor([3.0, 1.0, 3.0, 2.0])
+    x = torch.zeros(1, 16, device=device)
+    x[0, 0] = 1
+    values, ids, lse = lm_head_topk(x, weight, 3, num_programs=1)
+    assert values.tolist() == [[3.0, 3.0, 2.0]]
+    assert ids.tolist() == [[0, 2, 3]]
+    assert lse.item() == pytest.approx(math.log(2 * math.e**3 + math.e**2 + math.e), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "vocab", "top_k", "programs", "block_n"),
+    [
+        (1, 16, 1, 1, 1, 256),
+        (1, 64, 37, 1, 2, 16),
+        (10, 48, 301, 10, 3, 64),
+        (16, 64, 1000, 16, 5, 128),
+        (17, 32, 65, 4, 70, 16),
+        (3, 16, 16, 16, 4, 16),
+        (33, 80, 63, 7, 1, 16),
+    ],
+)
+def test_equals_the_definition(
+    rows: int, hidden: int, vocab: int, top_k: int, programs: int, block_n: int, device: str
+) -> None:
+    x, weight = torch.randn(rows, hidden, device=device), torch.randn(vocab, hidden, device=device)
+    values, ids, lse = lm_head_topk(x, weight, top_k, programs, block_n)
+    wanted, _, wanted_lse = lm_head_topk_ref(x, weight, top_k)
+    atol = OP_ATOL[torch.float32] * hidden**0.5
+    torch.testing.assert_close(values, wanted, rtol=1e-6, atol=atol)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=atol)
+    # Each id names a row of that value, and none comes twice.
+    torch.testing.assert_close((x @ weight.T).gather(1, ids.long()), values, rtol=1e-6, atol=atol)
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+@pytest.mark.parametrize(("programs", "block_n"), [(1, 16), (3, 32), (7, 256)])
+def test_ties_go_to_the_smaller_id(programs: int, block_n: int, device: str) -> None:
+    """Small integers add up exactly, so equal logits abound and the order is fully promised."""
+    x = torch.randint(-2, 3, (9, 16), device=device).float()
+    weight = torch.randint(-1, 2, (97, 16), device=device).float()
+    values, ids, _ = lm_head_topk(x, weight, 8, programs, block_n)
+    wanted, wanted_ids, _ = lm_head_topk_ref(x, weight, 8)
+    assert torch.equal(values, wanted)
+    assert torch.equal(ids, wanted_ids)
+
+
+# Rows of x that pad the tile are 0, and 0 * -inf is NaN there; nothing reads those. log(0) is the right answer.
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in log")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
+@pytest.mark.parametrize("finite", [0, 2, 30])
+def test_minus_infinity_is_a_value(finite: int, device: str) -> None:
+    x = torch.rand(2, 16, device=device) + 0.5
+    weight = torch.zeros(40, 16, device=device)
+    weight[:, 0] = float("-inf")
+    kept = torch.randperm(40)[:finite]
+    weight[kept] = torch.rand(finite, 16).to(device)
+    values, ids, lse = lm_head_topk(x, weight, 5, num_programs=3, block_n=16)
+    wanted, wanted_ids, wanted_lse = lm_head_topk_ref(x, weight, 5)
+    torch.testing.assert_close(values, wanted, rtol=1e-6, atol=OP_ATOL[torch.float32])
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=OP_ATOL[torch.float32])
+
+
+def test_half_precision(device: str) -> None:
+    x, weight = torch.randn(4, 64, device=device).half(), torch.randn(200, 64, device=device).half()
+    values, ids, lse = lm_head_topk(x, weight, 6, num_programs=3, block_n=64)
+    wanted, _, wanted_lse = lm_head_topk_ref(x, weight, 6)
+    # Products of halves are exact in fp32, and so accumulated.
+    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=OP_ATOL[torch.float16])
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=OP_ATOL[torch.float16])
+    assert ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "top_k", "said"),
+    [
+        ((1, 16), (4, 16), 5, "top_k=5"),
+        ((1, 16), (40, 16), 17, "top_k=17"),
+        ((1, 16), (4, 16), 0, "top_k=0"),
+        ((257, 16), (4, 16), 2, "rows=257"),
+        ((1, 24), (4, 24), 2, "hidden=24"),
+        ((1, 16), (4, 32), 2, "do not match"),
+    ],
+)
+def test_refused(x: tuple[int, int], weight: tuple[int, int], top_k: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        lm_head_topk(torch.zeros(x), torch.zeros(weight), top_k)
+    with pytest.raises(ValueError, match="do not match"):
+        lm_head_topk(torch.zeros(1, 16), torch.zeros(4, 16).half(), 1)
+
+
+def test_tiles_are_equal() -> None:
+    assert head_tiles(128256, 132, 256) == (243, 972)
+    for vocab in (1, 2, 131, 132, 133, 32000, 262144):
+        tile, rows = head_tiles(vocab, 132, 256)
+        assert tile <= 256
+        assert rows % tile == 0
+        assert rows * 132 >= vocab
+        assert rows - tile < -(-vocab // 132)
