@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ class GenerationLoop:
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
         """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
+        # Kernels and events go to the current GPU, which need not be the model's.
+        device = self.target.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            return self._run()
+
+    def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
         if self.waiting:
             capacity = max(state.request.max_tokens for state in self.waiting)
             nodes = 1 if self.drafter is None else self.drafter.tree.total_tokens

@@ -89,6 +89,27 @@ def open_any_head(
     return OpenedHead(opened, target_name=_target_of(opened, name), is_embedded=head is None)
 
 
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """Read a device such as "cuda:1" or "cpu"; None is the first GPU where there is one, else the CPU.
+
+    Raises `UsageError` for a name that is none, and for a GPU that is not there.
+    """
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device = {device!r} is no device; expected cpu, cuda, or cuda:1 and so on.") from error
+    if place.type == "cuda":
+        there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (place.index or 0) >= there:
+            found = f"GPUs 0 to {there - 1}" if there else "no NVIDIA GPU, or a build of torch without CUDA"
+            raise UsageError(
+                f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out."
+            )
+    return place
+
+
 def load_target(
     target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
 ) -> nn.Module:

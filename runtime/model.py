@@ -28,6 +28,7 @@ from .loading import (
     MapForm,
     OpenedHead,
     build_drafter,
+    choose_device,
     load_target,
     load_target_config,
     load_tokenizer_and_hash,
@@ -155,12 +156,12 @@ class SpeculativeModel:
         Raises:
             PairingError: head and target do not belong together; nothing has run yet.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_draft_ids`, `build_drafter`.
+            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `choose_draft_ids`, `build_drafter`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = _tree(depth, top_k, total_tokens)
+        place = choose_device(device)
         opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers)
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]

@@ -119,6 +119,8 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
         (["--prompt", "x", "--max-model-len", "2"], 1, "no room"),
         (["--prompt", "x", "--dtype", "float8"], 2, "float8"),
         (["--prompt", "x", "--drafter", "triton", "--device", "cpu"], 1, "GPU"),
+        (["--prompt", "x", "--device", "gpu"], 2, "expected cpu, cuda"),
+        (["--prompt", "x", "--device", "cuda:64"], 2, "is not there"),
         (["--prompt", "x", "--tap-layers", "1,b,3"], 2, "layer numbers"),
     ],
 )
