@@ -76,7 +76,7 @@ def choose_target(
         return TargetChoice(given, "given")
     if head is None:
         return TargetChoice(None, "the built-in head's")
-    if opened.target_name is not None:
+    if opened.target_name is not None and not _is_elsewhere(opened.target_name):
         return TargetChoice(opened.target_name, "named in the head's config.json")
     manifest = opened.source.folder / MANIFEST_NAME if opened.source else None
     if manifest is not None and manifest.is_file():
@@ -91,6 +91,11 @@ def choose_target(
     if base_model is not None:
         return TargetChoice(base_model, "named in the head's model card")
     return None
+
+
+def _is_elsewhere(name: str) -> bool:
+    """Whether a name is a path of the machine that trained the head, and nothing here."""
+    return name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir()
 
 
 def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Target:

@@ -1,6 +1,7 @@
 """Conversion: rows bit for bit, maps composed, configuration, repeatability, and every refusal."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -514,6 +515,10 @@ def test_target_named_by_the_head(tmp_path, target):
     assert (choice.name, choice.reason) == ("org/target", "named in the head's config.json")
     plain = open_head(write_eagle3(tmp_path / "plain"))
     assert choose_target(None, "some/head", plain, "base/model").name == "base/model"
+    # A path of the machine that trained the head means nothing here; one that is there does.
+    trained_elsewhere = replace(opened, target_name="/home/them/models/target")
+    assert choose_target(None, "some/head", trained_elsewhere, "base/model").name == "base/model"
+    assert choose_target(None, "some/head", replace(opened, target_name=str(tmp_path)), None).name == str(tmp_path)
     assert choose_target(None, "some/head", plain, None) is None
     assert choose_target("mine", "some/head", opened, None).name == "mine"
 
