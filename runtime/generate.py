@@ -168,18 +168,6 @@ class GenerationLoop:
         return choose_tokens(logits, stream_window(streams, starts, 1, logits.device)[:, 0], self.sampling)
 
 
-def generate(
-    target: TargetModel,
-    drafter: Drafter | None,
-    requests: Sequence[Request],
-    sampling: SamplingConfig,
-    max_slots: int | None = None,
-    on_tokens: OnTokens | None = None,
-) -> tuple[list[RequestOutput], GenerationStats]:
-    """Run `GenerationLoop` once."""
-    return GenerationLoop(target, drafter, requests, sampling, max_slots, on_tokens).run()
-
-
 def wait_for_tokens(path: AcceptedPath) -> tuple[list[list[int]], list[int]]:
     """Read the emitted tokens and their number for each sequence: the one place where a step waits for the device."""
     packed = torch.cat((path.tokens, path.lengths[:, None]), 1).tolist()

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .config import SamplingConfig, TreeConfig
 from .drafter import Drafter
 from .errors import AcceptanceWarning, PromptError, UsageError
-from .generate import OnTokens, generate
+from .generate import GenerationLoop, OnTokens
 from .loading import (
     DrafterFactory,
     MapForm,
@@ -282,7 +282,8 @@ class SpeculativeModel:
         if streamer is not None:
             streamer.put(torch.tensor([prompts[0]]))
         drafter = self.drafter if speculative else None
-        results, stats = generate(self.target, drafter, requests, sampling, max_slots, _listener(streamer))
+        loop = GenerationLoop(self.target, drafter, requests, sampling, max_slots, _listener(streamer))
+        results, stats = loop.run()
         if streamer is not None:
             streamer.end()
         if speculative:

@@ -1,6 +1,7 @@
-"""What every test may rely on: a visible skip for GPU tests where there is no GPU, and a fixed seed."""
+"""What every test may rely on: a visible skip for GPU tests where there is no GPU, one thread, and a fixed seed."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,6 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and on a busy machine threads wait for each other."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
