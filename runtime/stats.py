@@ -113,7 +113,7 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Attribute what runs inside to a phase."""
         if self._events:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
