@@ -1,7 +1,7 @@
 """count_tokens: sources and a tokenizer → TokenCounts, over all cores, resumable, the same for any number of workers.
 
-This module runs blocks and keeps their order; what a block gives is `count_block.BlockCounter`'s matter. An engine is
-anything that maps tasks to block counts in the order of the tasks; `_InProcess` and `_Processes` are the two here.
+This module keeps the order of the blocks, the limits, the checkpoints and the reports. What a block gives is the matter
+of `count_block`, how a corpus is read of `count_plan`, and who runs the blocks of `count_engines`.
 """
 
 from __future__ import annotations
@@ -9,44 +9,35 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .chat import ChatSpec, chat_spec
 from .checkpoint import SourceState, load_checkpoint, save_checkpoint
-from .corpus import BadRecord, Block, CorpusSource, OpenCorpus, open_corpus
-from .count_block import BlockCounter, BlockCounts, CountPlan, DocumentReader, PartialCounts, SourcePlan, merge_partial
+from .corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus
+from .count_block import BlockCounts, CountPlan, PartialCounts, merge_partial
+from .count_engines import CountEngine, InProcess, Processes
+from .count_plan import identity_of, make_plan
+from .count_progress import ProgressBar
 from .counts import JSON, SourceCounts, TokenCounts
-from .encode import SpanEncoder, choose_engine, encoder_spec, engine_name
+from .encode import engine_name
 from .errors import CorpusError, EagleSlimError, UsageError
-from .held_out import HeldOutRule, key_of_source
+from .held_out import HeldOutRule
 
 if TYPE_CHECKING:
     from .loaded_tokenizer import LoadedTokenizer
 
-_PROBE_TEXTS = 400
-_PROBE_CHARS = 400_000
-_PROBE_CHATS = 50
 _MAX_SKIP_MESSAGES = 10
 # Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
 _SMALL_BYTES = 4 << 20
-_IDENTITY_VERSION = 1
 
 
 class CountingInterruptedError(EagleSlimError):
     """The user stopped a count; its checkpoint, where there is one, is up to date."""
-
-    exit_code = 1
 
 
 def count_tokens(
@@ -106,9 +97,9 @@ def count_tokens(
     if restart and checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     corpora = [open_corpus(source, seed) for source in sources]
-    plan = _make_plan(corpora, tokenizer, tokenizer_engine, chat_template, seed, rule, on_error == "skip", say)
+    plan = make_plan(corpora, tokenizer, tokenizer_engine, chat_template, seed, rule, on_error == "skip", say)
     library = engine_name(plan.encoder.engine)
-    identity = _identity(corpora, tokenizer, plan, library, seed)
+    identity = identity_of(corpora, tokenizer, plan, library, seed)
     states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
     if checkpoint is not None and checkpoint.exists():
         states = load_checkpoint(checkpoint, identity)
@@ -123,7 +114,7 @@ def count_tokens(
     keeper = _Checkpoints(checkpoint, identity, states, checkpoint_seconds)
     running = _engine(engine, plan, workers, corpora)
     counted = []
-    with _Bar(corpora, states, progress) as bar:
+    with ProgressBar(corpora, states, progress) as bar:
         try:
             with running:
                 for position, corpus in enumerate(corpora):
@@ -162,13 +153,13 @@ def _check_names(sources: Sequence[CorpusSource]) -> None:
 
 def _engine(
     name: Literal["local", "ray"], plan: CountPlan, workers: int | None, corpora: Sequence[OpenCorpus]
-) -> _Engine:
+) -> CountEngine:
     if name == "ray":
         from .counting_ray import RayEngine
 
         return RayEngine(plan, workers)
     num_workers = _default_workers(corpora) if workers is None else workers
-    return _Processes(plan, num_workers) if num_workers else _InProcess(plan)
+    return Processes(plan, num_workers) if num_workers else InProcess(plan)
 
 
 def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
@@ -176,267 +167,6 @@ def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
     if all(size is not None for size in sizes) and sum(size or 0 for size in sizes) < _SMALL_BYTES:
         return 0
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# Preparing
-
-
-def _make_plan(
-    corpora: Sequence[OpenCorpus],
-    tokenizer: LoadedTokenizer,
-    requested: Literal["auto", "tokenizers", "fastokens"],
-    chat_template: str | None,
-    seed: int,
-    rule: HeldOutRule,
-    skip_bad: bool,
-    say: Callable[[str], None],
-) -> CountPlan:
-    has_chat = any(corpus.kind == "chat" for corpus in corpora)
-    if chat_template is not None and not has_chat:
-        raise UsageError("a chat template was given, but no source holds chats")
-    chat: ChatSpec | None = chat_spec(tokenizer, chat_template) if has_chat else None
-    encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
-    sources = tuple(
-        SourcePlan(
-            kind=corpus.kind,
-            column=corpus.column,
-            roles=corpus.source.roles,
-            exact=False,
-            sample=corpus.source.sample,
-            sample_key=key_of_source(seed, corpus.source.name, "sample"),
-            held_out_key=key_of_source(seed, corpus.source.name, "held out"),
-        )
-        for corpus in corpora
-    )
-    plan = CountPlan(encoder, chat, sources, skip_bad, rule)
-    if any(source.kind == "chat" and source.roles == "assistant" for source in sources):
-        plan = replace(plan, sources=_probe_chats(corpora, plan, say))
-    choice = choose_engine(requested, encoder, _probe_texts(corpora, plan))
-    if requested == "auto":
-        say(f"tokenizing with {choice.engine}: {choice.reason}")
-    return replace(plan, encoder=replace(encoder, engine=choice.engine))
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where a probed document stands; looked up only when it is printed."""
-
-    corpus: OpenCorpus
-    shard: int
-    position: int
-
-    def __str__(self) -> str:
-        return self.corpus.place_of(BadRecord(self.shard, self.position, ""))
-
-
-def _probe_texts(corpora: Sequence[OpenCorpus], plan: CountPlan) -> Iterator[tuple[object, str]]:
-    reader = DocumentReader(plan)
-    for source, corpus in enumerate(corpora):
-        for block in corpus.probe_blocks():
-            texts = chars = 0
-            for position, document in reader.documents(source, block):
-                if isinstance(document, BadRecord):
-                    continue
-                for piece in document:
-                    text = piece.text[:_PROBE_CHARS]
-                    yield _Place(corpus, block.shard, position), text
-                    texts, chars = texts + 1, chars + len(text)
-                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
-                    break
-
-
-def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[str], None]) -> tuple[SourcePlan, ...]:
-    """Check on real conversations that tokens do not change where texts are cut at the added tokens."""
-    by_pieces = BlockCounter(plan)
-    sources = list(plan.sources)
-    for position, (corpus, source) in enumerate(zip(corpora, plan.sources, strict=True)):
-        if source.kind != "chat" or source.roles != "assistant":
-            continue
-        exactly = replace(plan, sources=(replace(source, exact=True),))
-        spans = SpanEncoder(plan.encoder.tokenizer_json)
-        for block in corpus.probe_blocks():
-            pairs = zip(
-                DocumentReader(plan).documents(position, block),
-                DocumentReader(exactly).documents(0, block),
-                strict=True,
-            )
-            for number, ((at, pieces), (_, whole)) in enumerate(pairs):
-                if number >= _PROBE_CHATS:
-                    break
-                if isinstance(pieces, BadRecord) or isinstance(whole, BadRecord) or not pieces:
-                    continue
-                expected = [spans.encode(piece.text, piece.spans or ()) for piece in whole]
-                if not np.array_equal(by_pieces.encode_document(pieces), np.concatenate(expected)):
-                    place = _Place(corpus, block.shard, at)
-                    say(
-                        f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives "
-                        f"other tokens when a text is cut at its added tokens (seen at {place})"
-                    )
-                    sources[position] = replace(source, exact=True)
-                    break
-            if sources[position].exact:
-                break
-    return tuple(sources)
-
-
-def _identity(
-    corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, library: str, seed: int
-) -> dict[str, Any]:
-    """Everything that has a say in the counts, as JSON."""
-    rule = plan.held_out
-    return {
-        "version": _IDENTITY_VERSION,
-        "tokenizer": tokenizer.tokenizer_hash,
-        "chat_template": None if plan.chat is None else plan.chat.template,
-        "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
-        "tokenizer_engine": library,
-        "seed": seed,
-        "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
-        "sources": [
-            {
-                "name": corpus.source.name,
-                "location": corpus.source.location,
-                "column": corpus.column,
-                "roles": corpus.source.roles,
-                "max_documents": corpus.source.max_documents,
-                "max_tokens": corpus.source.max_tokens,
-                "sample": corpus.source.sample,
-                "shuffle": corpus.source.shuffle,
-                "input": corpus.identity,
-            }
-            for corpus in corpora
-        ],
-    }
-
-
-# Running
-
-
-@dataclass(frozen=True)
-class Task:
-    """One block to count; see `BlockCounter.count` for the fields."""
-
-    source: int
-    block: Block
-    bound: int
-    limit: int | None = None
-
-
-class _Engine(Protocol):
-    def __enter__(self) -> _Engine: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        """Yield tasks and their results in the order of the tasks."""
-
-    def corpus(
-        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
-    ) -> Iterator[tuple[Task, BlockCounts]]:
-        """Yield the results of a corpus behind `after` in its order: of each block, or of blocks that were merged.
-
-        A merged result bears the place of its last block and the size of all. A corpus with limits needs single blocks.
-        `bound` gives the bound of what was counted until then.
-        """
-
-
-class _BlockByBlock:
-    """An engine to which this process hands every block."""
-
-    def corpus(
-        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
-    ) -> Iterator[tuple[Task, BlockCounts]]:
-        return self.map(Task(source, block, bound()) for block in corpus.blocks(after))
-
-    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        raise NotImplementedError
-
-
-class _InProcess(_BlockByBlock):
-    def __init__(self, plan: CountPlan) -> None:
-        self._counter = BlockCounter(plan)
-
-    def __enter__(self) -> _InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        for task in tasks:
-            yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
-
-
-class _Processes(_BlockByBlock):
-    def __init__(self, plan: CountPlan, workers: int) -> None:
-        from multiprocessing import get_context
-
-        self._in_flight = 2 * workers + 1
-        self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(plan,)
-        )
-
-    def __enter__(self) -> _Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        waiting: deque[tuple[Task, Future[BlockCounts]]] = deque()
-        try:
-            for task in tasks:
-                waiting.append((task, self._pool.submit(_work, task)))
-                if len(waiting) >= self._in_flight:
-                    yield self._first(waiting)
-            while waiting:
-                yield self._first(waiting)
-        finally:
-            for _, future in waiting:
-                future.cancel()
-
-    def _first(self, waiting: deque[tuple[Task, Future[BlockCounts]]]) -> tuple[Task, BlockCounts]:
-        task, future = waiting.popleft()
-        try:
-            return task, future.result()
-        except BrokenProcessPool as error:
-            raise EagleSlimError(
-                "a worker process died, perhaps for lack of memory. The same command goes on from the last checkpoint; "
-                "fewer --workers need less memory."
-            ) from error
-
-
-_counter: BlockCounter | None = None
-
-
-def _start_worker(plan: CountPlan) -> None:
-    """Make a worker process ready: one tokenizer thread, no Ctrl-C of its own, and no life after its parent."""
-    import signal
-    from multiprocessing import parent_process
-
-    # Read by rayon when it first makes its threads, which is after this.
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="parent-watch").start()
-    global _counter
-    _counter = BlockCounter(plan)
-
-
-def _end_with(sentinel: int) -> None:
-    from multiprocessing.connection import wait
-
-    wait([sentinel])
-    os._exit(1)
-
-
-def _work(task: Task) -> BlockCounts:
-    assert _counter is not None
-    return _counter.count(task.source, task.block, task.bound, task.limit)
 
 
 class _Checkpoints:
@@ -490,11 +220,11 @@ class _SourceRun:
         self,
         position: int,
         corpus: OpenCorpus,
-        engine: _Engine,
+        engine: CountEngine,
         rule: HeldOutRule,
         skip_bad: bool,
         keeper: _Checkpoints,
-        bar: _Bar,
+        bar: ProgressBar,
         say: Callable[[str], None],
     ) -> None:
         self._position = position
@@ -595,64 +325,6 @@ class _SourceRun:
         skipped = self._state.partial.skipped
         if skipped:
             self._say(f"{self._corpus.source.name}: records skipped in all: {skipped:,}")
-
-
-class _Bar:
-    """Progress on stderr: share of the corpus, tokens, tokens per second."""
-
-    def __init__(
-        self,
-        corpora: Sequence[OpenCorpus],
-        states: Sequence[SourceState],
-        progress: bool | Callable[[int], None] | None,
-    ) -> None:
-        from tqdm import tqdm
-
-        self._call = progress if callable(progress) else None
-        if self._call is not None:
-            progress = False
-
-        sizes = [corpus.size for corpus in corpora]
-        self._known = all(size is not None for size in sizes)
-        total = sum(size or 0 for size in sizes) if self._known else None
-        done = sum(
-            corpus.size_until(state.cursor) for corpus, state in zip(corpora, states, strict=True) if state.cursor
-        )
-        self._tokens = 0
-        self._started = time.monotonic()
-        # A limit on tokens ends a source before its last byte; then the tokens are what the bar shows.
-        caps = [corpus.source.max_tokens for corpus in corpora]
-        if all(cap is not None for cap in caps):
-            self._known, total = False, sum(cap or 0 for cap in caps)
-        if not self._known:
-            done = sum(state.partial.tokens for state in states)
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit="B" if self._known else "tok",
-            unit_scale=True,
-            desc="counting",
-            disable=None if progress is None else not progress,
-            delay=0 if progress else 1,
-            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-            if total
-            else "{desc}: {elapsed}{postfix}",
-        )
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def moved(self, size: int, tokens: int) -> None:
-        if self._call:
-            self._call(tokens)
-        self._tokens += tokens
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        rate = self._tokens / seconds
-        self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
-        self._bar.update(size if self._known else tokens)
 
 
 def _source_counts(

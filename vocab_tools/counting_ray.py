@@ -22,7 +22,7 @@ import numpy as np
 
 from .corpus import Block, OpenCorpus
 from .count_block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
-from .counting import Task
+from .count_engines import Task
 from .errors import EagleSlimError, UsageError
 
 if TYPE_CHECKING:

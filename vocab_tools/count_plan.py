@@ -1,0 +1,168 @@
+"""How a corpus is going to be counted, found out on a probe of it, and the identity of a count for its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from .chat import ChatSpec, chat_spec
+from .corpus import BadRecord, OpenCorpus
+from .count_block import BlockCounter, CountPlan, DocumentReader, SourcePlan
+from .encode import SpanEncoder, choose_engine, encoder_spec
+from .errors import UsageError
+from .held_out import HeldOutRule, key_of_source
+
+if TYPE_CHECKING:
+    from .loaded_tokenizer import LoadedTokenizer
+
+_PROBE_TEXTS = 400
+_PROBE_CHARS = 400_000
+_PROBE_CHATS = 50
+_IDENTITY_VERSION = 1
+
+
+def make_plan(
+    corpora: Sequence[OpenCorpus],
+    tokenizer: LoadedTokenizer,
+    requested: Literal["auto", "tokenizers", "fastokens"],
+    chat_template: str | None,
+    seed: int,
+    rule: HeldOutRule,
+    skip_bad: bool,
+    say: Callable[[str], None],
+) -> CountPlan:
+    """Decide how a corpus is counted: the tokenizer library and the way of its chats, each after a probe.
+
+    Args:
+        corpora: the open sources.
+        tokenizer: the tokenizer.
+        requested: library that encodes, see `choose_engine`.
+        chat_template: Jinja source in place of the tokenizer's own.
+        seed: decides what is sampled and held out.
+        rule: what is held out.
+        skip_bad: whether bad records are left out.
+        say: told what was chosen and why.
+
+    Raises:
+        UsageError: a chat template without chats.
+        TokenizerError: the library or the template cannot be used.
+    """
+    has_chat = any(corpus.kind == "chat" for corpus in corpora)
+    if chat_template is not None and not has_chat:
+        raise UsageError("a chat template was given, but no source holds chats")
+    chat: ChatSpec | None = chat_spec(tokenizer, chat_template) if has_chat else None
+    encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
+    sources = tuple(
+        SourcePlan(
+            kind=corpus.kind,
+            column=corpus.column,
+            roles=corpus.source.roles,
+            exact=False,
+            sample=corpus.source.sample,
+            sample_key=key_of_source(seed, corpus.source.name, "sample"),
+            held_out_key=key_of_source(seed, corpus.source.name, "held out"),
+        )
+        for corpus in corpora
+    )
+    plan = CountPlan(encoder, chat, sources, skip_bad, rule)
+    if any(source.kind == "chat" and source.roles == "assistant" for source in sources):
+        plan = replace(plan, sources=_probe_chats(corpora, plan, say))
+    choice = choose_engine(requested, encoder, _probe_texts(corpora, plan))
+    if requested == "auto":
+        say(f"tokenizing with {choice.engine}: {choice.reason}")
+    return replace(plan, encoder=replace(encoder, engine=choice.engine))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a probed document stands; looked up only when it is printed."""
+
+    corpus: OpenCorpus
+    shard: int
+    position: int
+
+    def __str__(self) -> str:
+        return self.corpus.place_of(BadRecord(self.shard, self.position, ""))
+
+
+def _probe_texts(corpora: Sequence[OpenCorpus], plan: CountPlan) -> Iterator[tuple[object, str]]:
+    reader = DocumentReader(plan)
+    for source, corpus in enumerate(corpora):
+        for block in corpus.probe_blocks():
+            texts = chars = 0
+            for position, document in reader.documents(source, block):
+                if isinstance(document, BadRecord):
+                    continue
+                for piece in document:
+                    text = piece.text[:_PROBE_CHARS]
+                    yield _Place(corpus, block.shard, position), text
+                    texts, chars = texts + 1, chars + len(text)
+                if texts >= _PROBE_TEXTS or chars >= _PROBE_CHARS:
+                    break
+
+
+def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[str], None]) -> tuple[SourcePlan, ...]:
+    """Check on real conversations that tokens do not change where texts are cut at the added tokens."""
+    by_pieces = BlockCounter(plan)
+    sources = list(plan.sources)
+    for position, (corpus, source) in enumerate(zip(corpora, plan.sources, strict=True)):
+        if source.kind != "chat" or source.roles != "assistant":
+            continue
+        exactly = replace(plan, sources=(replace(source, exact=True),))
+        spans = SpanEncoder(plan.encoder.tokenizer_json)
+        for block in corpus.probe_blocks():
+            pairs = zip(
+                DocumentReader(plan).documents(position, block),
+                DocumentReader(exactly).documents(0, block),
+                strict=True,
+            )
+            for number, ((at, pieces), (_, whole)) in enumerate(pairs):
+                if number >= _PROBE_CHATS:
+                    break
+                if isinstance(pieces, BadRecord) or isinstance(whole, BadRecord) or not pieces:
+                    continue
+                expected = [spans.encode(piece.text, piece.spans or ()) for piece in whole]
+                if not np.array_equal(by_pieces.encode_document(pieces), np.concatenate(expected)):
+                    place = _Place(corpus, block.shard, at)
+                    say(
+                        f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives "
+                        f"other tokens when a text is cut at its added tokens (seen at {place})"
+                    )
+                    sources[position] = replace(source, exact=True)
+                    break
+            if sources[position].exact:
+                break
+    return tuple(sources)
+
+
+def identity_of(
+    corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, library: str, seed: int
+) -> dict[str, Any]:
+    """Everything that has a say in the counts, as JSON."""
+    rule = plan.held_out
+    return {
+        "version": _IDENTITY_VERSION,
+        "tokenizer": tokenizer.tokenizer_hash,
+        "chat_template": None if plan.chat is None else plan.chat.template,
+        "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
+        "tokenizer_engine": library,
+        "seed": seed,
+        "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
+        "sources": [
+            {
+                "name": corpus.source.name,
+                "location": corpus.source.location,
+                "column": corpus.column,
+                "roles": corpus.source.roles,
+                "max_documents": corpus.source.max_documents,
+                "max_tokens": corpus.source.max_tokens,
+                "sample": corpus.source.sample,
+                "shuffle": corpus.source.shuffle,
+                "input": corpus.identity,
+            }
+            for corpus in corpora
+        ],
+    }

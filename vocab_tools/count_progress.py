@@ -1,0 +1,68 @@
+"""The progress bar of a count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from .checkpoint import SourceState
+from .corpus import OpenCorpus
+
+
+class ProgressBar:
+    """Progress on stderr: share of the corpus, tokens, tokens per second."""
+
+    def __init__(
+        self,
+        corpora: Sequence[OpenCorpus],
+        states: Sequence[SourceState],
+        progress: bool | Callable[[int], None] | None,
+    ) -> None:
+        from tqdm import tqdm
+
+        self._call = progress if callable(progress) else None
+        if self._call is not None:
+            progress = False
+
+        sizes = [corpus.size for corpus in corpora]
+        self._known = all(size is not None for size in sizes)
+        total = sum(size or 0 for size in sizes) if self._known else None
+        done = sum(
+            corpus.size_until(state.cursor) for corpus, state in zip(corpora, states, strict=True) if state.cursor
+        )
+        self._tokens = 0
+        self._started = time.monotonic()
+        # A limit on tokens ends a source before its last byte; then the tokens are what the bar shows.
+        caps = [corpus.source.max_tokens for corpus in corpora]
+        if all(cap is not None for cap in caps):
+            self._known, total = False, sum(cap or 0 for cap in caps)
+        if not self._known:
+            done = sum(state.partial.tokens for state in states)
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="B" if self._known else "tok",
+            unit_scale=True,
+            desc="counting",
+            disable=None if progress is None else not progress,
+            delay=0 if progress else 1,
+            bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+            if total
+            else "{desc}: {elapsed}{postfix}",
+        )
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def moved(self, size: int, tokens: int) -> None:
+        """Go on by a block of so many units of `OpenCorpus.size` and so many tokens."""
+        if self._call:
+            self._call(tokens)
+        self._tokens += tokens
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = self._tokens / seconds
+        self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
+        self._bar.update(size if self._known else tokens)
