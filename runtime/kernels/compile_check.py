@@ -3,7 +3,7 @@
     python -m eagle_slim.runtime.kernels.compile_check --chip 90 [--fp8] [--slots 1] [--small]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
-registers, spills. Must run without ``TRITON_INTERPRET``.
+registers, spills, and the inner loops of products, in which nothing may spill. Must run without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import re
 import subprocess
 import tempfile
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
     return result
 
 
-def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> dict[str, int]:
-    """Compile for ``chip``: ``shared_bytes``, ``registers`` per thread, ``spill_bytes`` and ``stack_bytes``."""
+def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:
+    """Compile for ``chip``: ``shared_bytes``, ``registers``, ``spill_bytes``, ``stack_bytes`` per thread; and SASS."""
     params = params or choose_launch(cfg, chip)
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     types = signature(cfg, constants)
@@ -76,33 +76,86 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None =
     target = GPUTarget("cuda", chip.capability, 32)
     options = {"num_warps": params.num_warps, "launch_cooperative_grid": True}
     compiled = triton.compile(source, target=target, options=options)
-    return {"shared_bytes": compiled.metadata.shared, **assembler_report(compiled.asm["ptx"], chip)}
+    report, sass = assembler_report(compiled.asm["ptx"], chip)
+    return {"shared_bytes": compiled.metadata.shared, **report}, sass
 
 
-def assembler_report(ptx: str, chip: Chip) -> dict[str, int]:
-    """Assemble PTX and read ptxas' own account of registers, spills and stack."""
+def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
+    """Assemble PTX: ptxas' own account of registers, spills and stack in bytes, and the disassembled machine code."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     found = get_ptxas(chip.capability)
+    ptxas = Path(getattr(found, "path", found))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
+        path, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         path.write_text(ptx)
         suffix = "a" if chip.capability >= 90 else ""
-        command = [
-            getattr(found, "path", found),
-            "-v",
-            f"-arch=sm_{chip.capability}{suffix}",
-            str(path),
-            "-o",
-            "/dev/null",
-        ]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        command = [str(ptxas), "-v", f"-arch=sm_{chip.capability}{suffix}", str(path), "-o", str(binary)]
+        report = _run(command).stderr
+        sass = _run([str(ptxas.with_name("nvdisasm")), "-c", str(binary)]).stdout
     numbers = {
         "registers": r"Used (\d+) registers",
         "spill_bytes": r"(\d+) bytes spill stores",
         "stack_bytes": r"(\d+) bytes stack frame",
     }
-    return {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
+    return {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}, sass
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@dataclass(frozen=True)
+class ProductLoop:
+    """One inner loop of the machine code that multiplies matrices while it copies the next tiles."""
+
+    first: int
+    """Number of its first instruction."""
+    num_products: int
+    num_copies: int
+    local_inside: int
+    """Accesses to local memory (spills) between the first and the last product."""
+    local_in_loop: int
+
+
+_PRODUCT = re.compile(r"\b[A-Z0-9]*MMA\b")  # HMMA, QMMA; HGMMA, QGMMA (wgmma); UTCHMMA, UTCQMMA (tcgen05)
+_COPY = re.compile(r"\bLDGSTS\b")
+_LOCAL = re.compile(r"\b(LDL|STL)\b")
+
+
+def product_loops(sass: str) -> list[ProductLoop]:
+    """Find the innermost loops with products and asynchronous copies in nvdisasm's listing."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if label := re.match(r"\s*(\.L_\w+):", line):
+            labels[label[1]] = len(code)
+        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(instruction[1])
+    spans = []
+    for place, instruction in enumerate(code):
+        jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
+        if jump and labels[jump[1]] <= place:
+            body = code[labels[jump[1]] : place + 1]
+            if any(map(_PRODUCT.search, body)) and any(map(_COPY.search, body)):
+                spans.append((labels[jump[1]], place))
+    loops = []
+    for first, last in sorted(set(spans)):
+        if any(first <= start and stop <= last and (start, stop) != (first, last) for start, stop in spans):
+            continue
+        body = code[first : last + 1]
+        products = [place for place, instruction in enumerate(body) if _PRODUCT.search(instruction)]
+        inside = body[products[0] : products[-1] + 1]
+        loops.append(
+            ProductLoop(
+                first,
+                len(products),
+                sum(bool(_COPY.search(x)) for x in body),
+                sum(bool(_LOCAL.search(x)) for x in inside),
+                sum(bool(_LOCAL.search(x)) for x in body),
+            )
+        )
+    return loops
 
 
 def main() -> None:
@@ -113,6 +166,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=1)
     parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
     parser.add_argument("--eagle", action="store_true", help="an EAGLE-1/2 head")
+    parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
     args = parser.parse_args()
     cfg = replace(SMOLLM2 if args.small else LLAMA_8B, num_slots=args.slots)
     if args.fp8:
@@ -120,8 +174,11 @@ def main() -> None:
     if args.eagle:
         cfg = replace(cfg, kind="eagle", feature_width=cfg.hidden)
     chip = KNOWN_CHIPS[args.chip]
-    report = compile_kernel(cfg, chip)
-    print(json.dumps({"chip": chip.name, "limit_bytes": chip.shared_bytes, **report}))
+    report, sass = compile_kernel(cfg, chip)
+    if args.sass:
+        args.sass.write_text(sass)
+    loops = [asdict(loop) for loop in product_loops(sass)]
+    print(json.dumps({"chip": chip.name, "limit_bytes": chip.shared_bytes, **report, "product_loops": loops}))
 
 
 if __name__ == "__main__":
