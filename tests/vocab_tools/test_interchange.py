@@ -107,6 +107,8 @@ def test_modelopt_rows_in_frequency_order_keep_it(tmp_path: Path) -> None:
 def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_path: Path) -> None:
     torch.save(torch.tensor([9, -1, 2]), tmp_path / "map.pt")
     assert import_token_map(tmp_path / "map.pt", 12).target_ids.tolist() == [9, 0, 4]
+    export_token_map(make(), tmp_path / "other.pt", "modelopt")
+    assert import_token_map(tmp_path / "other.pt", 12).target_ids.tolist() == sorted(make().target_ids.tolist())
     torch.save(torch.zeros(5, dtype=torch.int64), tmp_path / "first.pt")
     assert import_token_map(tmp_path / "first.pt", 12).target_ids.tolist() == [0, 1, 2, 3, 4]
     # One id twice among many is a damaged list of ids.
