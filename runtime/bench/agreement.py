@@ -127,8 +127,8 @@ def replay(
     """Replay a draft (module docstring).
 
     ``head`` in fp32 with exactly the rows drafted over (`exact_head`); ``drafted``, ``result`` the draft's candidates
-    and outputs (None to leave those out); ``keys``, ``values`` its cache afterwards, None to leave that out. ``exact_ties`` False accepts any
-    choice among equal scores (`torch.topk`).
+    and outputs (None to leave those out); ``keys``, ``values`` its cache afterwards, None to leave that out.
+    ``exact_ties`` False accepts any choice among equal scores (`torch.topk`).
     """
     device, top_k = head.device, tree.top_k
     faults: list[str] = []

@@ -15,7 +15,7 @@ from ..weights import HeadWeights
 
 @dataclass(frozen=True)
 class Dims:
-    """Dimensions of a model and of an EAGLE-3 head for it."""
+    """Dimensions of a model and of a draft head for it."""
 
     hidden: int
     intermediate: int
@@ -23,6 +23,15 @@ class Dims:
     kv_heads: int
     head_dim: int
     vocab: int
+    kind: str = "eagle3"
+    """Or "eagle" for EAGLE-1/2."""
+    target_features: int = 0
+    """Width of the target's features where it is not that of three taps as wide as the head."""
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the target's features, all taps together."""
+        return self.target_features or (3 * self.hidden if self.kind == "eagle3" else self.hidden)
 
 
 MODELS = {
@@ -37,7 +46,7 @@ MODELS = {
 
 
 def random_head(dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> HeadWeights:
-    """Build an EAGLE-3 head over the full vocabulary whose activations stay of order one; shapes only on "meta"."""
+    """Build a head over the full vocabulary whose activations stay of order one; shapes only on "meta"."""
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def matrix(out: int, size: int, gain: float = 1.0) -> Tensor:
@@ -48,29 +57,30 @@ def random_head(dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfl
         return 1 + 0.2 * torch.randn(dims.hidden, generator=generator, device=device, dtype=dtype)
 
     hidden, attention, kv = dims.hidden, dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    eagle3 = dims.kind == "eagle3"
+    qkv_in = 2 * hidden if eagle3 else hidden
     tensors = {
-        "fc.weight": matrix(hidden, 3 * hidden),
-        "self_attn.q_proj.weight": matrix(attention, 2 * hidden, 2.0),
-        "self_attn.k_proj.weight": matrix(kv, 2 * hidden, 2.0),
-        "self_attn.v_proj.weight": matrix(kv, 2 * hidden),
+        "fc.weight": matrix(hidden, dims.feature_width if eagle3 else 2 * hidden),
+        "self_attn.q_proj.weight": matrix(attention, qkv_in, 2.0),
+        "self_attn.k_proj.weight": matrix(kv, qkv_in, 2.0),
+        "self_attn.v_proj.weight": matrix(kv, qkv_in),
         "self_attn.o_proj.weight": matrix(hidden, attention),
         "mlp.gate_proj.weight": matrix(dims.intermediate, hidden),
         "mlp.up_proj.weight": matrix(dims.intermediate, hidden),
         "mlp.down_proj.weight": matrix(hidden, dims.intermediate),
-        "input_layernorm.weight": norm(),
-        "hidden_norm.weight": norm(),
         "post_attention_layernorm.weight": norm(),
-        "norm.weight": norm(),
     }
+    if eagle3:
+        tensors |= {"input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
     config = {
         "hidden_size": hidden, "num_attention_heads": dims.heads, "num_key_value_heads": dims.kv_heads,
         "head_dim": dims.head_dim, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": None,
     }  # fmt: skip
     return HeadWeights(
-        kind="eagle3", tensors=tensors, embedding=matrix(dims.vocab, hidden, hidden**0.5),
+        kind=dims.kind, tensors=tensors, embedding=matrix(dims.vocab, hidden, hidden**0.5),
         lm_head=matrix(dims.vocab, hidden, 3.0), draft_to_target=torch.arange(dims.vocab, device=device),
         rotary=rotary_embedding(config, device), hidden=hidden, num_heads=dims.heads, num_kv_heads=dims.kv_heads,
-        head_dim=dims.head_dim, norm_eps=1e-5, activation="silu", feature_width=3 * hidden,
+        head_dim=dims.head_dim, norm_eps=1e-5, activation="silu", feature_width=dims.feature_width,
     )  # fmt: skip
 
 
@@ -97,9 +107,9 @@ def draft_config(
 ) -> DrafterConfig:  # fmt: skip
     """Dimensions of a draft with `random_head`."""
     return DrafterConfig(
-        kind="eagle3", hidden=dims.hidden, intermediate=dims.intermediate, num_heads=dims.heads,
-        num_kv_heads=dims.kv_heads, head_dim=dims.head_dim, feature_width=3 * dims.hidden, target_vocab=dims.vocab,
+        kind=dims.kind, hidden=dims.hidden, intermediate=dims.intermediate, num_heads=dims.heads,
+        num_kv_heads=dims.kv_heads, head_dim=dims.head_dim, feature_width=dims.feature_width, target_vocab=dims.vocab,
         draft_vocab=draft_vocab, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens, norm_eps=1e-5,
         num_slots=num_slots, max_positions=prefix + MAX_NEW_TOKENS + tree.depth * tree.top_k, dtype=dtype,
-        weight_dtype=weight_dtype or dtype,
+        weight_dtype=weight_dtype or dtype, has_fc=dims.kind == "eagle" or dims.feature_width != dims.hidden,
     )  # fmt: skip

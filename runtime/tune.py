@@ -1,0 +1,327 @@
+"""Find launch parameters of the persistent drafter for this GPU, and keep the best.
+
+    python -m eagle_slim.runtime.tune --head my/slim-head                      # the dimensions of one head
+    python -m eagle_slim.runtime.tune --dims llama-3.1-8b --draft-vocab 32000 --batch 1 2 4 8 --fp8
+    python -m eagle_slim.runtime.tune --all --budget 600 --out tuned.json      # everything that bench.draft measures
+
+Tries the derived parameters (`choose_launch`) and a handful of others that differ in one thing each, then the gains
+together. Each is checked against the fp32 reference before it is timed, as CUDA-graph replays interleaved with those of
+the derived parameters. The winner, and be it the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or
+the one in the package), where launches find it. Random weights of the right shapes do: speed does not depend on values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .bench.problem import MODELS, Dims, draft_config
+from .config import TreeConfig
+from .drafter_config import DrafterConfig
+from .errors import DrafterError, EagleSlimError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .kernels.launch_params import Chip, LaunchParams, TunedCache
+    from .weights import HeadWeights
+
+LEAST_GAIN = 0.005
+"""Gains below half a percent are noise, and the derived parameters stay."""
+PREFIX = 512
+"""Cached pairs while timing."""
+
+Measure = Callable[["DrafterConfig", "LaunchParams", "LaunchParams"], tuple[float, float]]
+"""(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One line of the table."""
+
+    name: str
+    us: float
+    derived_us: float
+    fault: str = ""
+
+    @property
+    def gain(self) -> float:
+        """Share of the derived parameters' time that is saved."""
+        return 0.0 if self.fault else 1 - self.us / self.derived_us
+
+
+def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
+    """Parameters that differ from ``params`` in one thing each; what cannot fit is left out."""
+    from .kernels.launch_params import MATRICES, Tile, block_rows, in_features
+
+    rows = block_rows(cfg)
+
+    def fits(name: str, tile: Tile) -> bool:
+        weights = (2 if name == "mlp" else 1) * tile.block_n * cfg.weight_dtype.itemsize
+        stage = tile.block_k * (weights + rows * cfg.dtype.itemsize)
+        return tile.block_k >= 16 and stage * tile.stages <= chip.shared_bytes * 0.9
+
+    def with_tiles(change: Callable[[Tile], Tile]) -> LaunchParams | None:
+        tiles = {}
+        for name, tile in params.tiles.items():
+            changed = change(tile)
+            divides = in_features(cfg)[name] % (3 * changed.block_k if name == "fc" else changed.block_k) == 0
+            tiles[name] = changed if divides and fits(name, changed) else tile
+        return replace(params, tiles=tiles) if tiles != params.tiles else None
+
+    def with_prefetch(size: int) -> LaunchParams | None:
+        prefetch = dict.fromkeys(MATRICES, size)
+        return replace(params, prefetch=prefetch) if prefetch != params.prefetch else None
+
+    found: dict[str, LaunchParams | None] = {
+        "no prefetch": with_prefetch(0),
+        "prefetch 32 KB": with_prefetch(32768),
+        "prefetch 64 KB": with_prefetch(65536),
+        "prefetch 128 KB": with_prefetch(131072),
+        "half block_k, more stages": with_tiles(
+            lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
+        ),
+        "half block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k // 2, tile.stages)),
+        "double block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k * 2, max(2, tile.stages // 2))),
+        "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
+        "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
+        "parts of 128 keys": replace(params, part_keys=128),
+        "32 keys per tile": replace(params, block_keys=32) if params.block_keys != 32 else None,
+    }
+    if chip.capability >= 90:
+        found["prefetch line by line"] = replace(params, bulk_prefetch=not params.bulk_prefetch)
+    return {name: variant for name, variant in found.items() if variant is not None}
+
+
+def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
+    """Apply several changes of ``base`` to it, best first; a later one never undoes an earlier one."""
+    result = base
+    changed: set[str] = set()
+    for variant in gains:
+        fields = {
+            name
+            for name in ("tiles", "prefetch", "bulk_prefetch", "part_keys", "block_keys")
+            if getattr(variant, name) != getattr(base, name)
+        }
+        if not fields & changed:
+            result = replace(result, **{name: getattr(variant, name) for name in fields})
+            changed |= fields
+    return result
+
+
+def tune(
+    cfg: DrafterConfig,
+    chip: Chip,
+    measure: Measure,
+    compile_ahead: Callable[[list[LaunchParams]], None],
+    left: Callable[[], float],
+) -> tuple[LaunchParams, list[Trial]]:
+    """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``."""
+    from .kernels.launch_params import choose_launch
+
+    derived = choose_launch(cfg, chip)
+    tried = variants(derived, cfg, chip)
+    compile_ahead([derived, *tried.values()])
+    trials: list[Trial] = []
+
+    def attempt(name: str, params: LaunchParams) -> Trial:
+        try:
+            derived_us, us = measure(cfg, derived, params)
+            trial = Trial(name, us, derived_us)
+        except DrafterError as error:
+            trial = Trial(name, float("inf"), float("inf"), str(error))
+        except Exception as error:  # Triton has no common base for what does not compile or fit
+            if type(error).__name__ not in ("OutOfResources", "CompilationError", "CompileTimeAssertionFailure"):
+                raise
+            trial = Trial(name, float("inf"), float("inf"), f"{type(error).__name__}: {error}")
+        trials.append(trial)
+        return trial
+
+    if attempt("derived", derived).fault:
+        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}")
+    longest = 0.0
+    for name, params in tried.items():
+        if left() < longest:
+            break
+        before = left()
+        attempt(name, params)
+        longest = max(longest, before - left())
+    good = sorted((trial for trial in trials[1:] if trial.gain > LEAST_GAIN), key=lambda trial: -trial.gain)
+    best, gain = (tried[good[0].name], good[0].gain) if good else (derived, LEAST_GAIN)
+    together = combine(derived, [tried[trial.name] for trial in good])
+    if together not in (best, derived) and left() > longest:
+        trial = attempt(" + ".join(trial.name for trial in good), together)
+        best = together if trial.gain > gain else best
+    return best, trials
+
+
+class GraphTimer:
+    """Measure by CUDA-graph replays of a random problem, after checking it against the fp32 reference."""
+
+    def __init__(self, dims: Dims, device: torch.device, rounds: int) -> None:
+        self.dims, self.device, self.rounds = dims, device, rounds
+        self._head: HeadWeights | None = None
+        self._derived: tuple[DrafterConfig, LaunchParams, Callable[[], object]] | None = None
+
+    def __call__(self, cfg: DrafterConfig, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
+        """See `Measure`."""
+        from .bench.timing import interleave
+
+        if self._derived is None or self._derived[:2] != (cfg, derived):
+            self._derived = (cfg, derived, self._graph(cfg, derived))
+        runs = {"derived": self._derived[2], "variant": self._graph(cfg, variant)}
+        times = interleave(runs, self.device, self.rounds)
+        return times["derived"].median_us, times["variant"].median_us
+
+    def _graph(self, cfg: DrafterConfig, params: LaunchParams) -> Callable[[], object]:
+        from .bench.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
+        from .bench.baseline import capture
+        from .bench.problem import first_rows, random_head, random_step
+        from .kernels.drafter import pack_head
+        from .launch import Weights, allocate_buffers, check_finished, launch_drafter
+
+        if self._head is None:
+            self._head = random_head(self.dims, self.device, cfg.dtype)
+        head = first_rows(self._head, cfg.draft_vocab)
+        weights = Weights(head, pack_head(head, cfg, params))
+        bufs = allocate_buffers(cfg, weights)
+        features = random_step(cfg, PREFIX, 4, bufs)
+        step = Step.of(features, bufs)
+        launch_drafter(cfg, features, weights, bufs)
+        check_finished(bufs)
+        agreement = replay(
+            exact_head(head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values,
+            atol=log_prob_atol(cfg),
+        )  # fmt: skip
+        if not agreement.agrees:
+            raise DrafterError(f"the draft is wrong: {agreement}")
+        return capture(lambda: launch_drafter(cfg, features, weights, bufs)).replay
+
+
+def configurations(args: argparse.Namespace) -> list[tuple[str, Dims, DrafterConfig]]:
+    """What the arguments ask for: (name, dimensions, configuration), the most wanted first."""
+    import torch
+
+    tree = TreeConfig(args.depth, args.top_k, args.total_tokens)
+    wanted: list[tuple[str, Dims, int, int]] = []
+    if args.all:
+        from .bench.draft import all_rows
+
+        wanted = [(row.model, MODELS[row.model], row.draft_vocab, row.batch) for row in all_rows()]
+    elif args.head is not None:
+        dims, rows = head_dims(args.head)
+        wanted = [(str(args.head), dims, vocab, batch) for vocab in args.draft_vocab or [rows] for batch in args.batch]
+    else:
+        dims = MODELS[args.dims]
+        wanted = [(args.dims, dims, vocab, batch) for vocab in args.draft_vocab or [32000] for batch in args.batch]
+    types = [torch.bfloat16, torch.float8_e4m3fn] if args.fp8 or args.all else [torch.bfloat16]
+    return [
+        (name, dims, draft_config(dims, vocab, tree, batch, PREFIX, weight_dtype=weight_dtype))
+        for name, dims, vocab, batch in dict.fromkeys(wanted)
+        for weight_dtype in types
+    ]
+
+
+def head_dims(head: str) -> tuple[Dims, int]:
+    """Read a head's dimensions and the rows of its LM head."""
+    from .loading import open_any_head
+
+    opened = open_any_head(head)
+    config, draft_head = opened.head.config, opened.head
+    width = draft_head.tensors.shape("fc.weight")[1] if "fc.weight" in draft_head.tensors else draft_head.hidden_size
+    dims = Dims(
+        draft_head.hidden_size, int(config["intermediate_size"]), int(config["num_attention_heads"]),
+        int(config["num_key_value_heads"]), int(config["head_dim"]), draft_head.target_vocab, draft_head.kind,
+        width if draft_head.kind == "eagle3" else draft_head.hidden_size,
+    )  # fmt: skip
+    return dims, draft_head.draft_vocab if opened.rank_order is None else len(opened.rank_order)
+
+
+def print_trials(name: str, cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) -> None:
+    """Print the table of one configuration."""
+    weights = str(cfg.weight_dtype).removeprefix("torch.")
+    print(f"{name}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots, {weights}: {best.to_json()}")
+    for trial in trials:
+        shown = trial.fault or f"{trial.us:9.1f} us   derived {trial.derived_us:9.1f} us   {trial.gain:+.1%}"
+        print(f"  {trial.name:40s} {shown}", flush=True)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the tuner; `--help` lists the options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m eagle_slim.runtime.tune", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--head", help="folder or repository of a head, converted or not")
+    what.add_argument("--dims", choices=sorted(MODELS), help="dimensions of a known model")
+    what.add_argument("--all", action="store_true", help="all configurations of bench.draft, bf16 and FP8")
+    parser.add_argument("--draft-vocab", type=int, nargs="+", help="default: all the head has, or 32000")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="slots")
+    parser.add_argument("--fp8", action="store_true", help="FP8 weights too")
+    parser.add_argument("--depth", type=int, default=5)
+    parser.add_argument("--top-k", type=int, default=10)
+    parser.add_argument("--total-tokens", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
+    parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
+    parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
+    parser.add_argument("--missing", action="store_true", help="only what the cache does not hold yet")
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except EagleSlimError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Tune what the arguments ask for and save the cache after each configuration."""
+    started = time.perf_counter()
+    import torch
+
+    from .bench.precompile import compile_all
+    from .kernels.drafter import chip_of
+    from .kernels.launch_params import TunedCache, cache_key, default_cache
+
+    wanted = configurations(args)
+    if not torch.cuda.is_available():
+        raise DrafterError("Tuning needs an NVIDIA GPU.")
+    device = torch.device("cuda", torch.cuda.current_device())
+    chip = chip_of(device)
+    cache: TunedCache = TunedCache(args.out) if args.out else default_cache()
+
+    def left() -> float:
+        return args.budget - (time.perf_counter() - started)
+
+    done = 0
+    timer: GraphTimer | None = None
+    seen: set[str] = set()
+    for name, dims, cfg in wanted:
+        key = cache_key(cfg, chip)
+        if key in seen or (args.missing and key in cache.entries):
+            continue
+        seen.add(key)
+        if left() < 0:
+            print(f"out of time: {name}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots left out", flush=True)
+            continue
+        if timer is None or timer.dims != dims:
+            timer = GraphTimer(dims, device, args.rounds)
+
+        def ahead(params: list[LaunchParams], dims: Dims = dims, cfg: DrafterConfig = cfg) -> None:
+            compile_all([(dims, cfg, variant) for variant in params], max(1.0, left()))
+
+        best, trials = tune(cfg, chip, timer, ahead, left)
+        print_trials(name, cfg, trials, best)
+        cache.store(cfg, chip, best)
+        cache.save()
+        done += 1
+    print(f"{done} configurations tuned in {time.perf_counter() - started:.0f} s, kept in {cache.path.name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The tuner's choices, with times made up and kernels under the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.runtime import tune
+from eagle_slim.runtime.bench.problem import MODELS, Dims, draft_config
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.errors import DrafterError
+from eagle_slim.runtime.kernels.launch_params import INTERPRETER, KNOWN_CHIPS, LaunchParams, choose_launch
+
+CHIP = KNOWN_CHIPS[90]
+CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
+
+
+def choose(
+    times: Callable[[LaunchParams], float], seconds: float = 1e9
+) -> tuple[LaunchParams, list[tune.Trial], list[LaunchParams]]:
+    clock = [seconds]
+    compiled: list[LaunchParams] = []
+
+    def measure(_cfg: object, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
+        clock[0] -= 1
+        return times(derived), times(variant)
+
+    best, trials = tune.tune(CFG, CHIP, measure, compiled.extend, lambda: clock[0])
+    return best, trials, compiled
+
+
+def test_gains_are_combined() -> None:
+    derived = choose_launch(CFG, CHIP)
+
+    def times(params: LaunchParams) -> float:
+        return 1000 - 30 * (params.part_keys == 128) - 20 * (params.prefetch["o"] == 0) + 5 * (params.block_keys == 32)
+
+    best, trials, compiled = choose(times)
+    assert best == replace(derived, part_keys=128, prefetch=dict.fromkeys(derived.prefetch, 0))
+    assert trials[-1].name == "parts of 128 keys + no prefetch"
+    assert trials[-1].gain == pytest.approx(0.05)
+    assert compiled[0] == derived
+    assert len(compiled) == len(trials) - 1
+
+
+def test_noise_changes_nothing() -> None:
+    best, _, _ = choose(lambda params: 1000 - 4 * (params.part_keys == 128))
+    assert best == choose_launch(CFG, CHIP)
+
+
+def test_wrong_and_unbuildable_variants_lose() -> None:
+    OutOfResources = type("OutOfResources", (Exception,), {})  # as Triton names it
+
+    def times(params: LaunchParams) -> float:
+        if params.part_keys == 128:
+            raise DrafterError("the draft is wrong")
+        if params.block_keys == 32:
+            raise OutOfResources("shared memory")
+        return 1000.0
+
+    best, trials, _ = choose(times)
+    assert best == choose_launch(CFG, CHIP)
+    assert {trial.fault for trial in trials} == {"", "the draft is wrong", "OutOfResources: shared memory"}
+
+    def broken(params: LaunchParams) -> float:
+        raise DrafterError("no")
+
+    with pytest.raises(DrafterError, match="derived launch parameters do not work"):
+        choose(broken)
+
+
+def test_it_stops_in_time() -> None:
+    _, trials, _ = choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)
+    assert 2 <= len(trials) <= 5
+
+
+def test_variants_fit_and_differ() -> None:
+    for model in MODELS:
+        for slots in (1, 8, 16):
+            cfg = draft_config(MODELS[model], 32000, TreeConfig(5, 10, 60), slots, 512)
+            for chip in (KNOWN_CHIPS[80], KNOWN_CHIPS[90]):
+                derived = choose_launch(cfg, chip)
+                tried = tune.variants(derived, cfg, chip)
+                assert len(tried) > 4
+                assert derived not in tried.values()
+
+
+def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real measurement, where a graph is the call itself: it would refuse a wrong draft."""
+    monkeypatch.setattr("eagle_slim.runtime.bench.baseline.capture", lambda run: type("Graph", (), {"replay": run}))
+    dims = Dims(64, 96, 4, 2, 16, 300)
+    cfg = draft_config(dims, 120, TreeConfig(1, 3, 10), 1, tune.PREFIX, torch.float16)
+    timer = tune.GraphTimer(dims, torch.device("cpu"), 1)
+    derived = choose_launch(cfg, INTERPRETER)
+    changed = tune.variants(derived, cfg, INTERPRETER)["half block_k"]
+    assert min(timer(cfg, derived, changed)) > 0
+
+
+def test_heads_are_read_for_their_dimensions() -> None:
+    dims, rows = tune.head_dims(str(Path(__file__).parents[2] / "convert" / "default" / "head"))
+    assert dims == Dims(576, 1536, 9, 3, 64, 49152, "eagle3", 1728)
+    assert rows == 49152
+
+
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit) as stopped:
+        tune.main(["--dims", "llama-3.1-8b"])
+    assert stopped.value.code == 1
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
