@@ -1,6 +1,7 @@
 """How fast is the persistent drafter, against eager PyTorch, against a CUDA graph of PyTorch, and against the memory?
 
     python -m eagle_slim.runtime.bench.draft [--quick] [--rows REGEX] [--seconds 240] [--out results/draft-h200.json]
+    python -m eagle_slim.runtime.bench.draft --stages --quick
 
 Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with top_k 10 and total_tokens 60, random
 weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
@@ -40,6 +41,7 @@ from .agreement import Step, candidates_of, exact_head, log_prob_atol, replay, t
 from .baseline import TorchDraft, capture
 from .precompile import Job, compile_all
 from .problem import MODELS, draft_config, first_rows, random_head, random_step
+from .stages import phases, print_phases, stamp_barriers, time_phases
 from .timing import copy_bytes_per_s, interleave, machine
 
 TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
@@ -86,13 +88,6 @@ def all_rows() -> list[Row]:
         for prefix in prefixes
     ]
     return list(dict.fromkeys(wanted))
-
-
-def num_barriers(cfg: DrafterConfig) -> int:
-    """Grid barriers of one draft."""
-    per_level = 9 if cfg.kind == "eagle" else 8
-    start = 2 if cfg.kind == "eagle3" and cfg.has_fc else 1
-    return start + (cfg.depth + 1) * per_level - 1
 
 
 class Problems:
@@ -221,7 +216,7 @@ def run_row(bench: Bench, row: Row, capacity: int) -> dict[str, Any]:
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     del result
     measured: dict[str, Any] = {
-        **asdict(row), "name": row.name, "checks": checks, "faults": faults, "barriers": num_barriers(base),
+        **asdict(row), "name": row.name, "checks": checks, "faults": faults, "barriers": len(phases(base)),
         "level_bytes": base.level_bytes, "draft_bytes": base.draft_bytes([row.prefix] * row.batch),
         "workspace_bytes": workspace_bytes, "floor_us": floors, "capacity": capacity,
     }  # fmt: skip
@@ -362,6 +357,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="print the names of the rows and stop")
     parser.add_argument("--seconds", type=float, default=240, help="stop by then, and name the rows left out")
     parser.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
+    parser.add_argument(
+        "--stages", action="store_true", help="time the phases of the kernel instead, by stamps at barriers"
+    )
     parser.add_argument("--out", type=Path, help="write JSON here, and PNG curves beside it where matplotlib is there")
     args = parser.parse_args(argv)
     rows = [row for row in all_rows() if not args.rows or re.search(args.rows, row.name)]
@@ -375,6 +373,12 @@ def main(argv: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs an NVIDIA GPU\n")
     problems = Problems(torch.device("cuda", torch.cuda.current_device()), torch.bfloat16)
+    if args.stages:
+        result = run_stages(rows, problems, args.seconds, started)
+        if args.out:
+            write_json(result, args.out)
+        print(json.dumps(result))
+        return
     result = run(rows, problems, args.seconds, args.rounds, graph_replay, started)
     if args.out:
         write(result, args.out)
@@ -383,10 +387,33 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(1)
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """Write JSON and, where matplotlib is installed, the curves."""
+def run_stages(rows: list[Row], problems: Problems, seconds: float, started: float) -> dict[str, Any]:
+    """Time the phases of each row's kernels, compiled with time stamps, until the time is up."""
+    stamp_barriers()
+    measured: dict[str, Any] = {}
+    for row in rows:
+        for name in supported_weights(problems.device):
+            if time.perf_counter() - started > seconds:
+                print(f"out of time, left out: {row.name} {name}", flush=True)
+                continue
+            cfg = problems.config(row, name)
+            weights = problems.packed(row, name, cfg)
+            bufs = allocate_buffers(cfg, weights)
+            found = time_phases(cfg, random_step(cfg, row.prefix, NUM_NEW, bufs), weights, bufs)
+            measured[f"{row.name} {name}"] = found
+            print_phases(f"{row.name} {name}", found)
+    return {"machine": machine(problems.device), "stages": measured}
+
+
+def write_json(result: dict[str, Any], path: Path) -> None:
+    """Write a result."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write JSON and, where matplotlib is installed, the curves."""
+    write_json(result, path)
     try:
         from .plots import plot_curves
     except ModuleNotFoundError as error:

@@ -48,6 +48,18 @@ SPIN:
 DONE:
 }"""
 _SPIN_ASM = tl.constexpr(_SPIN)
+_NOW_ASM = tl.constexpr("mov.u64 $0, %globaltimer;")
+TIMED = tl.constexpr(False)
+"""Whether barriers leave time stamps; `eagle_slim.runtime.bench.stages` sets it before anything is compiled."""
+STAMPS_AT = tl.constexpr(16)
+"""Where stamps lie behind the state, in int32: int64 [rounds + 1, programs, 2], nanoseconds of arrival and leaving."""
+
+
+@triton.jit
+def _stamp(state_ptr, round, NUM_CTAS: tl.constexpr, EDGE: tl.constexpr):
+    now = tl.inline_asm_elementwise(_NOW_ASM, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    place = (round * NUM_CTAS + tl.program_id(0)) * 2 + EDGE
+    tl.store((state_ptr + STAMPS_AT).to(tl.pointer_type(tl.int64)) + place, now)
 
 
 @triton.jit
@@ -55,6 +67,8 @@ def grid_barrier(state_ptr, round, NUM_CTAS: tl.constexpr):
     """Wait until every program has called this ``round`` times (1, 2, ...); writes before it are visible after it."""
     tl.debug_barrier()
     if NUM_CTAS > 1:
+        if TIMED:
+            _stamp(state_ptr, round, NUM_CTAS, 0)
         counter = state_ptr.to(tl.int64)
         tl.inline_asm_elementwise(
             _SPIN_ASM,
@@ -65,6 +79,8 @@ def grid_barrier(state_ptr, round, NUM_CTAS: tl.constexpr):
             pack=1,
         )
         tl.debug_barrier()
+        if TIMED:
+            _stamp(state_ptr, round, NUM_CTAS, 1)
 
 
 @triton.jit

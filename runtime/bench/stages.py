@@ -1,0 +1,106 @@
+"""Where a draft's time goes, phase by phase: the kernel built with time stamps at both edges of every barrier.
+
+A phase is what lies between two barriers: the work of each program, the wait for the slowest, and the barrier itself.
+Stamps are nanoseconds of the GPU's global timer, which ticks about once a microsecond on some chips and every 32 ns on
+others: single phases are as coarse as that, their means over levels less so. The tree build comes after the last
+barrier and is not among the phases.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..drafter_config import Buffers, DrafterConfig
+from ..launch import Weights, check_finished, launch_drafter
+
+
+def phases(cfg: DrafterConfig) -> list[str]:
+    """Name what each barrier ends, in order."""
+    start = []
+    if cfg.kind == "eagle3" and cfg.has_fc:
+        start = ["fc", "norm"]
+        # In front of FP8 weights, features are first written as pairs of FP8 numbers.
+        start = ["taps", *start] if cfg.weight_dtype != cfg.dtype else start
+    else:
+        start = ["norm"]
+    level = ["qkv", "attention", "merge", "o", "mlp", "down", "head", "pick"]
+    level = ["fc", *level] if cfg.kind == "eagle" else level
+    return (start + level * (cfg.depth + 1))[:-1]
+
+
+def stamp_barriers() -> None:
+    """Have barriers leave time stamps in every kernel compiled from now on; call before the first is."""
+    from ..kernels import grid_barrier
+
+    grid_barrier.TIMED = type(grid_barrier.TIMED)(True)
+
+
+def time_phases(
+    cfg: DrafterConfig, features: Tensor, weights: Weights, bufs: Buffers, rounds: int = 6
+) -> list[dict[str, float | str]]:
+    """Draft ``rounds`` times and summarise the stamps; the first draft is left out.
+
+    One entry a phase, levels together: ``total_us`` from barrier to barrier, over all levels; ``work_us`` a program's
+    mean and ``slowest_us`` its longest work, ``barrier_us`` from the last arrival to the mean leaving, per level.
+    """
+    from ..kernels.grid_barrier import STAMPS_AT
+
+    assert weights.packed is not None, "pack() comes first"
+    names = phases(cfg)
+    programs = weights.packed.params.num_programs
+    offset = int(getattr(STAMPS_AT, "value", STAMPS_AT))
+    size = offset + (len(names) + 1) * programs * 2 * 2
+    bufs.workspace["barrier"] = torch.zeros(size, dtype=torch.int32, device=features.device)
+    drafts = []
+    for index in range(rounds + 1):
+        launch_drafter(cfg, features, weights, bufs)
+        check_finished(bufs)
+        stamps = bufs.workspace["barrier"][offset:].view(torch.int64).view(len(names) + 1, programs, 2)
+        if index:
+            drafts.append(stamps[1:].cpu().double() / 1e3)
+    return summarise(names, torch.stack(drafts))
+
+
+def summarise(names: Sequence[str], stamps_us: Tensor) -> list[dict[str, float | str]]:
+    """Turn stamps float64 [drafts, barriers, programs, (arrival, leaving)] into the entries of `time_phases`.
+
+    The first phase has no barrier before it and is left out.
+    """
+    arrival, leaving = stamps_us[..., 0], stamps_us[..., 1]
+    work = arrival[:, 1:] - leaving[:, :-1]  # [drafts, phases, programs]
+    barrier = leaving[:, 1:].mean(-1) - arrival[:, 1:].amax(-1)
+    total = leaving[:, 1:].mean(-1) - leaving[:, :-1].mean(-1)
+    entries: list[dict[str, float | str]] = []
+    for name in dict.fromkeys(names[1:]):
+        places = [place for place, other in enumerate(names[1:]) if other == name]
+
+        def median(values: Tensor, places: list[int] = places) -> float:
+            return statistics.median(values[:, places].mean(1).tolist())
+
+        entries.append(
+            {
+                "phase": name,
+                "times": len(places),
+                "total_us": median(total) * len(places),
+                "work_us": median(work.mean(-1)),
+                "slowest_us": median(work.amax(-1)),
+                "barrier_us": median(barrier),
+            }
+        )
+    return entries
+
+
+def print_phases(title: str, entries: Sequence[dict[str, float | str]]) -> None:
+    """Print the table of one kernel."""
+    whole = sum(float(entry["total_us"]) for entry in entries)
+    print(f"{title}: {whole:.0f} us from the first barrier to the last")
+    for entry in entries:
+        print(
+            f"  {entry['phase']:10s} x{entry['times']:<3} {entry['total_us']:8.1f} us   each: work "
+            f"{entry['work_us']:6.1f}, slowest {entry['slowest_us']:6.1f}, barrier {entry['barrier_us']:5.2f}",
+            flush=True,
+        )
