@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,8 +189,8 @@ class Buffers:
     def allocate(cls, cfg: DrafterConfig, device: torch.device | str) -> Buffers:
         """Allocate for a configuration; outputs start as -2, a value no draft writes."""
         slots, total = cfg.num_slots, cfg.total_tokens
-        int32 = {"dtype": torch.int32, "device": device}
-        int64 = {"dtype": torch.int64, "device": device}
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
         cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
         return cls(
             new_tokens=torch.zeros(slots, MAX_NEW_TOKENS, **int32),

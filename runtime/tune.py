@@ -295,8 +295,10 @@ def run(args: argparse.Namespace) -> None:
     chip = chip_of(device)
     cache: TunedCache = TunedCache(args.out) if args.out else default_cache()
 
+    budget: float = args.budget
+
     def left() -> float:
-        return args.budget - (time.perf_counter() - started)
+        return budget - (time.perf_counter() - started)
 
     done = 0
     timer: GraphTimer | None = None

@@ -24,6 +24,7 @@ Job = tuple[Dims, DrafterConfig, LaunchParams]
 def compile_one(job: Job) -> float:
     """Compile the kernel of one configuration into the cache; seconds it took."""
     from ..kernels import drafter
+    from ..kernels.persistent import draft_kernel
 
     start = time.perf_counter()
     dims, cfg, params = job
@@ -33,7 +34,7 @@ def compile_one(job: Job) -> float:
     bufs = Buffers.allocate(cfg, device)
     bufs.workspace.update(drafter.allocate_workspace(cfg, params, device))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
-    drafter.draft_kernel.warmup(
+    draft_kernel.warmup(
         grid=(params.num_programs,),
         **drafter.kernel_arguments(cfg, features, packed, bufs),
         **drafter.kernel_constants(cfg, params, packed.draft_vocab),

@@ -79,7 +79,7 @@ def summarise(names: Sequence[str], stamps_us: Tensor) -> list[dict[str, float |
         places = [place for place, other in enumerate(names[1:]) if other == name]
 
         def median(values: Tensor, places: list[int] = places) -> float:
-            return statistics.median(values[:, places].mean(1).tolist())
+            return float(statistics.median(values[:, places].mean(1).tolist()))
 
         entries.append(
             {

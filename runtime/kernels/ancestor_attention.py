@@ -348,4 +348,4 @@ def ancestor_attention(
 
 def heads_per_attention_unit(group: int, head_dim: int) -> int:
     """Query heads handled together: a power of two that keeps the accumulator within 128 rows of 128 columns."""
-    return min(triton.next_power_of_2(group), 8 if head_dim <= 128 else 4)
+    return min(int(triton.next_power_of_2(group)), 8 if head_dim <= 128 else 4)

@@ -128,10 +128,10 @@ def product_loops(sass: str) -> list[ProductLoop]:
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():
-        if label := re.match(r"\s*(\.L_\w+):", line):
-            labels[label[1]] = len(code)
-        elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
-            code.append(instruction[1])
+        if found := re.match(r"\s*(\.L_\w+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
     spans = []
     for place, instruction in enumerate(code):
         jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)

@@ -56,7 +56,7 @@ def chip_of(device: torch.device) -> Chip:
     return Chip(
         properties.name,
         properties.major * 10 + properties.minor,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stubs lack it
         properties.multi_processor_count,
     )
 
@@ -237,7 +237,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         stored = layout.tile_rows if name == "head" else layout.rows[name] * (2 if name == "mlp" else 1)
         region = stored * in_features(cfg)[name] * cfg.weight_dtype.itemsize
         prefetch[f"P_{name.upper()}"] = min(params.prefetch[name], region) // 128 * 128
-    shapes = {}
+    shapes: dict[str, int] = {}
     for name, tile in tiles.items():
         shapes |= {
             f"N_{name.upper()}": tile.block_n,

@@ -9,6 +9,8 @@ Limits: total_tokens <= 128, candidates <= 4096.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -151,7 +153,7 @@ def build_tree_on_device(
     if not 2 <= total_tokens <= min(128, candidates + 1) or candidates > 4096:
         raise ValueError(f"{total_tokens=} must be 2..min(128, {candidates} + 1) and candidates at most 4096")
     device = tokens.device
-    int64 = {"dtype": torch.int64, "device": device}
+    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
     outputs = (
         torch.empty(batch, total_tokens, **int64),
         torch.empty(batch, total_tokens, **int64),

@@ -210,13 +210,13 @@ def assign_rows(tensor: Tensor, num_programs: int, dealt: bool = False, rows: in
     padded = torch.zeros(rows * num_programs, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
     padded[: tensor.shape[0]] = tensor
     if dealt:
-        return padded.unflatten(0, (rows, num_programs)).transpose(0, 1)
-    return padded.unflatten(0, (num_programs, rows))
+        return padded.view(rows, num_programs, *tensor.shape[1:]).transpose(0, 1)
+    return padded.view(num_programs, rows, *tensor.shape[1:])
 
 
 def cut_chunks(assigned: Tensor, block_k: int) -> Tensor:
     """Lay rows out in reading order: [programs, rows, in] to [programs, in / block_k, rows, block_k]. Any dtype."""
-    chunked = assigned.view(torch.uint8).unflatten(2, (-1, block_k * assigned.element_size()))
+    chunked: Tensor = assigned.view(torch.uint8).unflatten(2, (-1, block_k * assigned.element_size()))
     return chunked.transpose(1, 2).contiguous().view(assigned.dtype)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from eagle_slim.runtime.kernels.weight_stream import (
     assign_rows,
     chunk_size,
@@ -11,6 +13,7 @@ from eagle_slim.runtime.kernels.weight_stream import (
     cut_tiles,
     quantize_rows,
     rows_per_program,
+    store_activation,
 )
 
 
@@ -61,3 +64,28 @@ def test_fp8_error_is_bounded() -> None:
     scaled = weight / scale[:, None]
     assert ((rounded.float() - scaled).abs() <= (scaled.abs() * 2**-4).clamp(min=2**-10) * 1.0001).all()
     assert torch.equal(rounded.float().abs().amax(1)[weight.any(1)], torch.full((49,), 448.0))
+
+
+@triton.jit
+def _store_kernel(value_ptr, out_ptr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    store_activation(out_ptr, offs * 0, offs, tl.load(value_ptr + offs), offs < SIZE, SIZE)
+
+
+def test_pairs_of_e4m3(device: str) -> None:
+    """The high half is the nearest e4m3 number, ties to even; both carry about the 8 bits of bf16; 448 is the end."""
+    every = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()  # all from 0 to 448
+    halfway = (every[1:] + every[:-1]) / 2
+    values = torch.cat([every, -every, halfway, -halfway, torch.randn(500) * torch.logspace(-4, 2, 500)])
+    values = torch.cat([values, torch.tensor([1e6, -1e6])])
+    size = triton.next_power_of_2(len(values))
+    padded = torch.zeros(size)
+    padded[: len(values)] = values
+    out = torch.zeros(2 * size, dtype=torch.float8_e4m3fn, device=device)
+    _store_kernel[(1,)](padded.to(device), out, SIZE=size)
+    high, low = out.cpu().float().view(2, size)
+    clamped = padded.clamp(-448, 448)
+    assert torch.equal(high, clamped.to(torch.float8_e4m3fn).float())
+    # The low half is converted by the hardware, which rounds; the interpreter cuts off, by a bit more below 2**-6.
+    error = (high + low / 16 - clamped).abs()
+    assert (error <= (clamped.abs() * 2**-7).clamp(min=2**-11)).all()
