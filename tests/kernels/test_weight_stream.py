@@ -86,6 +86,8 @@ def test_pairs_of_e4m3(device: str) -> None:
     high, low = out.cpu().float().view(2, size)
     clamped = padded.clamp(-448, 448)
     assert torch.equal(high, clamped.to(torch.float8_e4m3fn).float())
-    # The low half is converted by the hardware, which rounds; the interpreter cuts off, by a bit more below 2**-6.
+    # The low half is converted by the hardware. The interpreter does that wrongly: it cuts bits off, and where rounding
+    # up reaches the next power of two it gives half of it.
     error = (high + low / 16 - clamped).abs()
-    assert (error <= (clamped.abs() * 2**-7).clamp(min=2**-11)).all()
+    bits = 5 if device == "cpu" else 8
+    assert (error <= (clamped.abs() * 2**-bits).clamp(min=2**-11)).all()
