@@ -56,5 +56,5 @@ def compile_all(jobs: Sequence[Job], seconds: float, processes: int | None = Non
     failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
     if failed:
         print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
-    pool.shutdown(wait=False, cancel_futures=True)
+    pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
     return done
