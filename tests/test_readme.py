@@ -1,4 +1,4 @@
-"""The commands and the Python that README.md prints, run as printed, in order, in an empty folder."""
+"""The commands and the Python that README.md prints, run as printed and in order; the links of all pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "convert" / "FORMAT.md"]
 BLOCK = re.compile(r"^(<!-- not run by the tests: [^\n]*-->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -41,3 +44,11 @@ def test_readme(tmp_path: Path) -> None:
         f"compare.{x}" for x in ("csv", "html", "json", "png")
     }
     assert (tmp_path / "coverage.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text("utf-8")):
+        if "://" not in link:
+            assert (path.parent / link).exists(), link
