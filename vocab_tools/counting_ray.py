@@ -12,7 +12,6 @@ limits, checkpoints and messages about bad records need.
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -108,9 +107,7 @@ class RayEngine:
         if not units:
             return
         workers = self._workers or max(1, int(ray.cluster_resources().get("CPU", 1)))
-        dataset = ray.data.from_items(
-            [{"unit": pickle.dumps(unit)} for unit in units], override_num_blocks=len(units)
-        ).map_batches(
+        dataset = ray.data.from_items([{"unit": unit} for unit in units], override_num_blocks=len(units)).map_batches(
             _UnitCounter,
             fn_constructor_args=(self._plan, source, corpus, bound(), not limited),
             batch_size=1,
@@ -123,7 +120,7 @@ class RayEngine:
         # Data that a worker reads may be larger than a block; a result must not wait for others to fill one.
         dataset.context.target_max_block_size = 1
         for row in dataset.iter_rows():
-            result = pickle.loads(row["result"])
+            result = row["result"]
             if isinstance(result, EagleSlimError):
                 raise result
             yield result
@@ -158,15 +155,14 @@ class _UnitCounter:
         self._merge = merge
         self._counter = BlockCounter(plan)
 
-    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[bytes]]]:
-        for packed in batch["unit"]:
-            unit = pickle.loads(packed)
+    def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
+        for unit in batch["unit"]:
             try:
                 for result in self._merged(unit) if self._merge else self._each(unit):
-                    yield {"result": [pickle.dumps(result)]}
+                    yield {"result": [result]}
             except EagleSlimError as error:
                 # As a value: Ray would wrap an exception, and its text would no longer be ours.
-                yield {"result": [pickle.dumps(error)]}
+                yield {"result": [error]}
 
     def _each(self, unit: _Unit) -> Iterator[tuple[Task, BlockCounts]]:
         for block in unit.blocks or self._corpus.shard_blocks(unit.shard, unit.start):
