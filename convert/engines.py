@@ -450,7 +450,6 @@ _ARCHITECTURES = {
     ("eagle3", "lmdeploy"): {"": "LlamaForCausalLM"},
     ("eagle", "sglang"): {"Qwen2": "Qwen2ForCausalLMEagle", "": "LlamaForCausalLMEagle"},
 }
-FLAVOURS = ("default", "sglang", "lmdeploy")
 
 
 def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str) -> str:

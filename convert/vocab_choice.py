@@ -26,7 +26,6 @@ from .manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus import CorpusSource
-    from numpy.typing import NDArray
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"
@@ -280,11 +279,6 @@ def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVo
     from eagle_slim.vocab_tools.interchange import import_token_map
 
     return import_token_map(value, target_vocab=target_vocab)
-
-
-def untrained_forced_ids(vocab: DraftVocab) -> NDArray[np.int64]:
-    """Forced ids that a head with a map was never trained on, so that they could not be added, int64 [ids]."""
-    return np.array(vocab.provenance.get("forced_but_untrained", []), np.int64)
 
 
 def _has_held_out(counts: TokenCounts) -> bool:

@@ -41,6 +41,8 @@ class Weights:
 
     head: HeadWeights
     packed: PackedHead | None = None
+    order: Tensor | None = None
+    """int64 [draft_vocab]: LM-head rows best first; a draft over fewer rows takes the first of these."""
 
     @classmethod
     def pack(cls, head: HeadWeights, cfg: DrafterConfig, order: Tensor | None = None, strict: bool = False) -> Weights:
@@ -53,7 +55,15 @@ class Weights:
         from .kernels.launch_params import default_cache, is_strict
 
         params = default_cache().lookup(cfg, chip_of(head.device), strict or is_strict())
-        return cls(head, pack_head(head, cfg, params, order))
+        return cls(head, pack_head(head, cfg, params, order), order)
+
+    def first_rows(self, draft_vocab: int) -> HeadWeights:
+        """The head with only the LM-head rows that a draft over ``draft_vocab`` of them uses, ascending."""
+        if draft_vocab == self.head.draft_vocab:
+            return self.head
+        ranked = torch.arange(self.head.draft_vocab, device=self.head.device) if self.order is None else self.order
+        rows = ranked[:draft_vocab].sort().values
+        return replace(self.head, lm_head=self.head.lm_head[rows], draft_to_target=self.head.draft_to_target[rows])
 
     def with_positions(self, num_positions: int) -> Weights:
         """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache."""
@@ -94,7 +104,7 @@ def launch_drafter(
 
         launch(cfg, X, weights.packed, bufs)
     elif backend == "reference":
-        _launch_reference(cfg, X, weights.head, bufs)
+        _launch_reference(cfg, X, weights.first_rows(cfg.draft_vocab), bufs)
     else:
         raise UsageError(f"backend = {backend!r} is unknown; expected triton or reference.")
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids

@@ -30,7 +30,6 @@ from .weight_stream import hidden_zero, store_activation
 
 ROWS = tl.constexpr(16)
 """Rows of one pass per sequence: new tokens of the extend pass, or nodes of a level."""
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit

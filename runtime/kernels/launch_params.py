@@ -1,7 +1,7 @@
 """Tile sizes and pipeline depths of the persistent drafter: a pure function of dimensions and device, and a tuned
 cache.
 
-`choose_launch` derives parameters that fit any supported chip; `tuned_launch` looks them up for (GPU, dimensions,
+`choose_launch` derives parameters that fit any supported chip; `TunedCache` looks them up for (GPU, dimensions,
 dtypes, rows) in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``. Both give the same
 results, only at different speed.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,3 @@ def default_cache() -> TunedCache:
 def is_strict() -> bool:
     """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
     return os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0")
-
-
-def with_programs(params: LaunchParams, num_programs: int) -> LaunchParams:
-    """The same parameters for another number of programs."""
-    return replace(params, num_programs=num_programs)

@@ -34,19 +34,6 @@ def order_key(value, index):
 
 
 @triton.jit
-def key_value(key):
-    """fp32 value of an `order_key`."""
-    bits = (key >> 32).to(tl.int32)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def key_index(key):
-    """int32 index of an `order_key`."""
-    return (key & 0x7FFFFFFF).to(tl.int32) ^ 0x7FFFFFFF
-
-
-@triton.jit
 def rank_best(key, TOP_K: tl.constexpr):
     """Rank the TOP_K best keys of [N]: int32 [N], 0 for the best; NO_INDEX for all others and for spent padding.
 

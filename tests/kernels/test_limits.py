@@ -10,7 +10,7 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter_config import Buffers, DrafterConfig
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.kernels.drafter import pack_head
-from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch, with_programs
+from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
 from eagle_slim.runtime.launch import (
     TritonDrafter,
     Weights,
@@ -96,7 +96,7 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
 def test_more_programs_than_can_be_resident(step: Problem) -> None:
     cfg, features, weights, bufs = step
     assert weights.packed is not None
-    many = with_programs(weights.packed.params, 100_000)
+    many = replace(weights.packed.params, num_programs=100_000)
     packed = replace(weights.packed, params=many)
     with pytest.raises(DrafterError, match="100000 programs cannot be resident"):
         launch_drafter(cfg, features, Weights(weights.head, packed), bufs)
