@@ -269,6 +269,9 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"architecture {head.architecture} is not one of its draft classes",
             "convert without --for lmdeploy",
         )
+    if _attention_biases(head):
+        yield "error", "the biases of q, k and v are dropped, so it drafts wrongly", "serve it with vLLM"
+    yield from _residual_of_the_norm(head)
     yield from _number_of_taps(head)
     yield from _padding(head)
 
@@ -296,6 +299,7 @@ def _tensorrt_llm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"architecture {head.architecture} is known to the one-model path only",
             "convert without --for lmdeploy",
         )
+    yield from _residual_of_the_norm(head)
     if head.has_other_taps:
         yield (
             "warning",
@@ -327,6 +331,10 @@ def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         )
     if _fc_norms(head):
         yield "error", "the norms before fc are not loaded", "serve it with vLLM or SGLang"
+    if _attention_biases(head):
+        yield "error", "the biases of the attention are not loaded", "serve it with vLLM"
+    yield from _residual_of_the_norm(head)
+    yield from _normed_output(head)
     if head.draft_vocab < _TREE_TOP_K:
         yield (
             "error",
@@ -351,6 +359,12 @@ def _speculators(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "tap layers of the head are not carried over by speculators convert",
             f"give them: --algorithm-kwargs '{{\"{AUX_LAYERS_KEY}\": [{_comma(head.taps)}]}}'",
         )
+    if head.flag("norm_before_residual"):
+        yield (
+            "warning",
+            "norm_before_residual is not carried over by speculators convert",
+            "give it: --algorithm-kwargs '{\"norm_before_residual\": true}'",
+        )
 
 
 def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
@@ -359,6 +373,14 @@ def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         return
     if head.architecture not in ("LlamaForCausalLMEagle3", None):
         yield "error", f"architecture {head.architecture} is not registered", "convert without --for lmdeploy"
+    if _attention_biases(head):
+        yield "error", "the biases of the attention are not loaded", "train the head where it was trained before"
+    if head.flag("norm_before_residual"):
+        yield (
+            "error",
+            "norm_before_residual is not known, so it trains another layer",
+            "train the head with speculators",
+        )
 
 
 def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
@@ -374,6 +396,10 @@ def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     yield from _three_default_taps(head, "serve it with vLLM or SGLang")
     if _fc_norms(head):
         yield "error", "the norms before fc raise KeyError", "serve it with vLLM or SGLang"
+    if _attention_biases(head):
+        yield "error", "the biases of the attention raise KeyError", "serve it with vLLM"
+    yield from _residual_of_the_norm(head)
+    yield from _normed_output(head)
     if not head.is_slim:
         yield (
             "error",
@@ -420,6 +446,28 @@ def _padding(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"{head.draft_vocab} rows are padded to {rounded}, which was not tried with tensor parallelism",
             f"take --draft-vocab {rounded} for more than one GPU",
         )
+
+
+def _residual_of_the_norm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.flag("norm_before_residual"):
+        yield (
+            "error",
+            "norm_before_residual is not known: the residual is taken before the norm, so it drafts wrongly",
+            "serve it with vLLM or eagle-generate",
+        )
+
+
+def _normed_output(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.flag("norm_output"):
+        yield (
+            "error",
+            "norm_output is not known: a draft reads the hidden state before the norm, so later drafts are wrong",
+            "serve it with vLLM or SGLang",
+        )
+
+
+def _attention_biases(head: HeadFacts) -> bool:
+    return any(name in head.tensor_names for name in names.EAGLE3_ATTENTION_BIASES)
 
 
 def _fc_norms(head: HeadFacts) -> bool:

@@ -29,6 +29,8 @@ EAGLE1 = HeadFacts(
     "eagle", CONFIG | {"architectures": ["LlamaForCausalLM"]}, frozenset({"fc.weight", "fc.bias"}), 320, 2048, 0
 )
 
+BIASED = replace(EAGLE3, tensor_names=frozenset({"fc.weight", "midlayer.self_attn.q_proj.bias"}))
+
 
 def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
     return replace(facts, config={**facts.config, **changes})
@@ -68,6 +70,16 @@ def test_the_lmdeploy_flavour_is_taken_by_lmdeploy_and_refused_by_sglang() -> No
         (replace(EAGLE3, draft_vocab=8), "safeailab", "error", "top_k"),
         (replace(EAGLE3, tensor_names=frozenset({"input_norm.weight"})), "lmdeploy", "error", "KeyError"),
         (replace(EAGLE3, draft_vocab=2048), "lmdeploy", "error", "--draft-vocab"),
+        *((BIASED, engine, "error", "biases") for engine in ("sglang", "safeailab", "lmdeploy", "specforge")),
+        *(
+            (with_config(EAGLE3, norm_before_residual=True), engine, "error", "norm_before_residual")
+            for engine in ("sglang", "tensorrt-llm", "safeailab", "lmdeploy", "specforge")
+        ),
+        (with_config(EAGLE3, norm_before_residual=True), "speculators", "warning", "--algorithm-kwargs"),
+        *(
+            (with_config(EAGLE3, norm_output=True), engine, "error", "vLLM or SGLang")
+            for engine in ("safeailab", "lmdeploy")
+        ),
         (EAGLE1, "vllm", "warning", "--speculative-token-map"),
         (EAGLE1, "tensorrt-llm", "error", "SGLang"),
         (EAGLE1, "sglang", "error", "--for sglang"),
@@ -79,6 +91,11 @@ def test_what_an_engine_cannot_take_is_named_with_the_alternative(
     facts: HeadFacts, engine: str, severity: str, words: str
 ) -> None:
     assert any(found == severity and words in text for found, text in problems(facts, engine))
+
+
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
+def test_vllm_knows_both_flags_of_the_layers_norms(flag: str) -> None:
+    assert problems(with_config(EAGLE3, **{flag: True}), "vllm") == []
 
 
 def test_old_linear_rope_scaling_is_fine_for_safeailab() -> None:
