@@ -19,7 +19,7 @@ from .engines import flavoured_architecture
 from .errors import MismatchError
 from .head import DraftHead, LazyTensors
 from .rows import GatheredRows, RowSource, refuse_nonfinite
-from .tensor_writer import TensorPlan, array_plan
+from .tensor_writer import TensorPlan, array_plan, whole
 
 if TYPE_CHECKING:
     import torch
@@ -104,12 +104,22 @@ def plan_tensors(
         ids = np.arange(head.target_vocab, dtype=np.int64)
     gathered = gather_lm_head(head, lm_head, ids)
     plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors if _kept(head, name)]
+    if needs_zero_output_bias(head):
+        plans.append(_zeros(names.EAGLE3_OUTPUT_BIAS, head))
     read_hash = None if gathered.rounded else gathered.digest
     plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks, read_hash))
     if target_ids is not None:
         plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
         plans.append(array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab)))
     return plans, gathered
+
+
+def needs_zero_output_bias(head: DraftHead) -> bool:
+    """Whether the output projection lacks a bias that engines build: `attention_bias` is one switch for q, k, v and o.
+
+    vLLM, SGLang and TensorRT-LLM leave it uninitialised where the file has none, as in heads with Qwen2's attention.
+    """
+    return bool(head.config.get("attention_bias")) and names.EAGLE3_OUTPUT_BIAS not in head.tensors
 
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
@@ -132,6 +142,13 @@ def copy_plan(tensors: LazyTensors, name: str, where: str) -> TensorPlan:
         lambda: _read(tensors, name, where),
         lambda: tensors.digest_of_last_read(name),
     )
+
+
+def _zeros(name: str, head: DraftHead) -> TensorPlan:
+    import torch
+
+    zero = torch.zeros(head.hidden_size, dtype=head.dtype)
+    return TensorPlan(name, zero.dtype, tuple(zero.shape), whole(zero))
 
 
 def _read(tensors: LazyTensors, name: str, where: str) -> Iterator[torch.Tensor]:

@@ -249,6 +249,12 @@ def head_from_checkpoint(
     tensors = LazyTensors(checkpoint, table.stored)
     warnings: list[str] = []
     _check_dtypes(tensors, location)
+    if flat.get("mlp_bias"):
+        # A tensor of that kind is refused by its name, so there is none.
+        raise MismatchError(
+            f"{location}: mlp_bias is set in config.json, but there are no such biases in the file; vLLM and "
+            "TensorRT-LLM would build them and fill them with nothing. Set it to false"
+        )
     if table.kind == "eagle":
         flat["vocab_size"] = _vocab_size(flat, None, location)
         _check_eagle(tensors, flat, location)
@@ -454,10 +460,7 @@ def _taps(
 
 
 def _check_norm_flags(config: Mapping[str, Any], tensors: LazyTensors, where: str, has_fc_norms: bool) -> None:
-    nested = config.get("eagle_config")
-    nested = nested if isinstance(nested, Mapping) else {}
-    before = bool(config.get("norm_before_fc") or nested.get("norm_before_fc"))
-    each = any(bool(config.get(key) or nested.get(key)) for key in ("fc_norm", "use_aux_norm"))
+    before, each = bool(config.get("norm_before_fc")), bool(config.get("fc_norm"))
     if before != ("input_norm.weight" in tensors):
         raise MismatchError(
             f"{where}: norm_before_fc is {str(before).lower()} in config.json, but input_norm.weight is "

@@ -28,6 +28,14 @@ _KEY_ORDER = (
 
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
 
+# Flags that change what the layer computes, each with the other names that trainers give it.
+_NORM_FLAGS = {
+    "norm_before_residual": (),
+    "norm_before_fc": (),
+    "fc_norm": ("use_aux_norm",),
+    "norm_output": ("return_hidden_post_norm",),
+}
+
 
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
@@ -49,7 +57,8 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = {**nested, **outer}
         config.setdefault("norm_before_residual", True)
         config["model_type"] = "llama"
-    _flatten_rope(config)
+    _flatten_rope(config, where)
+    _settle_norm_flags(config)
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
 
@@ -157,16 +166,60 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _flatten_rope(config: dict[str, Any]) -> None:
-    parameters = config.get("rope_parameters")
-    if isinstance(parameters, Mapping):
-        rest = {key: value for key, value in parameters.items() if key != "rope_theta"}
-        if "rope_theta" in parameters:
-            config.setdefault("rope_theta", parameters["rope_theta"])
-        if config.get("rope_scaling") is None:
-            config["rope_scaling"] = rest if rest.get("rope_type", "default") != "default" else None
-    config.setdefault("rope_theta", 10000.0)
-    config.setdefault("rope_scaling", None)
+def _settle_norm_flags(config: dict[str, Any]) -> None:
+    """Put a flag that is set under any name, at top level or in `eagle_config`, where every engine reads it.
+
+    vLLM and SGLang read these flags at top level and know no other name; of `norm_before_fc` they believe
+    `eagle_config` first, and TensorRT-LLM reads it there alone.
+    """
+    nested = config.get("eagle_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    for flag, others in _NORM_FLAGS.items():
+        if any(config.get(name) or nested.get(name) for name in (flag, *others)):
+            config[flag] = True
+    if config.get("norm_before_fc"):
+        config["eagle_config"] = {**nested, "norm_before_fc": True}
+
+
+def _flatten_rope(config: dict[str, Any], where: str) -> None:
+    """Spell RoPE as `rope_theta` and `rope_scaling`, null for no scaling.
+
+    transformers 5 writes all of it into `rope_parameters`, and reads `rope_scaling` as another name of that; a base or
+    a partial rotation in there counts more than one at top level.
+    """
+    parameters = _rope_of_the_layer(config.get("rope_parameters"), config, where)
+    scaling = _rope_of_the_layer(config.get("rope_scaling"), config, where)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        for rope in (scaling, parameters):
+            if rope.get(key) is not None:
+                config[key] = rope[key]
+                break
+    rest = {key: value for key, value in (scaling or parameters).items() if key != "rope_theta" and value is not None}
+    is_plain = (rest.get("rope_type") or rest.get("type") or "default") == "default"
+    does_more = set(rest) - {"rope_type", "type", "partial_rotary_factor"}
+    config["rope_scaling"] = rest if does_more or not is_plain else None
+    if config.get("rope_theta") is None:
+        config["rope_theta"] = 10000.0
+
+
+def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The parameters of the head's one layer, where they stand apart for each type of layer; {} for none."""
+    if not isinstance(rope, Mapping):
+        return {}
+    by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
+    if not by_type or len(by_type) < len(rope):
+        return rope
+    types = config.get("layer_types")
+    first = types[0] if isinstance(types, list) and types else None
+    if first in by_type:
+        return by_type[first]
+    values = list(by_type.values())
+    if any(value != values[0] for value in values):
+        raise MismatchError(
+            f"{where}: RoPE is given for {' and '.join(by_type)} layers apart, and layer_types does not say which the "
+            "head's layer is; put the right parameters into config.json as rope_theta and rope_scaling"
+        )
+    return values[0]
 
 
 def _layer_ids(value: Any, where: str, key: str) -> tuple[int, ...] | None:

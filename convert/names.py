@@ -31,6 +31,7 @@ EAGLE3_LAYER = (
 )
 EAGLE3_REQUIRED = (*EAGLE3_LAYER, "norm.weight")
 EAGLE3_ATTENTION_BIASES = tuple(f"midlayer.self_attn.{projection}_proj.bias" for projection in "qkvo")
+EAGLE3_OUTPUT_BIAS = EAGLE3_ATTENTION_BIASES[-1]
 _EAGLE3_OPTIONAL = (FC, FC_BIAS, LM_HEAD, EMBEDDING, "input_norm.weight", *EAGLE3_ATTENTION_BIASES, *MAPS)
 _FC_NORM = re.compile(r"fc_norm\.\d+\.weight")
 _EAGLE_LAYER = re.compile(

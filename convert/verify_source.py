@@ -54,8 +54,8 @@ class SourceChecks:
         manifest, weights = self.found.need_manifest(), self.found.need_weights()
         source = self._source_head(manifest)
         skipped = {names.LM_HEAD, *names.MAPS}
-        if names.FC_BIAS not in source.tensors:
-            skipped.add(names.FC_BIAS)
+        # Zeros that a conversion adds where the source has none.
+        skipped |= {name for name in (names.FC_BIAS, names.EAGLE3_OUTPUT_BIAS) if name not in source.tensors}
         problems = []
         copied = [name for name in sorted(weights.tensors) if name not in skipped]
         for name in copied:

@@ -132,6 +132,9 @@ def load_head_weights(
         raise UnsupportedModelError(
             f"{head.location}: input_norm and fc_norm together; engines differ in which they apply first."
         )
+    if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
+        # Written for engines that build one whenever q, k and v have theirs.
+        del tensors["self_attn.o_proj.bias"]
     if head.kind == "eagle":
         # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
         tensors.pop("input_layernorm.weight", None)

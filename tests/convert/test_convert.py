@@ -282,6 +282,24 @@ def test_norms_over_the_taps_are_carried(tmp_path):
     assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
 
 
+@pytest.mark.parametrize("output_bias", [True, False])
+def test_one_switch_for_all_attention_biases(tmp_path, output_bias):
+    sizes = {"q": HIDDEN, "k": 16, "v": 16, **({"o": HIDDEN} if output_bias else {})}
+    biases = {f"midlayer.self_attn.{name}_proj.bias": random((size,), 70 + size) for name, size in sizes.items()}
+    tensors = eagle3_tensors(rows=VOCAB) | biases
+    head = write_eagle3(tmp_path / "head", tensors=tensors, attention_bias=..., qkv_bias=True)
+    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = written(done.folder)
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    output = found["midlayer.self_attn.o_proj.bias"]
+    assert output.shape == (HIDDEN,)
+    assert bool(output.any()) == output_bias
+    assert output.dtype == torch.bfloat16
+    assert config_of(done.folder)["attention_bias"] is True
+    assert verify_artifact(done.folder, head=head).ok
+    assert any("SGLang" in warning and "q, k and v" in warning for warning in done.warnings)
+
+
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     head = write_eagle1(tmp_path / "head", container="bin")
     (done,) = convert_head(

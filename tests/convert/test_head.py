@@ -144,6 +144,74 @@ def test_rope_parameters_are_flattened(tmp_path):
     assert (plain.config["rope_theta"], plain.config["rope_scaling"]) == (7.0, None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "theta", "scaling"),
+    [
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
+        ({"rope_theta": ..., "rope_scaling": {"rope_theta": 1e6, "rope_type": "default"}}, 1e6, None),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 5e5, "linear"),
+        ({"rope_theta": ..., "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, 1e6, None),
+        (
+            {
+                "rope_theta": ...,
+                "layer_types": ["sliding_attention"],
+                "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}},
+            },
+            2e4,
+            None,
+        ),
+    ],
+)
+def test_rope_is_read_as_transformers_reads_it(tmp_path, changes, theta, scaling):
+    config = open_head(write_eagle3(tmp_path / "head", **changes)).config
+    assert config["rope_theta"] == theta
+    assert (config["rope_scaling"] or {}).get("rope_type") == scaling
+    assert "rope_theta" not in (config["rope_scaling"] or {})
+
+
+def test_rope_keeps_what_is_more_than_a_base(tmp_path):
+    parameters = {"rope_theta": 1e6, "rope_type": "default"}
+    partial = open_head(write_eagle3(tmp_path / "a", rope_parameters={**parameters, "partial_rotary_factor": 0.5}))
+    assert (partial.config["partial_rotary_factor"], partial.config["rope_scaling"]) == (0.5, None)
+    sections = open_head(write_eagle3(tmp_path / "b", rope_parameters={**parameters, "mrope_section": [16, 24, 24]}))
+    assert sections.config["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
+
+
+NORMED = "return_hidden_post_norm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"eagle_config": {"norm_before_residual": True}}, "norm_before_residual"),
+        ({"eagle_config": {"norm_output": True}}, "norm_output"),
+        ({"eagle_config": {NORMED: True}}, "norm_output"),
+        ({NORMED: True, "norm_output": False}, "norm_output"),
+    ],
+)
+def test_flags_of_the_norms_stand_where_engines_read_them(tmp_path, changes, flag):
+    config = open_head(write_eagle3(tmp_path / "head", **changes)).config
+    assert config[flag] is True
+    assert config.get("eagle_config") == changes.get("eagle_config")
+
+
+@pytest.mark.parametrize("changes", [{"use_aux_norm": True}, {"eagle_config": {"fc_norm": True}}])
+def test_norm_of_each_tap_by_its_older_flag(tmp_path, changes):
+    tensors = eagle3_tensors(rows=VOCAB, fc_norms=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, **changes))
+    assert head.config["fc_norm"] is True
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm_before_fc": True, "eagle_config": {"norm_before_fc": False}}, {"norm_before_fc": True}]
+)
+def test_norm_of_all_taps_in_both_places(tmp_path, changes):
+    tensors = eagle3_tensors(rows=VOCAB, input_norm=True)
+    head = open_head(write_eagle3(tmp_path / "head", tensors=tensors, **changes))
+    assert head.config["norm_before_fc"] is True
+    assert head.config["eagle_config"] == {"norm_before_fc": True}
+
+
 def test_vicuna_head_that_claims_forty_layers(tmp_path):
     head = open_head(write_eagle3(tmp_path / "head", num_hidden_layers=40))
     assert head.config["num_hidden_layers"] == 1
@@ -190,6 +258,12 @@ def ones(*shape):
         ({"norm_before_fc": True}, MismatchError, "input_norm.weight"),
         ({"fc_norm": True}, MismatchError, "fc_norm"),
         ({"attention_bias": True}, MismatchError, "biases are missing"),
+        ({"mlp_bias": True}, MismatchError, "mlp_bias"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            MismatchError,
+            "full_attention and sliding_attention",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MismatchError, "captured layers"),
         ({"d2t": None}, MismatchError, "t2d without d2t"),
         ({"d2t": None, "t2d": False}, MismatchError, "no d2t"),
