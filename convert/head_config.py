@@ -57,6 +57,9 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         config = {**nested, **outer}
         config.setdefault("norm_before_residual", True)
         config["model_type"] = "llama"
+    if config.get("model_type") == "llama4_text" and config.get("intermediate_size_mlp") is not None:
+        # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
+        config["intermediate_size"] = config.pop("intermediate_size_mlp")
     _flatten_rope(config, where)
     _settle_norm_flags(config)
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
 from support import heads
-from support.heads import HIDDEN, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 
 
 @pytest.mark.parametrize("spelling", ["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators"])
@@ -216,6 +216,13 @@ def test_vicuna_head_that_claims_forty_layers(tmp_path):
     head = open_head(write_eagle3(tmp_path / "head", num_hidden_layers=40))
     assert head.config["num_hidden_layers"] == 1
     assert any("40" in warning for warning in head.warnings)
+
+
+def test_llama4_names_the_width_of_its_dense_layers_apart(tmp_path):
+    sizes = {"intermediate_size": 16, "intermediate_size_mlp": MIDDLE}
+    head = open_head(write_eagle3(tmp_path / "head", model_type="llama4_text", **sizes))
+    assert head.config["intermediate_size"] == MIDDLE
+    assert "intermediate_size_mlp" not in head.config
 
 
 def test_eagle1(tmp_path):
