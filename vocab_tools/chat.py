@@ -19,6 +19,7 @@ A conversation that none of them explains is an error, never a guess.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ _ROLES = {
     "observation": "tool",
     "tool_response": "tool",
 }
+# Speakers that some data names so in `role` too, where templates expect user and assistant; they know the other names.
+_OTHER_NAMES = {name: role for name, role in _ROLES.items() if role in ("user", "assistant")}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKER = "\ue000{}\ue001"
@@ -113,14 +116,29 @@ class Piece:
     spans: tuple[tuple[int, int], ...] | None = None
 
 
+def messages_in_text(text: str) -> list[Any] | None:
+    """The messages that a text holds as JSON, as tables store them whose columns are strings; None for other text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    first = value[0] if value else None
+    return value if isinstance(first, dict) and ("role" in first or "from" in first) else None
+
+
 def normalise_messages(value: Any) -> list[dict[str, Any]]:
     """Bring a chat into the form that templates take: a list of {"role", "content", ...}.
 
-    ShareGPT's {"from", "value"} is understood; keys without a value are dropped, since tables fill them in.
+    ShareGPT's {"from", "value"} and its names of speakers are understood, and a list told as JSON text; keys without a
+    value are dropped, since tables fill them in.
 
     Raises:
         ChatError: it is no chat, or a role is unknown.
     """
+    if isinstance(value, str):
+        value = messages_in_text(value) or value
     if not isinstance(value, list) or not value:
         raise ChatError(f"expected a list of messages, found {'an empty list' if value == [] else _kind(value)}")
     messages = []
@@ -137,6 +155,7 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
                 raise ChatError(f"message {position}: unknown speaker {found!r}; known are {', '.join(_ROLES)}")
         if not isinstance(role, str):
             raise ChatError(f"message {position}: no role; it has {', '.join(message) or 'no keys'}")
+        role = _OTHER_NAMES.get(role.lower(), role)
         if content is None and not rest:
             raise ChatError(f"message {position} ({role}): no content")
         if isinstance(content, list):

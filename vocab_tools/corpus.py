@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from .chat import messages_in_text
 from .corpus_blocks import BadRecord, Block
 from .corpus_files import (
     CorpusFile,
@@ -357,20 +358,24 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, s
     if source.column is not None:
         if source.column not in row:
             raise UsageError(f"{source.location}: no column {source.column!r}; the records have {', '.join(row)}")
-        return source.column, "chat" if isinstance(row[source.column], list) else "text"
+        return source.column, "chat" if _is_chat(row[source.column]) else "text"
     for column in CHAT_COLUMNS:
-        if isinstance(row.get(column), list):
+        if _is_chat(row.get(column)):
             return column, "chat"
     for column in TEXT_COLUMNS:
         if isinstance(row.get(column), str):
             return column, "text"
     strings = [column for column, value in row.items() if isinstance(value, str)]
     if len(strings) == 1:
-        return strings[0], "text"
+        return strings[0], "chat" if _is_chat(row[strings[0]]) else "text"
     empty = [column for column in (*CHAT_COLUMNS, *TEXT_COLUMNS) if column in row and row[column] is None]
     if empty:
         raise CorpusError(f"{source.location}: column {empty[0]!r} holds nothing in the first records")
     raise UsageError(f"{source.location}: say which column holds the text; the records have {', '.join(row)}")
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, str) and messages_in_text(value) is not None)
 
 
 def with_unique_names(sources: Sequence[CorpusSource]) -> list[CorpusSource]:

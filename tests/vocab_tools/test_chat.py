@@ -325,6 +325,15 @@ def test_sharegpt_and_table_rows_are_brought_into_form() -> None:
     assert normalise_messages([{"role": "user", "content": "a", "tool_calls": None, "name": None}]) == turn("a")
 
 
+def test_other_names_of_speakers_and_json_text_are_the_same_chat() -> None:
+    for user, assistant in (("human", "gpt"), ("User", "model"), ("user", "Assistant")):
+        messages = [{"role": user, "content": "a"}, {"role": assistant, "content": "b"}]
+        assert normalise_messages(messages) == turn("a", "b")
+        assert normalise_messages(json.dumps(messages)) == turn("a", "b")
+    kept = [{"role": role, "content": "a"} for role in ("system", "developer", "tool", "observation", "ipython")]
+    assert normalise_messages(kept) == kept
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

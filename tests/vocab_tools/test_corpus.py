@@ -125,6 +125,12 @@ def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
     assert column_of({"conversations": chat}) == ("conversations", "chat")
     assert column_of({"id": 1, "body": "x"}) == ("body", "text")
     assert column_of({"a": "x", "b": "y"}, "b") == ("b", "text")
+    told = json.dumps(chat)
+    assert column_of({"text": "x", "messages": told}) == ("messages", "chat")
+    assert column_of({"id": 1, "talk": told}) == ("talk", "chat")
+    assert column_of({"a": "x", "b": told}, "b") == ("b", "chat")
+    assert column_of({"text": '[{"name": "x"}]'}) == ("text", "text")
+    assert column_of({"messages": "[citation needed]"}) == ("messages", "text")
     with pytest.raises(UsageError, match="say which column holds the text; the records have a, b"):
         column_of({"a": "x", "b": "y"})
     with pytest.raises(UsageError, match="no column 'c'; the records have a"):
