@@ -363,11 +363,26 @@ Example:
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
 @click.option("--size", "-n", type=int, metavar="N", help="Take the first N ids of the ranking.")
+@click.option(
+    "--target-vocab",
+    type=int,
+    metavar="V",
+    help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
+)
 @force_option
 @json_option
-def export(vocabulary: str, out: str, map_format: Any, size: int | None, force: bool, as_json: bool) -> None:
+def export(
+    vocabulary: str,
+    out: str,
+    map_format: Any,
+    size: int | None,
+    target_vocab: int | None,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write VOCAB as a token map for another tool."""
-    from .interchange import export_token_map
+    from .draft_vocab import TARGET_VOCAB_FROM
+    from .interchange import export_token_map, writes_t2d
 
     path = Path(out)
     if map_format == "npy" or path.is_dir():
@@ -375,9 +390,16 @@ def export(vocabulary: str, out: str, map_format: Any, size: int | None, force: 
             refuse_existing(path / name, force)
     else:
         refuse_existing(path, force)
-    held = _import(vocabulary, None)
+    held = _import(vocabulary, target_vocab)
     held = held if size is None else held.prefix(size)
     export_token_map(held, path, map_format)
+    if TARGET_VOCAB_FROM in held.provenance and writes_t2d(path, map_format):
+        warn(
+            [
+                f"t2d has {held.target_vocab} entries, and the target's LM head may have more (padding rows); give its "
+                "vocab_size with --target-vocab"
+            ]
+        )
     if as_json:
         emit_json({"out": str(path), **_summary(held)})
     else:

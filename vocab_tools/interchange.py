@@ -140,6 +140,11 @@ def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | No
         write_file(path / name if name else path, data)
 
 
+def writes_t2d(path: str | Path, format: MapFormat | None = None) -> bool:
+    """Whether `export_token_map` writes a t2d, whose length is the target's vocabulary, and not ids alone."""
+    return (format or _format_of(Path(path))) in ("d2t-pt", "safetensors", "npy")
+
+
 def _format_of(path: Path) -> MapFormat:
     if path.suffix == ".json":
         return "json"

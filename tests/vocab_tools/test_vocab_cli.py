@@ -86,6 +86,22 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
 
 
+def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
+    ranking = ("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
+    assert run(*ranking).code == 0
+    ids = run("export", tmp_path / "v.json", tmp_path / "freq.pt")
+    guessed = run("export", tmp_path / "v.json", tmp_path / "guessed.safetensors")
+    assert "padding rows" not in ids.err
+    assert "padding rows" in guessed.err
+    told = run("export", tmp_path / "v.json", tmp_path / "told.safetensors", "--target-vocab", 384)
+    assert "padding rows" not in told.err
+    assert load_file(tmp_path / "told.safetensors")["t2d"].shape == (384,)
+    assert run("rank", *ranking[1:], "--force", "--target-vocab", 384).code == 0
+    other = run("export", tmp_path / "v.json", tmp_path / "other.safetensors", "--target-vocab", 400)
+    assert (other.code, "384" in other.err) == (1, True)
+    assert not (tmp_path / "other.safetensors").exists()
+
+
 def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:
     assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json").code == 0
     outputs = ("--out", tmp_path / "c.json", "--plot", tmp_path / "c.png", "--sizes", "300,340")
