@@ -274,18 +274,29 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
     return TokenCounts(tuple(sources), items[0].tokenizer_hash)
 
 
+def _text_of(provenance: JSON) -> JSON:
+    """What of a provenance says which text it is: the same text counted with other settings is no other text."""
+    if not isinstance(provenance, dict) or provenance.get("sample") is not None:
+        return provenance
+    if "files" not in provenance and "dataset" not in provenance:
+        return provenance
+    names = ("files", "dataset", "config", "split", "revision", "column", "text")
+    return {name: provenance.get(name) for name in names}
+
+
 def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
     if len(parts) == 1:
         return parts[0]
     provenances = [part for source in parts for part in source.provenance.get("parts", [source.provenance])]
     seen: list[JSON] = []
     for provenance in provenances:
-        if provenance in seen:
+        text = _text_of(provenance)
+        if text in seen:
             raise VocabularyError(
                 f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
                 "Merge each counts file once; name the sources apart if they really differ."
             )
-        seen.append(provenance)
+        seen.append(text)
     held_out = [source.held_out for source in parts if source.held_out is not None]
     return SourceCounts(
         name=name,

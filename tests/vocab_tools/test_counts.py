@@ -1,6 +1,7 @@
 """TokenCounts: mixing, merging, and the file."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,18 @@ def test_merge_keeps_sources_apart_and_adds_up_parts() -> None:
     assert chat.held_out.doc_offsets.tolist() == [0, 2, 3, 5]
     assert chat.provenance == {"parts": [{"made": "by hand"}, {"made": "elsewhere"}]}
     assert merged.tokenizer_hash == "h"
+
+
+def test_one_text_counted_with_other_settings_is_still_one_text() -> None:
+    def of(**changes: object) -> TokenCounts:
+        told = {"files": [{"name": "a", "bytes": 9, "sha256": "x"}], "column": "text", "text": "all", "seed": 0}
+        return TokenCounts((replace(source([1, 2]), provenance={**told, **changes}),), "h")
+
+    assert merge_counts([of(), of(column="answer")]).sources[0].counts.tolist() == [2, 4]
+    assert merge_counts([of(sample=0.1), of(sample=0.1, seed=1)]).sources[0].counts.tolist() == [2, 4]
+    for again in (of(seed=1), of(held_out={"fraction": 0.0}), of(max_tokens=5)):
+        with pytest.raises(VocabularyError, match="counted twice"):
+            merge_counts([of(), again])
 
 
 def test_merging_what_does_not_belong_together_is_refused() -> None:
