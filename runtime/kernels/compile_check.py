@@ -46,9 +46,9 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
         (model, "tap embed norm_in norm_hidden norm_post norm_out fc_bias qkv_bias key value"),
         *(("*" + short[operand_dtype(cfg, name)], name) for name in OPERANDS),
         (weight, "stream"),
-        ("*fp32", "scale cos sin hidden middle qkv squares_post squares_out scratch best_value best_max best_sum score "
+        ("*fp32", "scale cos sin hidden middle qkv squares_post squares_out scratch best_max best_sum score "
         "frontier_score part_stat part_acc factor"),
-        ("*i64", "draft_tokens parents position retrieve num_leaves"),
+        ("*i64", "best_key child_key draft_tokens parents position retrieve num_leaves"),
         ("*i1", "tree_mask"),
     ]  # fmt: skip
     types = {f"{name}_ptr": kind for kind, names in groups for name in names.split()}

@@ -19,7 +19,7 @@ from ..weights import HeadWeights
 from .ancestor_attention import heads_per_attention_unit
 from .grid_barrier import ERROR
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows, in_features, out_features
-from .lm_topk import head_tiles
+from .lm_topk import empty_lists, head_tiles, len_lists
 from .persistent import draft_kernel
 from .weight_stream import assign_rows, cut_chunks, cut_tiles, quantize_rows, rows_per_program
 
@@ -185,12 +185,12 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     floats = {
         "hidden": (slot_rows, cfg.hidden), "middle": (slot_rows, cfg.hidden), "qkv": (slot_rows, cfg.qkv_size),
         "squares_post": (programs, rows), "squares_out": (programs, rows),
-        "scratch": (programs, rows, params.tiles["head"].block_n), "best_value": (programs, rows, cfg.max_k),
+        "scratch": (programs, rows, params.tiles["head"].block_n),
         "best_max": (programs, rows), "best_sum": (programs, rows), "score": (slots, candidates),
         "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,), "factor": (in_rows,),
     }  # fmt: skip
     ints = {
-        "best_id": (programs, rows, cfg.max_k), "owner": (programs, cfg.max_k), "token": (slots, candidates),
+        "owner": (programs, cfg.max_k), "token": (slots, candidates),
         "parent": (slots, candidates),
         "node_of": (slots, candidates), "chosen": (slots, cfg.total_tokens), "frontier_candidate": (slot_rows,),
         "frontier_parent": (slot_rows,), "frontier_child": (slot_rows,), "chain": (2, slot_rows, MAX_DEPTH),
@@ -201,6 +201,8 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
         **{name: _operand(cfg, name, shape, device) for name, shape in activations.items()},
         **{name: torch.full(shape, nan, dtype=torch.float32, device=device) for name, shape in floats.items()},
         **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in ints.items()},
+        "best_key": empty_lists(programs, rows, cfg.max_k, device),
+        "child_key": torch.zeros(slot_rows, cfg.max_k, dtype=torch.int64, device=device),
     }
 
 
@@ -247,7 +249,8 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     group = cfg.num_heads // cfg.num_kv_heads
     block_d = triton.next_power_of_2(cfg.head_dim)
     return {
-        "NUM_CTAS": programs, "CTAS": max(2, triton.next_power_of_2(programs)), "SLOTS": cfg.num_slots, "BLOCK_M": rows,
+        "NUM_CTAS": programs, "CTAS": max(2, triton.next_power_of_2(programs)), "LISTS": len_lists(programs),
+        "SLOTS": cfg.num_slots, "BLOCK_M": rows,
         "FUSED_EVERY_LEVEL": cfg.kind == "eagle", "HAS_FC": cfg.has_fc, "HAS_FC_BIAS": cfg.has_fc_bias,
         "HAS_QKV_BIAS": cfg.has_qkv_bias, "SCALED": cfg.weight_dtype != cfg.dtype, "HIDDEN": cfg.hidden,
         "TAPS": separate, "TAP_SIZE": cfg.feature_width // separate, "INTERMEDIATE": cfg.intermediate,
@@ -283,8 +286,8 @@ def kernel_arguments(
     ws = bufs.workspace
     names = (
         "x_in", "x_taps", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
-        "squares_out", "scratch", "best_value", "best_max", "best_sum", "score", "frontier_score", "part_stat",
-        "part_acc", "factor", "best_id", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate",
+        "squares_out", "scratch", "best_max", "best_sum", "score", "frontier_score", "part_stat", "part_acc", "factor",
+        "best_key", "child_key", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate",
         "frontier_parent", "frontier_child", "chain", "node_arrivals", "barrier",
     )  # fmt: skip
     return {

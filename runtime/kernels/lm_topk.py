@@ -17,11 +17,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .selection import NO_INDEX, order_key, rank_best
-from .weight_stream import assign_rows, chunk_size, cut_tiles, hidden_zero, prefetch_l2, rows_per_program, stream_matmul
+from .selection import (
+    LANES,
+    LOWEST_KEY,
+    NO_INDEX,
+    count_ahead,
+    key_index,
+    key_value,
+    max_of_row,
+    order_key,
+    sum_of_row,
+    take_best,
+)
+from .weight_stream import (
+    assign_rows,
+    chunk_size,
+    cut_tiles,
+    hidden_zero,
+    prefetch_l2,
+    rows_per_program,
+    stream_matmul,
+    unaligned_zero,
+)
 
 SELECT_ROWS = tl.constexpr(16)
-"""Nodes selected at a time: 16 rows of 256 logits are 16 registers a thread."""
+"""Nodes selected at a time: with 8 warps, two to a warp."""
+LIST_BATCH = tl.constexpr(16)
+"""Programs' lists come in multiples of this; those beyond the programs are empty."""
+
+
+@triton.jit
+def scratch_place(row, column, BLOCK_N: tl.constexpr):
+    """Where a logit lies in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
+
+    So the LANES threads of each of 16 rows read 256 neighbours at a time.
+    """
+    group = row // SELECT_ROWS * (SELECT_ROWS * BLOCK_N)
+    return group + column // LANES * (SELECT_ROWS * LANES) + row % SELECT_ROWS * LANES + column % LANES
 
 
 @triton.jit
@@ -29,8 +61,7 @@ def update_best(
     scratch_ptr,  # fp32 [BLOCK_M, BLOCK_N], this program's
     row_ids_ptr,  # int32: id of each column of the tile
     num_columns,
-    values_ptr,  # fp32 [rows, MAX_K] of this program: the best so far
-    ids_ptr,  # int32 [rows, MAX_K]
+    keys_ptr,  # int64 [rows, MAX_K] of this program: `order_key` of the best so far, then `LOWEST_KEY`
     max_ptr,  # fp32 [rows]
     sum_ptr,  # fp32 [rows]
     first_row,  # of SELECT_ROWS nodes
@@ -43,75 +74,47 @@ def update_best(
     BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr,  # whether there is more than one tile
 ):
-    """Fold one tile of logits into this program's best pairs and log-sum-exp, for SELECT_ROWS nodes.
+    """Fold one tile of logits into this program's best keys and log-sum-exp, for SELECT_ROWS nodes.
 
-    Logits are taken as [SELECT_ROWS, BLOCK_N / LANES, LANES], so that a node's row stays inside one warp.
+    Logits are taken as [BLOCK_N / LANES, SELECT_ROWS * LANES]: a thread to each of the second dimension, the first in
+    its registers. Wider accesses would regroup them, hence a zero of unknown alignment.
     """
-    LANES: tl.constexpr = 128 if BLOCK_N > 128 else BLOCK_N
-    zero = hidden_zero()
-    row_ids = first_row + tl.arange(0, SELECT_ROWS) + zero
-    mask_rows = (row_ids // GROUP_ROWS < num_groups) & (row_ids % GROUP_ROWS < rows_in_group)
-    column = (tl.arange(0, BLOCK_N // LANES)[None, :, None] * LANES + tl.arange(0, LANES)[None, None, :]) + zero
-    real = mask_rows[:, None, None] & (column < num_columns)
-    ids = tl.load(row_ids_ptr + column, mask=column < num_columns, other=NO_INDEX)
-    logits = tl.load(scratch_ptr + row_ids[:, None, None] * BLOCK_N + column, mask=real, other=float("-inf"))
-    old_max = tl.load(max_ptr + row_ids, mask=mask_rows & (tile_start > 0), other=float("-inf"))
-    old_sum = tl.load(sum_ptr + row_ids, mask=mask_rows & (tile_start > 0), other=0.0)
-    new_max = tl.maximum(old_max, tl.max(tl.max(logits, axis=1), axis=1))
+    zero = unaligned_zero()
+    numbers = tl.arange(0, SELECT_ROWS * LANES)
+    thread = numbers + zero
+    lane = numbers % LANES + zero
+    row = first_row + numbers // LANES + zero
+    in_use = (row // GROUP_ROWS < num_groups) & (row % GROUP_ROWS < rows_in_group)
+    element = tl.arange(0, BLOCK_N // LANES)
+    column = element[:, None] * LANES + lane[None, :]
+    real = in_use[None, :] & (column < num_columns)
+    ids = tl.load(row_ids_ptr + column, mask=real, other=NO_INDEX)
+    group_ptr = scratch_ptr + first_row * BLOCK_N
+    place = element[:, None] * (SELECT_ROWS * LANES) + thread[None, :]
+    logits = tl.load(group_ptr + place, mask=real, other=float("-inf"))
+    folds = in_use & (tile_start > 0)
+    old_max = tl.load(max_ptr + row, mask=folds, other=float("-inf"))
+    old_sum = tl.load(sum_ptr + row, mask=folds, other=0.0)
+    new_max = tl.maximum(old_max, max_of_row(tl.max(logits, axis=0)))
     # A row of -inf only would make -inf - -inf; subtracting 0 instead leaves exp(-inf) = 0.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp(logits - shift[:, None, None])
-    new_sum = old_sum * tl.exp(old_max - shift) + tl.sum(tl.sum(weights, axis=1), axis=1)
-    tl.store(max_ptr + row_ids, new_max, mask=mask_rows)
-    tl.store(sum_ptr + row_ids, new_sum, mask=mask_rows)
+    new_sum = old_sum * tl.exp(old_max - shift) + sum_of_row(tl.sum(tl.exp(logits - shift[None, :]), axis=0))
+    tl.store(max_ptr + row, new_max, mask=in_use & (lane == 0))
+    tl.store(sum_ptr + row, new_sum, mask=in_use & (lane == 0))
 
-    ids = tl.where(real, ids, NO_INDEX)
-    left = logits  # what is not yet ranked; ids of ranked columns become NO_INDEX
-    left_ids = ids
-    rank = tl.full(logits.shape, NO_INDEX, tl.int32)
-    lists = row_ids[:, None, None] * MAX_K
+    kept = in_use & (lane < MAX_K)
+    old_key = tl.full(lane.shape, LOWEST_KEY, tl.int64)
     if FOLD:
-        # The old list is ranked together with the tile; all of it is read before anything is written.
-        offs_k = tl.arange(0, MAX_K)[None, None, :] + zero
-        kept = mask_rows[:, None, None] & (offs_k < TOP_K) & (tile_start > 0)
-        old_value = tl.load(values_ptr + lists + offs_k, mask=kept, other=float("-inf"))
-        old_id = tl.load(ids_ptr + lists + offs_k, mask=kept, other=NO_INDEX)
-        old_left = old_value
-        old_left_ids = old_id
-        old_rank = tl.full(old_value.shape, NO_INDEX, tl.int32)
-    for k in range(TOP_K):
-        best = tl.max(tl.max(left, axis=1), axis=1)
-        if FOLD:
-            best = tl.maximum(best, tl.max(tl.max(old_left, axis=1), axis=1))
-        ties = tl.where(left == best[:, None, None], left_ids, NO_INDEX)
-        best_id = tl.min(tl.min(ties, axis=1), axis=1)
-        if FOLD:
-            ties = tl.where(old_left == best[:, None, None], old_left_ids, NO_INDEX)
-            best_id = tl.minimum(best_id, tl.min(tl.min(ties, axis=1), axis=1))
-            hit = (old_left_ids == best_id[:, None, None]) & (old_left_ids != NO_INDEX)
-            old_rank = tl.where(hit, k, old_rank)
-            old_left = tl.where(hit, float("-inf"), old_left)
-            old_left_ids = tl.where(hit, NO_INDEX, old_left_ids)
-        hit = (left_ids == best_id[:, None, None]) & (left_ids != NO_INDEX)
-        rank = tl.where(hit, k, rank)
-        left = tl.where(hit, float("-inf"), left)
-        left_ids = tl.where(hit, NO_INDEX, left_ids)
-    if FOLD:
-        tl.debug_barrier()
-        placed = kept & (old_rank < TOP_K)
-        tl.store(values_ptr + lists + old_rank, old_value, mask=placed)
-        tl.store(ids_ptr + lists + old_rank, old_id, mask=placed)
-    placed = real & (rank < TOP_K)
-    tl.store(values_ptr + lists + rank, logits, mask=placed)
-    tl.store(ids_ptr + lists + rank, ids, mask=placed)
-    if tile_start == 0:
-        # A tile of fewer than TOP_K rows leaves places open; they must read as empty.
-        offs_k = tl.arange(0, MAX_K)[None, None, :] + zero
-        open_place = mask_rows[:, None, None] & (offs_k >= num_columns) & (offs_k < TOP_K)
-        tl.store(
-            values_ptr + lists + offs_k, tl.full([SELECT_ROWS, 1, MAX_K], float("-inf"), tl.float32), mask=open_place
-        )
-        tl.store(ids_ptr + lists + offs_k, tl.full([SELECT_ROWS, 1, MAX_K], NO_INDEX, tl.int32), mask=open_place)
+        old_key = tl.load(keys_ptr + row * MAX_K + lane, mask=kept & (tile_start > 0), other=LOWEST_KEY)
+    best = take_best(tl.where(real, order_key(logits, ids), LOWEST_KEY), old_key, lane, TOP_K, FOLD)
+    tl.store(keys_ptr + row * MAX_K + lane, best, mask=kept)
+
+
+@triton.jit
+def clear_lists(keys_ptr, BLOCK_M: tl.constexpr, MAX_K: tl.constexpr):
+    """Empty the lists of one program, [BLOCK_M, MAX_K]."""
+    offs = tl.arange(0, BLOCK_M * MAX_K)
+    tl.store(keys_ptr + offs, tl.full([BLOCK_M * MAX_K], LOWEST_KEY, tl.int64))
 
 
 @triton.jit
@@ -127,8 +130,7 @@ def stream_topk(
     ids_ptr,  # int32 [rows of this program]: id of each row
     num_rows,  # rows of this program in use
     scratch_ptr,
-    values_ptr,
-    best_ids_ptr,
+    keys_ptr,
     max_ptr,
     sum_ptr,
     next_ptr,
@@ -146,10 +148,12 @@ def stream_topk(
     SCALED: tl.constexpr,
     FOLD: tl.constexpr,
 ):
-    """Fill this program's best pairs, maxima and sums for every node in use."""
+    """Fill this program's best keys, maxima and sums for every node in use; a program without rows has empty lists."""
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
     offs_m = tl.arange(0, BLOCK_M) + zero
+    if num_rows <= 0:
+        clear_lists(keys_ptr, BLOCK_M, MAX_K)
     for n0 in range(0, num_rows, TILE):
         left = tl.minimum(num_rows - n0, TILE)
         acc = stream_matmul(
@@ -162,26 +166,26 @@ def stream_topk(
             acc *= tl.load(w_scale_ptr + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
         tl.debug_barrier()
-        tl.store(scratch_ptr + offs_m[None, :] * BLOCK_N + offs_n[:, None], acc, mask=mask_m[None, :])
+        place = scratch_place(offs_m[None, :], offs_n[:, None], BLOCK_N)
+        tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
         for first in range(0, (num_groups - 1) * GROUP_ROWS + rows_in_group, SELECT_ROWS):
             update_best(
-                scratch_ptr, ids_ptr + n0, left, values_ptr, best_ids_ptr, max_ptr, sum_ptr, first, num_groups,
-                rows_in_group, n0, TOP_K, MAX_K, GROUP_ROWS, BLOCK_N, FOLD,
+                scratch_ptr, ids_ptr + n0, left, keys_ptr, max_ptr, sum_ptr, first, num_groups, rows_in_group, n0,
+                TOP_K, MAX_K, GROUP_ROWS, BLOCK_N, FOLD,
             )  # fmt: skip
         tl.debug_barrier()
 
 
 @triton.jit
 def merge_best(
-    values_ptr,  # fp32: this node's list of program 0
-    ids_ptr,  # int32, likewise
+    keys_ptr,  # int64: this node's list of program 0
     max_ptr,
     sum_ptr,
     owner_ptr,  # int32 [MAX_K]: scratch of this program
-    stride_list,  # elements from one program's list to the next
-    stride_stat,
-    num_lists,  # programs that own at least one row: the others wrote nothing
+    num_lists,  # programs that own at least one row
+    STRIDE_LIST: tl.constexpr,  # elements from one program's list to the next
+    STRIDE_STAT: tl.constexpr,
     CTAS: tl.constexpr,  # power of two, at least the number of programs
     TOP_K: tl.constexpr,
     MAX_K: tl.constexpr,
@@ -189,37 +193,39 @@ def merge_best(
 ):
     """Merge all programs' lists of one node.
 
-    Returns rank (NO_INDEX unless among the TOP_K), value and id of the pairs that can be among the best, int32, fp32
-    and int32 [PAIRS], and the log-sum-exp.
+    Returns rank (TOP_K or more unless among the best), value and id of the pairs that can be among the best, int32,
+    fp32 and int32 [PAIRS], and the log-sum-exp.
     """
     zero = hidden_zero()
     program = tl.arange(0, CTAS) + zero
     mask = program < num_lists
-    first = tl.load(values_ptr + program * stride_list, mask=mask, other=float("-inf"))
-    first_id = tl.load(ids_ptr + program * stride_list, mask=mask, other=NO_INDEX)
-    maxima = tl.load(max_ptr + program * stride_stat, mask=mask, other=float("-inf"))
-    sums = tl.load(sum_ptr + program * stride_stat, mask=mask, other=0.0)
+    first = tl.load(keys_ptr + program * STRIDE_LIST, mask=mask, other=LOWEST_KEY)
+    maxima = tl.load(max_ptr + program * STRIDE_STAT, mask=mask, other=float("-inf"))
+    sums = tl.load(sum_ptr + program * STRIDE_STAT, mask=mask, other=0.0)
     top = tl.max(maxima, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = shift + tl.log(tl.sum(sums * tl.exp(maxima - shift), axis=0))
 
-    rank = rank_best(order_key(first, first_id), TOP_K)
+    rank = count_ahead(first, keys_ptr, num_lists, STRIDE_LIST, LIST_BATCH)
     tl.store(owner_ptr + rank, program, mask=mask & (rank < TOP_K))
     tl.debug_barrier()
     # Pair MAX_K * r + j is the j-th best of the program whose own best ranks r-th.
     pair = tl.arange(0, PAIRS) + zero
-    mask = (pair // MAX_K < tl.minimum(num_lists, TOP_K)) & (pair % MAX_K < TOP_K)
-    place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * stride_list + pair % MAX_K
-    value = tl.load(values_ptr + place, mask=mask, other=float("-inf"))
-    index = tl.load(ids_ptr + place, mask=mask, other=NO_INDEX)
-    rank = tl.where(index != NO_INDEX, rank_best(order_key(value, index), TOP_K), NO_INDEX)
+    num_owners = tl.minimum(num_lists, TOP_K)
+    mask = pair // MAX_K < num_owners
+    place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * STRIDE_LIST + pair % MAX_K
+    key = tl.load(keys_ptr + place, mask=mask, other=LOWEST_KEY)
+    rank = tl.zeros([PAIRS], tl.int32)
+    for other in range(num_owners):
+        rank += count_ahead(key, keys_ptr + tl.load(owner_ptr + other) * STRIDE_LIST, MAX_K, 1, MAX_K)
+    rank = tl.where(key == LOWEST_KEY, NO_INDEX, rank)
     tl.debug_barrier()
-    return rank, value, index, lse
+    return rank, key_value(key), key_index(key), lse
 
 
 @triton.jit
 def _stream_kernel(
-    x_ptr, w_ptr, ids_ptr, scratch_ptr, values_ptr, best_ids_ptr, max_ptr, sum_ptr,
+    x_ptr, w_ptr, ids_ptr, scratch_ptr, keys_ptr, max_ptr, sum_ptr,
     num_rows_x, num_rows_w, stride_x,
     ROWS: tl.constexpr, TILE: tl.constexpr, NUM_CHUNKS: tl.constexpr, TOP_K: tl.constexpr, MAX_K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
@@ -232,8 +238,8 @@ def _stream_kernel(
     w_base = w_ptr + pid.to(tl.int64) * ROWS * NUM_CHUNKS * BLOCK_K
     stream_topk(
         x_ptr, offs_m.to(tl.int64) * stride_x, tl.full([BLOCK_M], 1.0, tl.float32), offs_m < num_rows_x,
-        1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N, values_ptr + lists *
-        MAX_K, best_ids_ptr + lists * MAX_K, max_ptr + lists, sum_ptr + lists, w_base,
+        1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N,
+        keys_ptr + lists * MAX_K, max_ptr + lists, sum_ptr + lists, w_base,
         TILE, NUM_CHUNKS, TOP_K, MAX_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_M,
         STAGES, 0, False, False, ROWS > TILE,
     )  # fmt: skip
@@ -241,18 +247,28 @@ def _stream_kernel(
 
 @triton.jit
 def _merge_kernel(
-    values_ptr, best_ids_ptr, max_ptr, sum_ptr, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr,
+    keys_ptr, max_ptr, sum_ptr, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr,
     num_lists, BLOCK_M: tl.constexpr, CTAS: tl.constexpr, TOP_K: tl.constexpr, MAX_K: tl.constexpr,
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     rank, value, index, lse = merge_best(
-        values_ptr + row * MAX_K, best_ids_ptr + row * MAX_K, max_ptr + row, sum_ptr + row, owner_ptr + row * MAX_K,
-        BLOCK_M * MAX_K, BLOCK_M, num_lists, CTAS, TOP_K, MAX_K, PAIRS,
+        keys_ptr + row * MAX_K, max_ptr + row, sum_ptr + row, owner_ptr + row * MAX_K,
+        num_lists, BLOCK_M * MAX_K, BLOCK_M, CTAS, TOP_K, MAX_K, PAIRS,
     )  # fmt: skip
     tl.store(out_values_ptr + row * TOP_K + rank, value, mask=rank < TOP_K)
     tl.store(out_ids_ptr + row * TOP_K + rank, index, mask=rank < TOP_K)
     tl.store(out_lse_ptr + row, lse)
+
+
+def len_lists(num_programs: int) -> int:
+    """Lists that hold those of all programs in whole batches."""
+    return int(triton.cdiv(num_programs, LIST_BATCH.value)) * LIST_BATCH.value
+
+
+def empty_lists(num_programs: int, rows: int, max_k: int, device: torch.device | str) -> Tensor:
+    """Lists of best keys, empty: int64 [programs in whole batches, rows, max_k]."""
+    return torch.full((len_lists(num_programs), rows, max_k), LOWEST_KEY.value, dtype=torch.int64, device=device)
 
 
 def lm_head_topk_ref(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -288,13 +304,12 @@ def lm_head_topk(
     all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
     row_ids = assign_rows(all_ids, num_programs, dealt=True, rows=rows_each).contiguous()
     lists = (num_programs, block_m, max_k)
-    values = torch.empty(lists, dtype=torch.float32, device=x.device)
-    ids = torch.empty(lists, dtype=torch.int32, device=x.device)
+    keys = empty_lists(*lists, device=x.device)
     maxima = torch.empty(lists[:2], dtype=torch.float32, device=x.device)
     sums = torch.empty(lists[:2], dtype=torch.float32, device=x.device)
     scratch = torch.empty(num_programs, block_m, block_n, dtype=torch.float32, device=x.device)
     _stream_kernel[(num_programs,)](
-        x, packed, row_ids, scratch, values, ids, maxima, sums, rows, vocab, x.stride(0),
+        x, packed, row_ids, scratch, keys, maxima, sums, rows, vocab, x.stride(0),
         ROWS=rows_each, TILE=tile, NUM_CHUNKS=hidden // block_k, TOP_K=top_k, MAX_K=max_k,
         BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=block_m, STAGES=3, num_warps=num_warps,
     )  # fmt: skip
@@ -305,7 +320,7 @@ def lm_head_topk(
     )
     owner = torch.empty(rows, max_k, dtype=torch.int32, device=x.device)
     _merge_kernel[(rows,)](
-        values, ids, maxima, sums, owner, *out, min(num_programs, vocab),
+        keys, maxima, sums, owner, *out, min(num_programs, vocab),
         BLOCK_M=block_m, CTAS=max(2, triton.next_power_of_2(num_programs)), TOP_K=top_k, MAX_K=max_k,
         PAIRS=max_k**2, num_warps=num_warps,
     )  # fmt: skip

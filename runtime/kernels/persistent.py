@@ -29,8 +29,8 @@ import triton.language as tl
 
 from .ancestor_attention import attend_unit, merge_parts, query_place
 from .grid_barrier import grid_barrier, leave_grid
-from .lm_topk import merge_best, stream_topk
-from .selection import NO_INDEX, order_key, rank_best
+from .lm_topk import clear_lists, merge_best, stream_topk
+from .selection import LOWEST_KEY, count_ahead, key_index, key_value, order_key
 from .tree_build import blank_tree, build_tree
 from .weight_stream import (
     hidden_zero,
@@ -142,8 +142,8 @@ def project_residual(
 
 @triton.jit
 def choose_frontier(
-    score_ptr,  # fp32: scores of this level's candidates of one sequence
-    num_candidates,
+    key_ptr,  # int64 [nodes, MAX_K]: children of this level's nodes of one sequence, by score and candidate
+    num_nodes,
     first_candidate,
     level,
     frontier_score_ptr,
@@ -161,12 +161,13 @@ def choose_frontier(
     zero = hidden_zero()
     offs_k = tl.arange(0, MAX_K) + zero
     offs_e = tl.arange(0, MAX_DEPTH) + zero
-    candidate = tl.arange(0, PAIRS) + zero
-    mask = candidate < num_candidates
-    score = tl.load(score_ptr + candidate, mask=mask, other=float("-inf"))
-    rank = rank_best(order_key(score, tl.where(mask, candidate, NO_INDEX)), TOP_K)
-    chosen = mask & (rank < TOP_K)
-    tl.store(frontier_score_ptr + rank, score, mask=chosen)
+    place = tl.arange(0, PAIRS) + zero
+    num_keys = num_nodes * MAX_K
+    key = tl.load(key_ptr + place, mask=place < num_keys, other=LOWEST_KEY)
+    rank = count_ahead(key, key_ptr, num_keys, 1, MAX_K)
+    chosen = (key != LOWEST_KEY) & (rank < TOP_K)
+    candidate = key_index(key)
+    tl.store(frontier_score_ptr + rank, key_value(key), mask=chosen)
     tl.store(frontier_candidate_ptr + rank, first_candidate + candidate, mask=chosen)
     tl.store(frontier_parent_ptr + rank, candidate // TOP_K, mask=chosen)
     tl.store(frontier_child_ptr + rank, candidate % TOP_K, mask=chosen)
@@ -196,13 +197,14 @@ def draft_kernel(
     x_in_ptr, x_taps_ptr, x_attn_ptr, x_post_ptr, x_mlp_ptr, x_head_ptr, x_fused_ptr,
     # fp32 workspace
     hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
-    best_value_ptr, best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr, factor_ptr,
+    best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr, factor_ptr,
+    best_key_ptr, child_key_ptr,  # int64
     # int32 workspace
-    best_id_ptr, owner_ptr, token_ptr, parent_ptr, node_of_ptr, chosen_ptr, frontier_candidate_ptr, frontier_parent_ptr,
+    owner_ptr, token_ptr, parent_ptr, node_of_ptr, chosen_ptr, frontier_candidate_ptr, frontier_parent_ptr,
     frontier_child_ptr, chain_ptr, node_arrivals_ptr, barrier_ptr,
     # outputs
     draft_tokens_ptr, parents_ptr, tree_mask_ptr, position_ptr, retrieve_ptr, num_leaves_ptr,
-    NUM_CTAS: tl.constexpr, CTAS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    NUM_CTAS: tl.constexpr, CTAS: tl.constexpr, LISTS: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
     FUSED_EVERY_LEVEL: tl.constexpr,  # EAGLE-1/2
     HAS_FC: tl.constexpr, HAS_FC_BIAS: tl.constexpr, HAS_QKV_BIAS: tl.constexpr, SCALED: tl.constexpr,
     HIDDEN: tl.constexpr, TAPS: tl.constexpr, TAP_SIZE: tl.constexpr, INTERMEDIATE: tl.constexpr,
@@ -250,6 +252,8 @@ def draft_kernel(
     zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
     round = 0
 
+    for index in range(NUM_CTAS + pid, LISTS, NUM_CTAS):
+        clear_lists(best_key_ptr + index * BLOCK_M * MAX_K, BLOCK_M, MAX_K)
     for index in range(pid, SLOTS, NUM_CTAS):
         slot = index + zero
         if tl.load(active_inverse_ptr + slot) < 0:
@@ -513,8 +517,8 @@ def draft_kernel(
         stream_topk(
             x_head_ptr, own_row * HIDDEN, factor, mask_m, num_active, num_nodes,
             my_stream + AT_HEAD, my_scale + 3 * R_HIDDEN + R_QKV + 2 * R_MLP, row_id_ptr + pid * R_HEAD, my_vocab,
-            scratch_ptr + my_lists * N_HEAD, best_value_ptr + my_lists * MAX_K, best_id_ptr + my_lists * MAX_K,
-            best_max_ptr + my_lists, best_sum_ptr + my_lists,
+            scratch_ptr + my_lists * N_HEAD, best_key_ptr + my_lists * MAX_K, best_max_ptr + my_lists,
+            best_sum_ptr + my_lists,
             my_stream if FUSED_EVERY_LEVEL else my_stream + AT_QKV,
             TILE_HEAD, HIDDEN // K_HEAD, TOP_K, MAX_K, ROWS, N_HEAD, K_HEAD, BLOCK_M, S_HEAD,
             P_FC if FUSED_EVERY_LEVEL else P_QKV, BULK, SCALED, R_HEAD > TILE_HEAD,
@@ -534,9 +538,8 @@ def draft_kernel(
             n = (unit % num_rows) % num_nodes
             row = a * ROWS + n
             rank, value, token, lse = merge_best(
-                best_value_ptr + row * MAX_K, best_id_ptr + row * MAX_K, best_max_ptr + row, best_sum_ptr + row,
-                owner_ptr + pid * MAX_K, BLOCK_M * MAX_K, BLOCK_M, tl.minimum(draft_vocab, NUM_CTAS),
-                CTAS, TOP_K, MAX_K, PAIRS,
+                best_key_ptr + row * MAX_K, best_max_ptr + row, best_sum_ptr + row, owner_ptr + pid * MAX_K,
+                tl.minimum(draft_vocab, NUM_CTAS), BLOCK_M * MAX_K, BLOCK_M, CTAS, TOP_K, MAX_K, PAIRS,
             )  # fmt: skip
             if copy == 0:
                 base = tl.load(frontier_score_ptr + row, mask=level > 0, other=0.0)
@@ -547,6 +550,12 @@ def draft_kernel(
                 tl.store(score_ptr + at, score, mask=mask)
                 tl.store(token_ptr + at, token, mask=mask)
                 tl.store(parent_ptr + at, parent + token * 0, mask=mask)
+                key = order_key(score, n * TOP_K + rank)
+                tl.store(child_key_ptr + row * MAX_K + rank, key, mask=mask)
+                offs_k = tl.arange(0, MAX_K)
+                tl.store(
+                    child_key_ptr + row * MAX_K + offs_k, tl.full([MAX_K], LOWEST_KEY, tl.int64), mask=offs_k >= TOP_K
+                )
                 tl.debug_barrier()
                 if tl.atomic_add(node_arrivals_ptr + a, 1, sem="acq_rel") == num_nodes - 1:
                     tl.store(node_arrivals_ptr + a, 0)
@@ -561,7 +570,7 @@ def draft_kernel(
                         )  # fmt: skip
                     else:
                         choose_frontier(
-                            score_ptr + a * CANDIDATES + first_candidate, num_nodes * TOP_K, first_candidate, level,
+                            child_key_ptr + a * ROWS * MAX_K, num_nodes, first_candidate, level,
                             frontier_score_ptr + a * ROWS, frontier_candidate_ptr + a * ROWS,
                             frontier_parent_ptr + a * ROWS, frontier_child_ptr + a * ROWS,
                             chain_ptr + ((level % 2) * SLOTS + a) * ROWS * MAX_DEPTH,

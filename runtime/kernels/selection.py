@@ -1,22 +1,30 @@
 """Exact selection by (value descending, index ascending), without sorting: device functions shared by the kernels.
 
-* `rank_best` pulls the k best out one after the other, each with one reduction over an integer key that holds both
-  criteria. The loop is short. Comparing all pairs at once is less work on paper and was three
-  times slower on an H200: long straight code is fetched anew at every level.
+* `take_best` takes the k best out one after the other, where a row of values lies in half a warp: threads exchange
+  them by shuffles alone, and the loop is short. Long straight code is fetched anew at every level, which on an H200
+  cost more than it saved.
+* `count_ahead` ranks each element by counting, in a loop over all, those that come before it: for up to some hundred
+  elements spread over a program, where k rounds of reductions would each wait for the whole program.
 * `best_k_mask` finds the value of the k-th best bit by bit, then breaks ties by position with a prefix sum: 32 counting
   passes whatever k, for up to 4096 elements.
 
-Both are free of atomics and of data-dependent control flow. Values are fp32 without NaN; -inf is a value like any
-other; padding carries `NO_INDEX`, which every real index precedes.
+All are free of atomics and of data-dependent control flow. Values are fp32 without NaN; -inf is a value like any
+other; padding carries `LOWEST_KEY`, which every real key exceeds.
 """
 
 import triton
 import triton.language as tl
 
+from .weight_stream import INTERPRETED, unaligned_zero
+
 NO_INDEX = tl.constexpr(0x7FFFFFFF)
-"""Index of padding: int32 maximum."""
+"""Rank or index of padding: int32 maximum."""
 LOWEST_KEY = tl.constexpr(-9223372036854775807)
-"""A key that every other precedes."""
+"""Key of padding: every real key precedes it."""
+_EIGHT_ASM = tl.constexpr("\n".join(f"mov.b64 ${i}, ${i + 8};" for i in range(8)))
+_EIGHT = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
+LANES = tl.constexpr(16)
+"""Threads that share a row in `take_best`; also the most children that a node can have."""
 
 
 @triton.jit
@@ -34,17 +42,90 @@ def order_key(value, index):
 
 
 @triton.jit
-def rank_best(key, TOP_K: tl.constexpr):
-    """Rank the TOP_K best keys of [N]: int32 [N], 0 for the best; NO_INDEX for all others and for spent padding.
+def key_value(key):
+    """fp32 value of an `order_key`."""
+    bits = (key >> 32).to(tl.int32)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
-    Real keys differ; padding may share a rank.
+
+@triton.jit
+def key_index(key):
+    """int32 index of an `order_key`; 0x7FFFFFFE for `LOWEST_KEY`."""
+    return key.to(tl.int32) ^ 0x7FFFFFFF
+
+
+@triton.jit
+def max_of_row(value):
+    """Largest of each LANES neighbours, in the place of each: [ROWS * LANES] like ``value``."""
+    ROWS: tl.constexpr = value.shape[0] // LANES
+    rows = tl.reshape(value, [ROWS, LANES])
+    return tl.reshape(tl.broadcast_to(tl.max(rows, axis=1)[:, None], [ROWS, LANES]), [ROWS * LANES])
+
+
+@triton.jit
+def sum_of_row(value):
+    """Sum of each LANES neighbours, in the place of each."""
+    ROWS: tl.constexpr = value.shape[0] // LANES
+    rows = tl.reshape(value, [ROWS, LANES])
+    return tl.reshape(tl.broadcast_to(tl.sum(rows, axis=1)[:, None], [ROWS, LANES]), [ROWS * LANES])
+
+
+@triton.jit
+def take_best(key, old_key, lane, TOP_K: tl.constexpr, FOLD: tl.constexpr):
+    """The TOP_K best keys of each row, lane k of the row holding the k-th; `LOWEST_KEY` where there are no more.
+
+    ``key`` int64 [elements, rows * LANES]: a row's keys lie in LANES neighbours, and its real ones all differ. With
+    FOLD, ``old_key`` [rows * LANES] belongs to the rows too. ``lane`` int32 [rows * LANES]; TOP_K <= LANES. Returns
+    int64 [rows * LANES].
     """
-    rank = tl.full(key.shape, NO_INDEX, tl.int32)
+    best = tl.full(lane.shape, LOWEST_KEY, tl.int64)
     for k in range(TOP_K):
-        hit = key == tl.max(key, axis=0)
-        rank = tl.where(hit & (rank == NO_INDEX), k, rank)
-        key = tl.where(hit, LOWEST_KEY, key)
-    return rank
+        ahead = tl.max(key, axis=0)
+        if FOLD:
+            ahead = tl.maximum(ahead, old_key)
+        ahead = max_of_row(ahead)
+        best = tl.where(lane == k, ahead, best)
+        key = tl.where(key == ahead[None, :], LOWEST_KEY, key)
+        if FOLD:
+            old_key = tl.where(old_key == ahead, LOWEST_KEY, old_key)
+    return best
+
+
+@triton.jit
+def each_thread(SIZE: tl.constexpr):
+    """Zeros [SIZE] that make every thread load all of what is addressed by another dimension: int64.
+
+    The compiler deals a load's addresses to threads along the dimension in which they are contiguous, so these claim to
+    be; being of unknown alignment too, they are not taken together.
+    """
+    return tl.max_contiguous((tl.arange(0, SIZE) * unaligned_zero()).to(tl.int64), SIZE)
+
+
+@triton.jit
+def all_at_once(keys):
+    """The same int64 values, [N, threads] with N a power of two: eight of a thread's must be there before any is used.
+
+    Else the assembler takes each as it comes, into one register, and waits as often.
+    """
+    if INTERPRETED or keys.shape[0] < 8:
+        return keys
+    else:
+        return tl.inline_asm_elementwise(_EIGHT_ASM, _EIGHT, [keys], dtype=tl.int64, is_pure=True, pack=8)
+
+
+@triton.jit
+def count_ahead(own, keys_ptr, count, STRIDE: tl.constexpr, BATCH: tl.constexpr):
+    """How many of ``count`` keys in memory, STRIDE elements apart, exceed each of ``own``: int64 [N] to int32 [N].
+
+    ``count`` is rounded up to a multiple of BATCH, the keys that a thread has on their way at once: what lies there
+    must be `LOWEST_KEY`.
+    """
+    ahead = tl.zeros(own.shape, tl.int32)
+    place = tl.arange(0, BATCH)[:, None] * STRIDE + each_thread(own.shape[0])[None, :]
+    for first in range(0, count, BATCH):
+        keys = all_at_once(tl.load(keys_ptr + first * STRIDE + place))
+        ahead += tl.sum((keys > own[None, :]).to(tl.int32), axis=0)
+    return ahead
 
 
 @triton.jit

@@ -40,6 +40,15 @@ _ZERO_ASM = tl.constexpr("mov.u32 $0, 0;")
 
 
 @triton.jit
+def unaligned_zero():
+    """0 that the compiler knows nothing of, not even its alignment: accesses displaced by it are not widened."""
+    if INTERPRETED:
+        return 0
+    else:
+        return tl.inline_asm_elementwise(_ZERO_ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def hidden_zero():
     """0 that the compiler cannot see through.
 
