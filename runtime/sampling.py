@@ -19,6 +19,9 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from .config import SamplingConfig
 
+# The largest logit has all the probability long before this; colder, its quotient would overflow float32.
+_COLDEST = 1e-30
+
 
 def request_generator(seed: int, request_index: int) -> torch.Generator:
     """Return the generator of one request; different pairs give unrelated streams."""
@@ -36,7 +39,7 @@ def warp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     scores = logits.float()
     ids = torch.empty((scores.shape[0], 0), dtype=torch.int64, device=scores.device)
     if sampling.temperature != 1.0:
-        scores = TemperatureLogitsWarper(float(sampling.temperature))(ids, scores)
+        scores = TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST))(ids, scores)
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
     if sampling.top_p < 1.0:

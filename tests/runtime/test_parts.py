@@ -104,6 +104,14 @@ def test_sampling_inverts_the_cumulative_distribution() -> None:
     assert choose_tokens(logits, uniforms, SamplingConfig()).tolist() == [2] * 5
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-38, 1e-45])
+def test_the_coldest_sampling_takes_the_largest_logit(temperature: float) -> None:
+    logits = torch.tensor([[-3.0, 40.0, 39.99, 0.0], [-9.0, -8.0, -8.5, -70.0]])
+    for uniform in (0.0, 0.5, 0.999999):
+        chosen = choose_tokens(logits, torch.full((2,), uniform, dtype=torch.float64), SamplingConfig(temperature))
+        assert chosen.tolist() == [1, 1]
+
+
 def test_warpers_keep_what_their_names_say() -> None:
     logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
     assert warp(logits, SamplingConfig(1.0, top_k=2)).isfinite().tolist() == [[False, True, True, False]]
