@@ -191,9 +191,14 @@ def _target_of(head: DraftHead, name: str | None) -> str | None:
 def target_location(opened: OpenedHead, given: str | Path | None) -> str | Path:
     """Return where to load the target from: as given, else what the head names; the embedded one is built locally.
 
-    Raises `UsageError` when neither says.
+    Raises `UsageError` when neither says, and for a folder that is not there.
     """
     if given is not None:
+        if str(given).startswith(("/", "./", "../", "~")):
+            folder = Path(given).expanduser()
+            if not folder.is_dir():
+                raise UsageError(f"Target {given}: no such folder. Expected one, or a Hub repository (name/model).")
+            return folder
         return given
     if opened.target_name is None:
         raise UsageError(f"Head {opened.head.location} does not say which target it belongs to; give the target.")

@@ -13,8 +13,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ DEFAULT_MAX_SLOTS = 16
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
 
-Prompts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]]
+Prompts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 
 
 class Streamer(Protocol):
@@ -223,7 +224,7 @@ class SpeculativeModel:
         self,
         input_ids: Prompts,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Sequence[Sequence[int]] | None = None,
         max_new_tokens: int = 256,
         do_sample: bool | None = None,
         temperature: float | None = None,
@@ -241,8 +242,9 @@ class SpeculativeModel:
         """Continue one prompt or many.
 
         Args:
-            input_ids: token ids (tensor [seq] or [prompts, seq], or lists of any lengths), or text.
-            attention_mask: [prompts, seq] beside a padded tensor: 0 marks padding.
+            input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or what a
+                transformers tokenizer returned, which brings its attention mask along.
+            attention_mask: [prompts, seq] beside padded ids: 0 marks padding.
             max_new_tokens: 0 returns at once with nothing new.
             do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
                 above 0 says otherwise. The generation configuration's sampling defaults are not used.
@@ -305,25 +307,24 @@ class SpeculativeModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def _prompts(self, given: Prompts, attention_mask: Tensor | None) -> list[tuple[int, ...]]:
-        rows: Iterable[Any]
-        if isinstance(given, str):
-            rows = [self._encode(given)]
-        elif isinstance(given, Tensor):
-            rows = given[None] if given.dim() == 1 else given
-            if attention_mask is not None:
-                mask = attention_mask[None] if attention_mask.dim() == 1 else attention_mask
-                if mask.shape != given.shape and mask.shape != given[None].shape:
-                    raise UsageError(f"attention_mask is {list(mask.shape)}, input_ids {list(given.shape)}.")
-                rows = [row[keep.bool()] for row, keep in zip(rows, mask, strict=True)]
-        elif given and isinstance(given[0], str):
-            rows = [self._encode(str(text)) for text in given]
-        else:
-            rows = cast("Iterable[Any]", [given] if given and isinstance(given[0], int) else given)
-        prompts = [tuple(int(token) for token in row) for row in rows]
-        if not prompts:
+    def _prompts(self, given: Prompts, attention_mask: Any | None) -> list[tuple[int, ...]]:
+        if isinstance(given, Mapping):
+            attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
+            given = given["input_ids"]
+        values = [given] if isinstance(given, str) else _plain(given)
+        mask = None if attention_mask is None else _plain(attention_mask)
+        if not values:
             raise PromptError("There is no prompt.")
-        return prompts
+        if isinstance(values[0], Mapping):
+            raise UsageError("These are messages, not a prompt: model.encode_chat(messages) makes a prompt of them.")
+        if isinstance(values[0], str):
+            if mask is not None:
+                raise UsageError("attention_mask goes with token ids; texts have no padding.")
+            values = [self._encode(str(text)) for text in values]
+        elif isinstance(values[0], (int, float)):
+            values, mask = [values], mask if mask is None or isinstance(mask[0], list) else [mask]
+        prompts = [tuple(int(token) for token in row) for row in values]
+        return prompts if mask is None else _without_padding(prompts, mask)
 
     def _check_room(self, requests: Sequence[Request]) -> None:
         vocab = self.target.embedding.shape[0]
@@ -355,6 +356,21 @@ class SpeculativeModel:
     def _pad(self, given: int | None) -> int:
         found = given if given is not None else getattr(self.target.text_config, "pad_token_id", None)
         return 0 if found is None else int(found)
+
+
+def _plain(values: Any) -> list[Any]:
+    """Tensors and arrays, and lists of them, as lists."""
+    if hasattr(values, "tolist"):
+        found: list[Any] = values.tolist()
+        return found
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
+
+
+def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
+    lengths, expected = [len(keep) for keep in mask], [len(prompt) for prompt in prompts]
+    if lengths != expected:
+        raise UsageError(f"attention_mask has rows of {lengths} entries, input_ids of {expected}; expected the same.")
+    return [tuple(compress(prompt, keep)) for prompt, keep in zip(prompts, mask, strict=True)]
 
 
 def _tree(depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.errors import UsageError
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -103,6 +106,47 @@ def test_padded_tensor_with_attention_mask(tmp_path: Path) -> None:
     longest = max(3 + len(output.token_ids[0]), 5 + len(output.token_ids[1]))
     assert output.sequences.shape == (2, longest)
     assert output.sequences[0, : 3 + len(output.token_ids[0])].tolist() == prompts[0] + output.token_ids[0]
+
+
+def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    prompts = random_prompts([3, 5])
+    padded, mask = [[0, 0, *prompts[0]], prompts[1]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+    expected = [tuple(prompt) for prompt in prompts]
+    encoded = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+    for given, keep in (
+        (prompts, None),
+        ([np.array(prompt) for prompt in prompts], None),
+        ([torch.tensor(prompt) for prompt in prompts], None),
+        (padded, mask),
+        (np.array(padded), np.array(mask)),
+        (torch.tensor(padded), mask),
+        (transformers.BatchEncoding(encoded), None),
+        ({"input_ids": padded, "attention_mask": mask}, None),
+    ):
+        found = model.generate(given, attention_mask=keep, max_new_tokens=0)
+        assert [tuple(result.prompt_ids) for result in found.results] == expected, given
+    for one, keep in (
+        (prompts[0], None),
+        (np.array(prompts[0]), None),
+        (list(np.array(prompts[0])), None),
+        (torch.tensor(padded[0]), torch.tensor(mask[0])),
+    ):
+        assert model.generate(one, attention_mask=keep, max_new_tokens=0).results[0].prompt_ids == prompts[0], one
+
+
+@pytest.mark.parametrize(
+    ("given", "mask", "message"),
+    [
+        ([[1, 2], [3]], [[1, 1], [1, 1]], r"\[2, 2\] entries, input_ids of \[2, 1\]"),
+        ([[1, 2], [3]], [[1, 1]], "expected the same"),
+        ("text", [[1, 1]], "texts have no padding"),
+        ([{"role": "user", "content": "Hi"}], None, "encode_chat"),
+    ],
+)
+def test_prompts_that_are_none(tmp_path: Path, given: Any, mask: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build(tmp_path).generate(given, attention_mask=mask)
 
 
 def test_the_target_keeps_its_own_generate(tmp_path: Path) -> None:

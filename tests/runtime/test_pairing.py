@@ -189,6 +189,11 @@ class TestDraftVocabulary:
         assert model.drafter.weights.hidden == HIDDEN
 
 
+def test_a_target_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"missing: no such folder"):
+        SpeculativeModel.from_pretrained(tmp_path / "missing", write_head(tmp_path / "head"))
+
+
 def test_head_config_is_read_from_its_folder(tmp_path: Path) -> None:
     folder = write_head(tmp_path, rms_norm_eps=3e-4, norm_output=True, eagle_config={"norm_before_residual": True})
     assert json.loads((folder / "config.json").read_text())["norm_output"] is True
