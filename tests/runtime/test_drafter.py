@@ -233,12 +233,14 @@ def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> N
 
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     ours = rotary_embedding({**sizes, "rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 256})
-    kind = None if scaling is None else {"rope_type": "linear", **scaling}
-    config = LlamaConfig(
-        **sizes,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", **(kind or {}), "rope_theta": 5e5},
+    kind = {"rope_type": "default" if scaling is None else "linear", **(scaling or {})}
+    # One dictionary since transformers 5, two arguments before.
+    spelling: dict[str, Any] = (
+        {"rope_parameters": {**kind, "rope_theta": 5e5}}
+        if hasattr(LlamaConfig(), "rope_parameters")
+        else {"rope_theta": 5e5, "rope_scaling": kind}
     )
+    config = LlamaConfig(**sizes, max_position_embeddings=256, **spelling)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(200)[None])
     tables = ours.tables(200)
     assert torch.equal(tables[0], cos[0])

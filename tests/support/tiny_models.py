@@ -161,7 +161,8 @@ def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     tokenizer = byte_level_bpe(360, ["<|im_start|>", "<|im_end|>"])
     vocab = tokenizer.get_vocab_size()
     end = tokenizer.token_to_id("<|im_end|>")
-    target = write_folder(folder / "target", tokenizer)
+    # Else transformers before 5 takes Llama's tokenizer for a Llama model and puts a token of its own in front.
+    target = write_folder(folder / "target", tokenizer, tokenizer_class="PreTrainedTokenizerFast")
     target = folder / "target" if target is None else Path(target)
     model = tiny_target("llama", seed, vocab_size=vocab, eos_token_id=end, bos_token_id=end, pad_token_id=end)
     model.generation_config.eos_token_id = end
