@@ -285,7 +285,10 @@ class _Job:
         report = None if measured is None else measured[0]
         rows = len(vocab) if vocab is not None else head.target_vocab
         require_space(folder, bytes_per_draft_step(head, lm_head, rows))
-        manifest = self._manifest(head, opened, lm_head, vocab, measured)
+        tokenizer = _tokenizer_provenance(opened.tokenizer)
+        if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
+            tokenizer = dict(ranking.recorded_tokenizer)
+        manifest = self._manifest(head, opened, lm_head, vocab, measured, tokenizer)
         contents = ArtifactContents(
             manifest=manifest,
             config=self._config(head, rows),
@@ -346,12 +349,13 @@ class _Job:
         lm_head: LmHeadSource | None,
         vocab: DraftVocab | None,
         measured: tuple[CoverageReport, str] | None,
+        tokenizer: dict[str, Any] | None,
     ) -> Manifest:
         rows = head.target_vocab if vocab is None else len(vocab)
         warnings = list(head.warnings)
         if vocab is not None:
             warnings += vocab.warnings
-            if opened.tokenizer is None:
+            if tokenizer is None:
                 warnings.append("no tokenizer was at hand: end-of-turn and other needed tokens were not looked for")
         if measured is not None:
             warnings += measured[0].warnings
@@ -379,7 +383,7 @@ class _Job:
             head=self._head_provenance(head),
             target=self._target_provenance(opened),
             lm_head=None if lm_head is None else _lm_head_provenance(head, lm_head),
-            tokenizer=_tokenizer_provenance(opened),
+            tokenizer=tokenizer,
             vocabulary=None if vocab is None else _vocabulary_provenance(vocab),
             tap_layers=head.tap_layers,
             coverage=None
@@ -485,8 +489,7 @@ def _vocabulary_provenance(vocab: DraftVocab) -> dict[str, Any]:
     return {key: value for key, value in found.items() if key != "warnings"}
 
 
-def _tokenizer_provenance(opened: _Opened) -> dict[str, Any] | None:
-    tokenizer = opened.tokenizer
+def _tokenizer_provenance(tokenizer: LoadedTokenizer | None) -> dict[str, Any] | None:
     if tokenizer is None:
         return None
     return {

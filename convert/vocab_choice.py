@@ -100,6 +100,7 @@ class Ranking:
         tokenizer: of the target, or None for a token map alone.
         counts: behind the order; None for a token map or id order.
         measured: counts with a held-out part to measure coverage on, and how that was done; None where there is none.
+        recorded_tokenizer: where the order is the head's own, what its manifest says of the tokenizer it was made for.
     """
 
     head: DraftHead
@@ -107,6 +108,7 @@ class Ranking:
     tokenizer: LoadedTokenizer | None
     counts: TokenCounts | None
     measured: tuple[TokenCounts, str] | None
+    recorded_tokenizer: Mapping[str, Any] | None = None
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
         """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it.
@@ -201,16 +203,17 @@ def make_ranking(
         UsageError: a tokenizer is needed and there is none.
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
+    if request.is_default and (manifest := _own_manifest(head)) is not None:
+        say("vocabulary: the rank order in the head's own manifest")
+        own = _ranks_of(manifest)
+        if tokenizer is None:
+            request = replace(request, force_ids=tuple(own.target_ids[: own.num_forced].tolist()))
+        return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
     if request.needs_tokenizer and tokenizer is None:
         raise UsageError(
             f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one; name the "
             "target that it is for with --target, or its tokenizer with --tokenizer"
         )
-    if request.is_default and (own := _own_ranks(head)) is not None:
-        say("vocabulary: the rank order in the head's own manifest")
-        if tokenizer is None:
-            request = replace(request, force_ids=tuple(own.target_ids[: own.num_forced].tolist()))
-        return Ranking(head, replace(request, token_map=own), tokenizer, None, None)
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
     assert tokenizer is not None
@@ -240,13 +243,16 @@ def make_ranking(
     return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
 
 
-def _own_ranks(head: DraftHead) -> DraftVocab | None:
-    """The rank order of a head that is an artifact already, or None."""
+def _own_manifest(head: DraftHead) -> Manifest | None:
+    """The manifest of a head that is an artifact with ranks already, or None."""
     if head.source is None or not (head.source.folder / MANIFEST_NAME).is_file():
         return None
     manifest = Manifest.load(head.source.folder)
-    if manifest.rank_order_ids is None:
-        return None
+    return None if manifest.rank_order_ids is None else manifest
+
+
+def _ranks_of(manifest: Manifest) -> DraftVocab:
+    assert manifest.rank_order_ids is not None
     return DraftVocab(
         manifest.rank_order_ids,
         manifest.num_forced,

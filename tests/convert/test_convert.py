@@ -477,6 +477,27 @@ def test_existing_output_is_refused_before_anything_is_read(tmp_path):
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
+def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, target):
+    head = write_eagle3(tmp_path / "head")
+    (first,) = convert_head(
+        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "first"
+    )
+    (alone,) = convert_head(first.folder, draft_vocab=280, out=tmp_path / "alone")
+    (helped,) = convert_head(first.folder, draft_vocab=280, target=target, out=tmp_path / "helped")
+    (direct,) = convert_head(
+        head, draft_vocab=280, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "direct"
+    )
+    for name in ("model.safetensors", "config.json", "freq_280.pt"):
+        assert (alone.folder / name).read_bytes() == (direct.folder / name).read_bytes()
+        assert (alone.folder / name).read_bytes() == (helped.folder / name).read_bytes()
+    assert alone.manifest.num_forced == direct.manifest.num_forced > 0
+    assert alone.manifest.tokenizer["hash"] == direct.manifest.tokenizer["hash"]
+    assert not any("tokenizer" in warning for warning in alone.warnings)
+    assert verify_artifact(alone.folder, head=first.folder, target=target).ok
+    with pytest.raises(UsageError, match="smaller than the 259 forced ids"):
+        convert_head(first.folder, draft_vocab=200, out=tmp_path / "less")
+
+
 def test_force_replaces_an_artifact(tmp_path):
     head = write_eagle3(tmp_path / "head")
     request = by_map(tmp_path, RANKED)
