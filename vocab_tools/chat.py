@@ -226,6 +226,7 @@ class ChatRenderer:
         self._end_of_turn: str | Literal[False] | None = False
         self._generation_prompt: str | Literal[False] | None = False
         self._parts: bool | None = None
+        self._arguments_as_text: bool | None = None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
         """Render as `apply_chat_template(tokenize=False)` does, at a fixed date.
@@ -243,7 +244,7 @@ class ChatRenderer:
 
     def all_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
         """Return the rendered conversation."""
-        return [Piece(self.render(self._with_readable_parts(messages)))]
+        return [Piece(self.render(self._readable(messages)))]
 
     def assistant_pieces(self, messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
         """Return what the assistant writes, each turn with the few characters before it that its tokens depend on.
@@ -253,7 +254,7 @@ class ChatRenderer:
         """
         if not any(message["role"] == "assistant" for message in messages):
             return []
-        messages = self._with_readable_parts(messages)
+        messages = self._readable(messages)
         if not self._marked and not self._exact and all(map(_is_simple, messages)):
             skeleton = self._skeleton(tuple(message["role"] for message in messages))
             if skeleton is not None:
@@ -262,6 +263,36 @@ class ChatRenderer:
                     return pieces
         text, spans = self.assistant_spans(messages)
         return self._cut(text, spans)
+
+    def _readable(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        return self._with_readable_calls(self._with_readable_parts(messages))
+
+    def _with_readable_calls(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Give arguments that are JSON text, OpenAI's form, as objects to a template that does not write text as it is.
+
+        Most templates write arguments as JSON, and would quote the text once more; vLLM reads it too.
+        """
+        if not any("tool_calls" in message for message in messages) or self._takes_arguments_as_text():
+            return messages
+        return [
+            {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+            if isinstance(message.get("tool_calls"), list)
+            else message
+            for message in messages
+        ]
+
+    def _takes_arguments_as_text(self) -> bool:
+        if self._arguments_as_text is None:
+            text = '{"probe": 1}'
+            call = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": text}}
+            try:
+                rendered = self.render(
+                    [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+                )
+            except ChatError:
+                rendered = ""
+            self._arguments_as_text = text in rendered
+        return self._arguments_as_text
 
     def _with_readable_parts(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Join contents given in parts to one text, by line ends as vLLM does, for a template that knows no parts.
@@ -500,6 +531,21 @@ def _joined_parts(parts: Sequence[Any], position: int) -> str:
             )
         texts.append(text)
     return "\n".join(texts)
+
+
+def _with_object(call: Any) -> Any:
+    """A tool call, bare or inside "function", with arguments as an object where they are the JSON text of one."""
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _with_object(call["function"])}
+    if not isinstance(call.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(call["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 def _forms(content: str) -> Iterator[str]:

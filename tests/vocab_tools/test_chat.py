@@ -204,6 +204,39 @@ def test_tool_calls_are_the_assistants_and_tool_results_are_not() -> None:
     assert counted(tokenizer, messages) == expected
 
 
+@pytest.mark.parametrize(
+    ("writes", "from_text"),
+    [
+        # Qwen2.5, Llama-3.1
+        ("{{ c.function.arguments | tojson }}", '{"city": "Paris"}'),
+        # GLM, Qwen3-Coder
+        ("{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}", "city=Paris"),
+        # Qwen3
+        (
+            "{% if c.function.arguments is string %}{{ c.function.arguments }}"
+            "{% else %}{{ c.function.arguments | tojson }}{% endif %}",
+            '{"city":"Paris"}',
+        ),
+        # DeepSeek-R1
+        ("{{ '' + c.function.arguments }}", '{"city":"Paris"}'),
+    ],
+)
+def test_arguments_of_tool_calls_that_are_json_text(writes: str, from_text: str) -> None:
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
+        "{% for c in m.get('tool_calls', []) %}<tool_call>" + writes + "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    renderer = ChatRenderer(chat_spec(with_template(template, *MARKERS)))
+    function = {"name": "weather", "arguments": '{"city":"Paris"}'}
+    messages: Messages = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]},
+    ]
+    (piece,) = renderer.assistant_pieces(normalise_messages(messages))
+    assert piece.text[piece.header_chars :] == f"<tool_call>{from_text}</tool_call><|im_end|>"
+
+
 def test_reasoning_dropped_from_earlier_turns() -> None:
     tokenizer = with_template(REASONING, *MARKERS)
     messages = turn("a", "<think>long</think>\nfirst", "b", "<think>more</think>\nsecond")
