@@ -224,7 +224,7 @@ def test_tool_calls_are_the_assistants_and_tool_results_are_not() -> None:
 def test_arguments_of_tool_calls_that_are_json_text(writes: str, from_text: str) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] or '' }}"
-        "{% for c in m.get('tool_calls', []) %}<tool_call>" + writes + "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for c in m.get('tool_calls', []) %}<tool_call>" + writes + "</tool_call>{% endfor %}<|im_end|>{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     renderer = ChatRenderer(chat_spec(with_template(template, *MARKERS)))
