@@ -82,7 +82,9 @@ class GenerationLoop:
     def _start(self, request: Request, place: int, on_tokens: OnTokens | None) -> RunningRequest:
         stream = None
         if not self.sampling.is_greedy:
-            stream = uniform_stream(self.sampling.seed, request.index, request.max_new_tokens)
+            # No more numbers than the context has room for, whatever was asked.
+            room = request.max_tokens - len(request.prompt_ids)
+            stream = uniform_stream(self.sampling.seed, request.index, room)
         listener = None if on_tokens is None else lambda ids: on_tokens(place, ids)
         return RunningRequest(request, stream, listener)
 

@@ -44,6 +44,17 @@ def test_no_new_tokens(tmp_path: Path) -> None:
     assert output.sequences.tolist() == [PROMPT]
 
 
+@ignore_acceptance
+def test_more_new_tokens_than_the_context_or_the_memory_holds(tmp_path: Path) -> None:
+    model = build(tmp_path, max_model_len=20)
+    output = model.generate(PROMPT, max_new_tokens=10**12, temperature=1.0, seed=4, ignore_eos=True)
+    assert (len(output.token_ids[0]), output.results[0].finish_reason) == (13, "context")
+    assert (
+        output.token_ids
+        == model.generate(PROMPT, max_new_tokens=13, temperature=1.0, seed=4, ignore_eos=True).token_ids
+    )
+
+
 def test_one_new_token_comes_from_the_prompts_forward(tmp_path: Path) -> None:
     model = build(tmp_path)
     output = model.generate(PROMPT, max_new_tokens=1)
