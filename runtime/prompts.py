@@ -29,7 +29,7 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{path}: cannot be read as a prompt file ({error}).") from error
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]

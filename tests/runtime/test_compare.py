@@ -49,6 +49,11 @@ class TestPrompts:
         path.write_text("Why is the sky blue?\n\n  [1, 2] is a list  \n")
         assert load_prompts(path) == [Prompt(("Why is the sky blue?",)), Prompt(("[1, 2] is a list",))]
 
+    def test_byte_order_mark_and_odd_line_ends(self, tmp_path: Path) -> None:
+        path = tmp_path / "prompts.jsonl"
+        path.write_bytes(b"\xef\xbb\xbf" + '{"turns": ["a\u2028b"]}\r\n{"turns": ["c\x85"]}\r\n'.encode())
+        assert load_prompts(path) == [Prompt(("a\u2028b",)), Prompt(("c\x85",))]
+
     @pytest.mark.parametrize(
         ("text", "message"),
         [("", "no prompt"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2.*turns"),
