@@ -140,6 +140,12 @@ def _modes(options: dict[str, Any]) -> list[Any]:
     for name in names:
         if name not in known:
             raise UsageError(f"--modes: {name!r} is neither greedy nor sampled.")
+    if "sampled" in names:
+        from .model import sampling_config
+
+        # Refused before the model is loaded.
+        if sampling_config(**sampling).is_greedy:
+            raise UsageError("--temperature 0 is greedy: give --modes greedy, or a temperature above 0 to sample with.")
     return [known[name] for name in dict.fromkeys(names)]
 
 

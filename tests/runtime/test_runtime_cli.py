@@ -197,7 +197,13 @@ def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, 
 
 @pytest.mark.parametrize(
     ("args", "message"),
-    [(["--modes", "greedy,wild"], "wild"), (["--sizes", "full,x"], "neither a number"), (["--sizes", "5000"], "5000")],
+    [
+        (["--modes", "greedy,wild"], "wild"),
+        (["--sizes", "full,x"], "neither a number"),
+        (["--sizes", "5000"], "5000"),
+        (["--temperature", "0"], "--modes greedy"),
+        (["--top-p", "2"], "top_p"),
+    ],
 )
 def test_compare_mistakes(run: Run, pair: tuple[str, str, str], tmp_path: Path, args: list[str], message: str) -> None:
     target, _, slim = pair
