@@ -652,7 +652,8 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     """
     import sys
 
-    from huggingface_hub import constants, file_download, utils
+    import transformers.utils.hub as transformers_hub
+    from huggingface_hub import HfApi, constants, file_download, utils
 
     # The second name is that of huggingface_hub before 1.0.
     close_session = getattr(utils, "close_session", None) or utils.reset_sessions
@@ -677,9 +678,11 @@ def connected(hub: HubServer, home: Path | str, token: str | None = None, offlin
     more = {"HF_ENDPOINT": hub.endpoint, "HF_DATASETS_CACHE": home / "datasets", "HF_HUB_OFFLINE": offline}
     # Before 1.0 this module had a copy of its own.
     replaced = [(constants, values), (file_download, values)] + ([(settings, more)] if settings else [])
-    # transformers keeps one client for the process, with the endpoint it was made for.
-    if transformers_hub := sys.modules.get("transformers.utils.hub"):
-        replaced.append((transformers_hub, {"_hf_api": None}))
+    # transformers keeps one client for the process, with the endpoint it was made for; before 5.0 a function of the
+    # default client, and a copy of the cache's place.
+    listing = HfApi(endpoint=hub.endpoint).list_repo_tree
+    kept = {"_hf_api": None, "list_repo_tree": listing, "TRANSFORMERS_CACHE": str(home / "hub")}
+    replaced.append((transformers_hub, kept))
     saved = [(module, name, getattr(module, name)) for module, new in replaced for name in new if hasattr(module, name)]
     environment = {"HF_TOKEN": token, "HUGGING_FACE_HUB_TOKEN": None}
     saved_env = {name: os.environ.get(name) for name in environment}
