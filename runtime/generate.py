@@ -60,7 +60,9 @@ class GenerationLoop:
         if self.waiting:
             capacity = max(state.request.max_tokens for state in self.waiting)
             nodes = 1 if self.drafter is None else self.drafter.tree.total_tokens
-            self._allocate(self.target.new_cache(self.num_slots, capacity + nodes), capacity)
+            # A path is kept in its full width, padding included, and a deep tree of few nodes is wider than those.
+            room = max(nodes, self.width)
+            self._allocate(self.target.new_cache(self.num_slots, capacity + room), capacity)
         while self.waiting or self.running:
             self._fill_slots()
             if self.running:

@@ -20,6 +20,7 @@ TREES = {
     "chain": {"depth": 3, "top_k": 1, "total_tokens": 5},
     "flat": {"depth": 0, "top_k": 6, "total_tokens": 7},
     "deep": {"depth": 6, "top_k": 2, "total_tokens": 20},
+    "fewer nodes than levels": {"depth": 6, "top_k": 2, "total_tokens": 3},
 }
 PROMPTS = random_prompts([1, 2, 9, 17])
 DRAFT_IDS = [19, 2, 5, 7, 8, 3, 11, 12, 14, 17, 23, 20]
