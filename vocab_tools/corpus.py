@@ -6,6 +6,7 @@ This is where documents come from and what their index is; which tokenizer reads
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -92,10 +93,28 @@ def _default_name(location: str) -> str:
     return name or "corpus"
 
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
+
+
+def amount(text: str) -> int:
+    """Read a whole number above 0, or one with a unit: 500k, 10M, 1.5B.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _AMOUNT.fullmatch(text.strip().replace("_", "").replace(",", ""))
+    number = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    if number < 1 or number != int(number):
+        raise ValueError(f"{text!r} is no number above 0 such as 5000, 500k, 10M or 1.5B")
+    return int(number)
+
+
 _CONVERTERS: Mapping[str, Any] = {
     "weight": float,
-    "max_documents": int,
-    "max_tokens": int,
+    # A plain number is judged by `CorpusSource`.
+    "max_documents": lambda text: int(text) if text.isdecimal() else amount(text),
+    "max_tokens": lambda text: int(text) if text.isdecimal() else amount(text),
     "sample": float,
     "shuffle": lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text],
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,9 +22,6 @@ else:
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)([kmgb]?)", re.IGNORECASE)
-
 SOURCE_HELP = """\b
 A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .parquet, .txt, gzip or not):
   [NAME=]LOCATION[,KEY=VALUE...]
@@ -42,11 +38,12 @@ class Amount(_IntType):
         """Parse it."""
         if isinstance(value, int):
             return value
-        found = _AMOUNT.fullmatch(str(value).strip().replace("_", "").replace(",", ""))
-        amount = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
-        if amount < 1 or amount != int(amount):
-            self.fail(f"{value!r} is no number above 0 such as 5000, 500k, 10M or 1.5B", param, ctx)
-        return int(amount)
+        from .corpus import amount
+
+        try:
+            return amount(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 _CORPUS_OPTIONS = (

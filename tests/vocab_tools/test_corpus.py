@@ -335,6 +335,9 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     parsed = parse_source("chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3,max-tokens=50")
     assert parsed == CorpusSource("HuggingFaceH4/ultrachat_200k", "chat", 3.0, split="train_sft", max_tokens=50)
+    assert parse_source("x.jsonl,max-tokens=1.5M,max-documents=2k") == CorpusSource(
+        "x.jsonl", max_tokens=1_500_000, max_documents=2000
+    )
     assert parse_source("org/data").name == "data"
     assert parse_source("some/code-*.jsonl.gz").name == "code-"
     assert parse_source("x.jsonl,column=body,shuffle=yes").shuffle is True
