@@ -6,12 +6,14 @@ Holds no time and no path. The front matter is the Hugging Face Hub's.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from .manifest import Manifest
 
 UNKNOWN_LICENCE = "unknown"
+
+_ENGINE_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "tensorrt-llm": "TensorRT-LLM (PyTorch backend)"}
 
 
 def model_card(
@@ -23,6 +25,7 @@ def model_card(
     bytes_after: int,
     licence: str | None,
     plot: str | None,
+    refused: Collection[str] = (),
 ) -> str:
     """The text of README.md.
 
@@ -33,6 +36,7 @@ def model_card(
         bytes_before, bytes_after: weights that one draft step reads, LM head included.
         licence: the head's licence as the Hub spells it, or None where its files do not say.
         plot: file name of the coverage plot, if there is one.
+        refused: keys of the engines (`engines.ENGINES`) that cannot take the head; they get no command.
     """
     parts = [
         _front_matter(manifest, licence),
@@ -40,7 +44,7 @@ def model_card(
         _summary(manifest, rows_before),
         _sizes(manifest, rows_before, bytes_before, bytes_after),
         _coverage(manifest.coverage, plot),
-        _serving(manifest),
+        _serving(manifest, refused),
         _making(manifest),
         _warnings(manifest.warnings),
         _licence(licence),
@@ -119,7 +123,7 @@ def coverage_rows(coverage: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tu
     return header, rows
 
 
-def _serving(manifest: Manifest) -> str:
+def _serving(manifest: Manifest, refused: Collection[str]) -> str:
     target = manifest.target.get("repo_id") or "TARGET"
     where = "`HEAD` is this repository or folder" + ("." if target != "TARGET" else ", `TARGET` the target model.")
     text = f"## Serving\n\n{where}\n"
@@ -134,7 +138,7 @@ def _serving(manifest: Manifest) -> str:
             "SGLang",
             f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE \\\n"
             "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
-            f"    --speculative-num-draft-tokens 64 --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt",
+            f"    --speculative-num-draft-tokens 32 --speculative-token-map HEAD/freq_{manifest.draft_vocab}.pt",
         )
         return text + (
             "\nSGLang loads the head only under a class name that ends in `Eagle`, which `eagle-convert --for sglang` "
@@ -142,19 +146,22 @@ def _serving(manifest: Manifest) -> str:
             "load the head and use the whole vocabulary.\n"
         )
     vllm = json.dumps({"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 3})
-    text += _command("vLLM", f"vllm serve {target} --speculative-config '{vllm}'")
-    text += _command(
-        "SGLang",
-        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\\n"
+    commands = {
+        "vllm": f"vllm serve {target} --speculative-config '{vllm}'",
+        "sglang": f"python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\\n"
         "    --speculative-draft-model-path HEAD --speculative-num-steps 5 --speculative-eagle-topk 8 \\\n"
-        "    --speculative-num-draft-tokens 64",
-    )
-    text += _command(
-        "TensorRT-LLM (PyTorch backend)",
-        "cat > speculative.yaml <<'EOF'\nspeculative_config:\n  decoding_type: Eagle3\n  speculative_model: HEAD\n"
-        f"  max_draft_len: 3\nEOF\ntrtllm-serve {target} --extra_llm_api_options speculative.yaml",
-    )
-    text += "\nLMDeploy reads another architecture name: convert with `--for lmdeploy`.\n"
+        "    --speculative-num-draft-tokens 32",
+        "tensorrt-llm": "cat > speculative.yaml <<'EOF'\nspeculative_config:\n  decoding_type: Eagle3\n"
+        f"  speculative_model: HEAD\n  max_draft_len: 3\nEOF\ntrtllm-serve {target} --config speculative.yaml",
+    }
+    for engine, command in commands.items():
+        if engine not in refused:
+            text += _command(_ENGINE_TITLES[engine], command)
+    left_out = [_ENGINE_TITLES[engine] for engine in commands if engine in refused]
+    if left_out:
+        text += f"\nNot with {' or '.join(left_out)}: *Good to know* says why.\n"
+    if "lmdeploy" not in refused:
+        text += "\nLMDeploy reads another architecture name: convert with `--for lmdeploy`.\n"
     return text + _command("eagle-slim", f"eagle-generate HEAD --target {target} --prompt 'Why is the sky blue?'")
 
 
@@ -184,8 +191,8 @@ def _making(manifest: Manifest) -> str:
 
 def _source(part: Mapping[str, Any]) -> str:
     name = part.get("repo_id") or part.get("name") or "not known"
-    revision = part.get("revision")
-    return f"{name}" + (f", revision {revision}" if revision else "")
+    subfolder, revision = part.get("subfolder"), part.get("revision")
+    return f"{name}" + (f"/{subfolder}" if subfolder else "") + (f", revision {revision}" if revision else "")
 
 
 def _ranking(vocabulary: Mapping[str, Any]) -> str:

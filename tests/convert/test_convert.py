@@ -282,6 +282,24 @@ def test_norms_over_the_taps_are_carried(tmp_path):
     assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
 
 
+def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_path):
+    commands = ("vllm serve", "sglang.launch_server", "trtllm-serve", "--for lmdeploy", "eagle-generate HEAD")
+    found = {}
+    for name, changes in {
+        "plain": {},
+        "before": {"norm_before_residual": True},
+        "output": {"norm_output": True},
+    }.items():
+        head = write_eagle3(tmp_path / name, **changes)
+        (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"{name}-slim")
+        card = (done.folder / "README.md").read_text()
+        found[name] = [command for command in commands if command in card]
+        assert ("Not with SGLang or TensorRT-LLM" in card) == (name == "before")
+    assert found["plain"] == list(commands)
+    assert found["before"] == ["vllm serve", "eagle-generate HEAD"]
+    assert found["output"] == ["vllm serve", "sglang.launch_server", "trtllm-serve", "eagle-generate HEAD"]
+
+
 @pytest.mark.parametrize("output_bias", [True, False])
 def test_one_switch_for_all_attention_biases(tmp_path, output_bias):
     sizes = {"q": HIDDEN, "k": 16, "v": 16, **({"o": HIDDEN} if output_bias else {})}
