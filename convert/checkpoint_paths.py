@@ -1,4 +1,4 @@
-"""Which files of a folder are its weights, and whether a name in an index file stays inside that folder.
+"""Which files of a folder are its weights, and whether a name, as an index file has them, stays inside that folder.
 
 Order of preference, as in transformers: `model.safetensors`, `model.safetensors.index.json`, `pytorch_model.bin`,
 `pytorch_model.bin.index.json`; and, where none of these exists, one single other `*.safetensors`. What is beside the
@@ -12,6 +12,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from eagle_slim.vocab_tools.errors import UsageError
 
 from .checkpoint_types import FETCH_AGAIN, shorten
 from .errors import CheckpointError
@@ -128,6 +130,23 @@ def check_shard_name(shard: object, label: str) -> None:
         )
 
 
+def clean_subfolder(subfolder: object) -> str:
+    """Return the name of a folder inside a repository or folder, without a slash at its end; "" for None.
+
+    Raises:
+        UsageError: an absolute path, one with `..`, or no string.
+    """
+    if subfolder is None:
+        return ""
+    path = PurePosixPath(subfolder) if isinstance(subfolder, str) and subfolder.isprintable() else None
+    if path is None or path.is_absolute() or ".." in path.parts or "\\" in str(path):
+        raise UsageError(
+            f"subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
+            "such as eagle3 or heads/eagle3"
+        )
+    return "/".join(path.parts)
+
+
 def path_inside(folder: Path, name: str) -> Path:
     """Return the path of `name` in `folder` after checking that it exists and does not lead elsewhere.
 
@@ -156,9 +175,11 @@ def path_inside(folder: Path, name: str) -> Path:
 def allowed_roots(folder: Path) -> tuple[Path, ...]:
     """Return the folders in which a file of the checkpoint `folder` may really lie, links resolved."""
     real = folder.resolve()
-    repository = real.parent.parent
-    if real.parent.name == "snapshots" and repository.name.startswith(("models--", "datasets--", "spaces--")):
-        return real, repository / "blobs", repository.parent / "blobs"
+    # A folder of the snapshot, as well as the snapshot itself.
+    for snapshot in (real, *real.parents):
+        repository = snapshot.parent.parent
+        if snapshot.parent.name == "snapshots" and repository.name.startswith(("models--", "datasets--", "spaces--")):
+            return real, repository / "blobs", repository.parent / "blobs"
     return (real,)
 
 

@@ -84,6 +84,7 @@ Examples:
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
+@click.option("--subfolder", metavar="NAME", help="Folder of HEAD that the head is in, such as eagle3.")
 @click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
 @click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
 @click.option(
@@ -166,6 +167,7 @@ def convert(head: str | None, **options: Any) -> None:
         target=options["target"],
         tokenizer=options["tokenizer"],
         revision=options["revision"],
+        subfolder=options["subfolder"],
         target_revision=options["target_revision"],
         tokenizer_revision=options["tokenizer_revision"],
         out=options["out"],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
@@ -18,6 +18,7 @@ from . import eagle1, eagle3, names, readme, target
 from .artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
 from .atomic import check_output, require_space
 from .checkpoint import FileRecord
+from .checkpoint_paths import clean_subfolder
 from .eagle3 import LmHeadSource
 from .embedded import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .engines import Finding, HeadFacts, conversion_findings
@@ -115,6 +116,7 @@ def convert_head(
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
     revision: str | None = None,
+    subfolder: str | None = None,
     target_revision: str | None = None,
     tokenizer_revision: str | None = None,
     out: str | Path | None = None,
@@ -138,6 +140,7 @@ def convert_head(
             public heads.
         tokenizer: folder, tokenizer.json or Hub repository; default the target's.
         revision, target_revision, tokenizer_revision: branch, tag or commit on the Hub.
+        subfolder: where in the folder or repository the head is, such as "eagle3".
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
         force: replace an artifact that is there.
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
@@ -159,12 +162,14 @@ def convert_head(
     request = vocabulary or VocabRequest()
     sizes = _sizes(draft_vocab, coverage)
     head_name = None if head is None else str(head)
-    folders = [_output(out, head_name, size, coverage, flavour, several=len(sizes) > 1) for size in sizes]
+    inside = clean_subfolder(subfolder)
+    titles = [default_name(head_name, size, coverage, flavour, inside) for size in sizes]
+    folders = [_output(out, title, several=len(sizes) > 1) for title in titles]
     for folder in folders:
         check_output(folder, force, MANIFEST_NAME)
     job = _Job(
         head_name, request, None if target is None else str(target), None if tokenizer is None else str(tokenizer),
-        revision, target_revision, tokenizer_revision, flavour, d2t_form,
+        revision, inside, target_revision, tokenizer_revision, flavour, d2t_form,
         None if tap_layers is None else tuple(tap_layers), offline, say,
     )  # fmt: skip
     opened = job.open()
@@ -182,10 +187,9 @@ def convert_head(
     else:
         ranking = None
     done = []
-    for size, folder in zip(sizes, folders, strict=True):
+    for size, title, folder in zip(sizes, titles, folders, strict=True):
         vocab = None if size == "full" or ranking is None else ranking.cut(size, coverage)
         say(f"writing {folder}")
-        title = default_name(head_name, size, coverage, flavour)
         done.append(job.write(opened, ranking, vocab, folder, title, force))
     return tuple(done)
 
@@ -210,6 +214,7 @@ class _Job:
     target_name: str | None
     tokenizer_name: str | None
     revision: str | None
+    subfolder: str
     target_revision: str | None
     tokenizer_revision: str | None
     flavour: Flavour
@@ -224,6 +229,7 @@ class _Job:
         head = open_head(
             self.head_name,
             revision=self.revision,
+            subfolder=self.subfolder,
             offline=self.offline,
             d2t_form=self.d2t_form,
             tap_layers=self.tap_layers,
@@ -233,7 +239,7 @@ class _Job:
                 f"{head.location}: LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs; leave --for out"
             )
         assert head.source is not None
-        card = readme.front_matter(head.source.folder)
+        card = readme.front_matter(head.source.folder) or readme.front_matter(head.source.root)
         choice = target.choose_target(self.target_name, self.head_name, head, readme.base_model(card))
         if choice is not None and choice.reason != "given":
             self.say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
@@ -401,9 +407,11 @@ class _Job:
     def _head_provenance(self, head: DraftHead) -> dict[str, Any]:
         assert head.source is not None
         name = head.source.repo_id or (
-            EMBEDDED_HEAD_NAME if self.head_name is None else head.source.folder.resolve().name
+            EMBEDDED_HEAD_NAME if self.head_name is None else head.source.root.resolve().name
         )
         found = {"name": name, "repo_id": head.source.repo_id, "revision": head.source.commit}
+        if head.source.subfolder:
+            found["subfolder"] = head.source.subfolder
         return found if self.d2t_form == "auto" else {**found, "d2t_form": self.d2t_form}
 
     def _target_provenance(self, opened: _Opened) -> dict[str, Any]:
@@ -433,25 +441,21 @@ def _sizes(
 
 
 def default_name(
-    head: str | None, size: DraftVocabSize | None, coverage: float | None = None, flavour: Flavour = "default"
+    head: str | None,
+    size: DraftVocabSize | None,
+    coverage: float | None = None,
+    flavour: Flavour = "default",
+    subfolder: str = "",
 ) -> str:
     """Name of the output folder: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
     base = EMBEDDED_HEAD_NAME if head is None else Path(head).expanduser().resolve().name
+    base = "-".join([base, *PurePosixPath(subfolder).parts])
     endings: dict[DraftVocabSize | None, str] = {None: f"coverage{coverage}", "full": "full"}
     ending = endings.get(size, f"v{size}")
     return f"{base}-{ending}" + ("" if flavour == "default" else f"-{flavour}")
 
 
-def _output(
-    out: str | Path | None,
-    head: str | None,
-    size: DraftVocabSize | None,
-    coverage: float | None,
-    flavour: Flavour,
-    *,
-    several: bool,
-) -> Path:
-    name = default_name(head, size, coverage, flavour)
+def _output(out: str | Path | None, name: str, *, several: bool) -> Path:
     if out is None:
         return Path(name)
     return Path(out) / name if several else Path(out)

@@ -185,6 +185,7 @@ def open_head(
     source: str | Path | None = None,
     *,
     revision: str | None = None,
+    subfolder: str | None = None,
     offline: bool = False,
     d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
@@ -194,23 +195,28 @@ def open_head(
     Args:
         source: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
         revision: branch, tag or commit of a Hub repository.
+        subfolder: where in the folder or repository the head is, such as "eagle3".
         offline: use only what the local Hub cache holds.
         d2t_form: "offset" (target id = i + d2t[i]), "absolute", or "auto", which tells them apart by the rules of
             `vocab_tools.token_map` and refuses the absolute form.
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
     Raises:
-        SourceError: the folder or repository cannot be had.
+        UsageError: a sub-folder that would lead out.
+        SourceError: the folder or repository cannot be had, or has no such sub-folder.
         CheckpointError: a damaged, incomplete or unsafe weights file.
         UnsupportedHeadError: a kind of head, or a tensor, that is not converted.
         MismatchError: configuration and tensors disagree, or a map breaks its rules.
     """
-    resolved = open_head_source(embedded_head() if source is None else source, revision=revision, offline=offline)
+    resolved = open_head_source(
+        embedded_head() if source is None else source, revision=revision, offline=offline, subfolder=subfolder
+    )
+    location = str(source or "the built-in head") + (f"/{resolved.subfolder}" if resolved.subfolder else "")
     checkpoint = open_checkpoint(resolved.folder)
     return head_from_checkpoint(
         checkpoint,
-        read_config(resolved.folder, str(source or "the built-in head")),
-        location=str(source or "the built-in head"),
+        read_config(resolved.folder, location),
+        location=location,
         source=resolved,
         d2t_form=d2t_form,
         tap_layers=tap_layers,

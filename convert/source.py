@@ -16,7 +16,8 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 from urllib.parse import quote
@@ -24,7 +25,7 @@ from urllib.parse import quote
 from .atomic import atomic_file
 from .checkpoint import Checkpoint, open_weights_file
 from .checkpoint_lm_head import TargetLMHead, find_lm_head, lm_head_of, open_local_lm_head
-from .checkpoint_paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
+from .checkpoint_paths import TORCH_SUFFIXES, choose_weights, clean_subfolder, list_names, read_index
 from .checkpoint_types import shorten
 from .errors import CheckpointError, OutputError, SourceError
 from .names import canonical_names
@@ -67,6 +68,8 @@ HEAD_FILES = (
 """Small files of a head: configuration, manifest, card (which may name the target), and a tokenizer if it has one."""
 
 Notify = Callable[[str], object]
+# Names of all files of a repository, and how messages call it, to the names of those that are wanted.
+_Choose = Callable[[Sequence[str], str], list[str]]
 
 _LIBRARY_NAME = "eagle-slim"
 _BUSY = (408, 429, 500, 502, 503, 504)
@@ -88,7 +91,8 @@ class ResolvedSource:
         repo_id: repository on the Hub, or None for a folder of the user.
         revision: branch, tag or commit as asked for, or None.
         commit: the commit that `folder` holds, or None for a folder of the user.
-        files: names of the files that the repository or folder has; those not asked for are not in `folder`.
+        files: names of the files in `folder`, or of all in the repository; those not asked for are not in `folder`.
+        subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
     """
 
     folder: Path
@@ -96,11 +100,19 @@ class ResolvedSource:
     revision: str | None = None
     commit: str | None = None
     files: tuple[str, ...] = ()
+    subfolder: str = ""
+
+    @property
+    def root(self) -> Path:
+        """`folder` without the sub-folder."""
+        return _without(self.folder, self.subfolder)
 
     @property
     def label(self) -> str:
-        """How messages call it: the repository and its commit, or the folder."""
-        return f"{self.repo_id}@{(self.commit or '')[:12]}" if self.repo_id else str(self.folder)
+        """How messages call it: the repository, its commit and the sub-folder, or the folder."""
+        if self.repo_id is None:
+            return str(self.folder)
+        return _joined(f"{self.repo_id}@{(self.commit or '')[:12]}", self.subfolder)
 
     @property
     def pinned(self) -> tuple[str, str]:
@@ -129,29 +141,42 @@ def resolve(
     Raises:
         SourceError: no such folder or repository or revision, no access, no connection, disk full.
     """
-    return _resolve(source, revision, offline, lambda names: _matching(names, allow_patterns), notify)
+    return _resolve(source, revision, offline, lambda names, _: _matching(names, allow_patterns), notify)
 
 
 def open_head_source(
-    head: str | Path, revision: str | None = None, offline: bool = False, notify: Notify = notify_stderr
+    head: str | Path,
+    revision: str | None = None,
+    offline: bool = False,
+    notify: Notify = notify_stderr,
+    subfolder: str | None = None,
 ) -> ResolvedSource:
     """Return a folder with the weights (safetensors rather than .bin) and the small files of a draft head.
 
-    Arguments and errors as `resolve`.
+    Args:
+        head, revision, offline, notify: as `resolve`.
+        subfolder: where in the repository or folder the head is. The repository's card comes with it where the
+            sub-folder has none.
 
     Raises:
+        UsageError: a sub-folder that would lead out.
+        SourceError: as `resolve`; or there is no such sub-folder.
         CheckpointError: the repository holds no weights, or an index that is damaged or unsafe.
         UnsupportedHeadError: the index names tensors that no head has.
     """
-    resolved = _resolve(head, revision, offline, _head_names, notify)
+    inside = clean_subfolder(subfolder)
+    whole = _resolve(head, revision, offline, partial(_head_names, subfolder=inside), notify, inside)
+    resolved = replace(whole, folder=whole.folder / inside, subfolder=inside)
     if resolved.repo_id is None:
-        return resolved
+        if not resolved.folder.is_dir():
+            raise _no_subfolder(str(head), inside, [path.name for path in whole.folder.iterdir() if path.is_dir()])
+        return replace(resolved, files=tuple(list_names(resolved.folder)))
     chosen = choose_weights(list_names(resolved.folder), resolved.label)
     if chosen.endswith(".index.json"):
         index = read_index(resolved.folder / chosen)
         # A whole model named by mistake is refused before its gigabytes are fetched.
         canonical_names(index.shard_of, resolved.label)
-        _fetch(resolved, index.shards, offline)
+        _fetch(whole, [_joined(inside, shard) for shard in index.shards], offline)
     return resolved
 
 
@@ -245,17 +270,41 @@ def _matching(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _head_names(names: Sequence[str]) -> list[str]:
-    top = [name for name in names if "/" not in name]
-    return [*_matching(top, HEAD_FILES), choose_weights(top, "the repository")]
+def _head_names(names: Sequence[str], where: str, subfolder: str) -> list[str]:
+    folder_of = {name: name.rpartition("/")[0] for name in names}
+    beside = [name.rpartition("/")[2] for name in names if folder_of[name] == subfolder]
+    if subfolder and not beside:
+        raise _no_subfolder(where, subfolder, folder_of.values())
+    try:
+        found = [*_matching(beside, HEAD_FILES), choose_weights(beside, _joined(where, subfolder))]
+    except CheckpointError as error:
+        elsewhere = {folder_of[name] for name in names if name.endswith(".safetensors")} - {"", subfolder}
+        if not elsewhere:
+            raise
+        raise CheckpointError(f"{error}\nWeights are in its sub-folders {_listed(elsewhere)}: name one.") from error
+    card = ["README.md"] if "README.md" in names and "README.md" not in beside else []
+    return [_joined(subfolder, name) for name in found] + card
+
+
+def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
+    return SourceError(f"{where}: no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.")
+
+
+def _listed(folders: Collection[str]) -> str:
+    return ", ".join(sorted({folder for folder in folders if folder[:1] not in ("", ".")})[:8]) or "none"
+
+
+def _joined(folder: str, name: str) -> str:
+    return "/".join(part for part in (folder, name) if part)
 
 
 def _resolve(
     source: str | Path,
     revision: str | None,
     offline: bool,
-    choose: Callable[[Sequence[str]], list[str]],
+    choose: _Choose,
     notify: Notify,
+    subfolder: str = "",
 ) -> ResolvedSource:
     folder = Path(source).expanduser()
     if str(source) and folder.is_dir():
@@ -267,15 +316,16 @@ def _resolve(
         try:
             return _resolve_online(repo_id, revision, choose)
         except _UnreachableError as error:
-            cached = _resolve_cached(repo_id, revision, choose)
+            cached = _resolve_cached(repo_id, revision, choose, subfolder)
             if cached is None:
                 raise
             notify(f"{error.headline}; using the copy in the cache, {cached.label}")
             return cached
-    cached = _resolve_cached(repo_id, revision, choose)
+    cached = _resolve_cached(repo_id, revision, choose, subfolder)
     if cached is None:
         raise SourceError(
-            f"{repo_id}: not in the cache{_at(revision)}, and fetching is off (--offline or HF_HUB_OFFLINE).\n"
+            f"{_joined(repo_id, subfolder)}: not in the cache{_at(revision)}, and fetching is off "
+            "(--offline or HF_HUB_OFFLINE).\n"
             "Run the same command once with a connection, or give a folder."
         )
     return cached
@@ -300,15 +350,14 @@ def _repository_id(source: str | Path) -> str:
     return text
 
 
-def _resolve_online(repo_id: str, revision: str | None, choose: Callable[[Sequence[str]], list[str]]) -> ResolvedSource:
+def _resolve_online(repo_id: str, revision: str | None, choose: _Choose) -> ResolvedSource:
     from huggingface_hub import HfApi
 
     with _explained(repo_id, revision):
         info = HfApi(library_name=_LIBRARY_NAME).model_info(repo_id, revision=revision)
     files = tuple(sibling.rfilename for sibling in info.siblings or ())
     commit = cast(str, info.sha)
-    with _labelled(f"{repo_id}@{commit[:12]}"):
-        names = choose(files)
+    names = choose(files, f"{repo_id}@{commit[:12]}")
     if not names:
         raise SourceError(
             f"{repo_id}: holds none of the files that are needed{_at(revision)}; "
@@ -317,36 +366,35 @@ def _resolve_online(repo_id: str, revision: str | None, choose: Callable[[Sequen
     # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
     # it. The others are asked for by the commit, so that all come from one.
     first = _download(repo_id, names[0], revision or "main")
-    folder = _snapshot_of(first, names[0])
+    folder = _without(first, names[0])
     if folder.name != commit:
         first = _download(repo_id, names[0], commit)
-        folder = _snapshot_of(first, names[0])
+        folder = _without(first, names[0])
     resolved = ResolvedSource(folder, repo_id, revision, commit, files)
     _fetch(resolved, names[1:], offline=False)
     return resolved
 
 
-def _resolve_cached(
-    repo_id: str, revision: str | None, choose: Callable[[Sequence[str]], list[str]]
-) -> ResolvedSource | None:
+def _resolve_cached(repo_id: str, revision: str | None, choose: _Choose, subfolder: str) -> ResolvedSource | None:
     """Return the snapshot of a revision in the cache, if it has what `choose` wants; touches no network."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in (*HEAD_FILES, "model.safetensors"):
-        found = try_to_load_from_cache(repo_id, name, revision=revision)
+        found = try_to_load_from_cache(repo_id, _joined(subfolder, name), revision=revision)
         if isinstance(found, str):
-            folder = _snapshot_of(found, name)
-            names = tuple(list_names(folder))
+            folder = _without(found, _joined(subfolder, name))
+            names = tuple(_joined(subfolder, name) for name in list_names(folder / subfolder))
             try:
-                complete = bool(choose(names))
+                complete = bool(choose(names, repo_id))
             except CheckpointError:
                 complete = False
             return ResolvedSource(folder, repo_id, revision, folder.name, names) if complete else None
     return None
 
 
-def _snapshot_of(path: str, name: str) -> Path:
-    return Path(path).parents[len(PurePosixPath(name).parts) - 1]
+def _without(path: str | Path, name: str) -> Path:
+    """The folder in which `path` is called `name`: `/a` for `/a/b/c` and `b/c`."""
+    return Path(*Path(path).parts[: len(Path(path).parts) - len(PurePosixPath(name).parts)])
 
 
 def _fetch(resolved: ResolvedSource, names: Collection[str], offline: bool) -> None:
@@ -575,14 +623,6 @@ class _UnreachableError(SourceError):
     def __init__(self, headline: str, advice: str) -> None:
         super().__init__(f"{headline}.\n{advice}")
         self.headline = headline
-
-
-@contextmanager
-def _labelled(label: str) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(str(error).replace("the repository:", f"{label}:", 1)) from error
 
 
 def _at(revision: str | None) -> str:

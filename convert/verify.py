@@ -85,7 +85,7 @@ def verify_artifact(
 
     Args:
         folder: the artifact.
-        head: folder or repository of the head it was made from.
+        head: folder or repository of the head it was made from; its sub-folder, if it had one, is recorded.
         target: folder or repository of the target; its LM head is compared where the rows came from it.
         tokenizer: folder, tokenizer.json or repository; default the target's.
         offline: fetch nothing for `head`, `target` and `tokenizer` either.

@@ -19,7 +19,9 @@ Examples:
 )
 @click.argument("folder", metavar="DIR")
 @click.option(
-    "--head", metavar="H", help="Head it was made from: Hub id or folder. Default: as recorded, if in the cache."
+    "--head",
+    metavar="H",
+    help="Head it was made from: Hub id or folder, as eagle-convert took it. Default: as recorded, if in the cache.",
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, if in the cache.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")

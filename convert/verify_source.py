@@ -173,6 +173,7 @@ class SourceChecks:
         """How the source was read when it was converted."""
         return {
             "d2t_form": manifest.head.get("d2t_form", "auto"),
+            "subfolder": manifest.head.get("subfolder"),
             "tap_layers": manifest.tap_layers or None,
         }
 

@@ -68,6 +68,7 @@ def open_any_head(
     offline: bool = False,
     d2t_form: MapForm = "auto",
     tap_layers: Sequence[int] | None = None,
+    subfolder: str | None = None,
 ) -> OpenedHead:
     """Open an artifact, an unconverted head or a public one; None is the head built into the package.
 
@@ -79,12 +80,14 @@ def open_any_head(
     if isinstance(head, DraftHead):
         return OpenedHead(head, target_name=_target_of(head, head.location))
     if head is not None:
-        source = open_head_source(head, revision=revision, offline=offline)
+        source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
         if (source.folder / MANIFEST_NAME).is_file():
             if tap_layers is not None or d2t_form != "auto":
                 raise UsageError(f"{head} is a converted head: its manifest settles tap layers and map form already.")
             return _from_artifact(Artifact.load(source.folder))
-    opened = open_head(head, revision=revision, offline=offline, d2t_form=d2t_form, tap_layers=tap_layers)
+    opened = open_head(
+        head, revision=revision, subfolder=subfolder, offline=offline, d2t_form=d2t_form, tap_layers=tap_layers
+    )
     name = None if head is None else str(head)
     return OpenedHead(opened, target_name=_target_of(opened, name), is_embedded=head is None)
 

@@ -132,6 +132,7 @@ class SpeculativeModel:
         max_model_len: int | None = None,
         revision: str | None = None,
         head_revision: str | None = None,
+        head_subfolder: str | None = None,
         tap_layers: Sequence[int] | None = None,
         d2t_form: MapForm = "auto",
         offline: bool = False,
@@ -151,6 +152,7 @@ class SpeculativeModel:
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
             max_model_len: most tokens of prompt and answer; None is the model's own limit.
             revision, head_revision: of Hub repositories.
+            head_subfolder: where in its folder or repository the head is.
             tap_layers, d2t_form: for unconverted heads whose files do not say (`convert.head.open_head`).
             offline: only what is on this machine.
 
@@ -162,7 +164,7 @@ class SpeculativeModel:
         """
         tree = _tree(depth, top_k, total_tokens)
         place = choose_device(device)
-        opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers)
+        opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]

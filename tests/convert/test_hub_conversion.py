@@ -97,6 +97,35 @@ def test_revisions(hub, tmp_path):
         assert newer.manifest.lm_head["from"] == "head"
 
 
+def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    head = {f"heads/eagle3/{name}": data for name, data in files(tmp_path / "head").items() if name != "README.md"}
+    commit = hub.add_model("org/heads", head | {"README.md": (tmp_path / "head" / "README.md").read_bytes()})
+    order = ["--subfolder", "heads/eagle3", "--draft-vocab", "320", "--order", "ids"]
+    with connected(hub, tmp_path / "home"):
+        with pytest.raises(SystemExit) as stop:
+            convert_command(["org/heads", *order])
+        assert stop.value.code == 0, capsys.readouterr().err
+        made = tmp_path / "heads-heads-eagle3-v320"
+        manifest = Artifact.load(made).manifest
+        assert manifest.head["repo_id"] == manifest.head["name"] == "org/heads"
+        assert (manifest.head["subfolder"], manifest.head["revision"]) == ("heads/eagle3", commit)
+        assert manifest.target["repo_id"] == "org/target"
+        card = (made / "README.md").read_text()
+        assert "license: mit" in card
+        assert f"- head: org/heads/heads/eagle3, revision {commit}\n" in card
+        plain = convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "plain")[0].folder
+        assert (made / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+        for named in (None, "org/heads"):
+            assert verify_artifact(made, head=named)["tensors of the source head"].status == "ok"
+
+        # A manifest from elsewhere leads nowhere else.
+        path = made / "eagle_slim.json"
+        path.write_text(path.read_text().replace('"subfolder": "heads/eagle3"', '"subfolder": "../../.."'))
+        check = verify_artifact(made)["tensors of the source head"]
+        assert (check.status, "expected the name of a folder" in check.detail) == ("failed", True)
+
+
 def test_gated_target_says_what_to_do(hub, tmp_path):
     hub.repo("org/target").gated = True
     with connected(hub, tmp_path / "home"), pytest.raises(SourceError, match="HF_TOKEN"):

@@ -14,6 +14,7 @@ import torch
 from eagle_slim.convert.checkpoint import open_checkpoint
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
 from eagle_slim.convert.source import open_head_source, push_folder, resolve, target_files
+from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
 from support.heads import eagle3_tensors
 from support.hub_server import Fault, HubServer, connected
@@ -82,6 +83,29 @@ def test_names_that_are_no_repository(name: str) -> None:
         open_head_source(name)
 
 
+def test_a_sub_folder_of_a_folder(tmp_path: Path) -> None:
+    for name in ("heads/a", "heads/b", ".git"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "heads" / "a" / "config.json").touch()
+    found = open_head_source(tmp_path, subfolder="heads/a/")
+    assert (found.folder, found.root, found.subfolder) == (tmp_path / "heads" / "a", tmp_path, "heads/a")
+    assert found.files == ("config.json",)
+    assert open_head_source(tmp_path / "heads", subfolder="") == open_head_source(tmp_path / "heads")
+    with pytest.raises(SourceError, match=r"no files in a sub-folder 'c'\.\nIts sub-folders: heads\.$"):
+        open_head_source(tmp_path, subfolder="c")
+    with pytest.raises(SourceError, match=r"'heads/a/c'"):
+        open_head_source(tmp_path, subfolder="heads/a/c")
+
+
+@pytest.mark.parametrize("name", ["..", "a/../../b", "/etc", "a\\..\\b", "a\nb"])
+def test_sub_folders_that_lead_out(hub: HubServer, home: Path, tmp_path: Path, name: str) -> None:
+    for head in (tmp_path, "org/head"):
+        with pytest.raises(UsageError, match="expected the name of a folder inside") as caught:
+            open_head_source(head, subfolder=name)
+        assert caught.value.exit_code == 2
+    assert hub.requests == []
+
+
 # -- the Hub ----------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +143,11 @@ def test_head_that_has_only_a_bin(hub: HubServer, home: Path, tmp_path: Path) ->
     assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
 
 
-def test_sharded_head(hub: HubServer, home: Path) -> None:
+@pytest.mark.parametrize("subfolder", ["", "eagle3"])
+def test_sharded_head(hub: HubServer, home: Path, subfolder: str) -> None:
+    def publish(files: dict[str, bytes | str]) -> None:
+        hub.add_model("org/sharded", {f"{subfolder}/{name}".strip("/"): content for name, content in files.items()})
+
     tensors = eagle3_tensors(rows=None)
     last = tensors.popitem()
     index = {"weight_map": dict.fromkeys(tensors, "model-1-of-2.safetensors") | {last[0]: "model-2-of-2.safetensors"}}
@@ -130,18 +158,53 @@ def test_sharded_head(hub: HubServer, home: Path) -> None:
         "model-2-of-2.safetensors": save(dict([last])),
         "consolidated.safetensors": b"not wanted",
     }
-    hub.add_model("org/sharded", files)
-    found = open_head_source("org/sharded")
+    publish(files)
+    found = open_head_source("org/sharded", subfolder=subfolder)
     assert torch.equal(open_checkpoint(found.folder).tensor(last[0]), last[1])
     assert hub.bytes_sent("consolidated.safetensors") == 0
     del files["model-2-of-2.safetensors"]
-    hub.add_model("org/sharded", files)
+    publish(files)
     with pytest.raises(SourceError, match=r"a file is missing.*model-2-of-2"):
-        open_head_source("org/sharded")
+        open_head_source("org/sharded", subfolder=subfolder)
     index["weight_map"][last[0]] = "../../../evil.safetensors"
-    hub.add_model("org/sharded", files | {"model.safetensors.index.json": json.dumps(index)})
+    publish(files | {"model.safetensors.index.json": json.dumps(index)})
     with pytest.raises(CheckpointError, match="expected the name of a file in the same folder"):
-        open_head_source("org/sharded")
+        open_head_source("org/sharded", subfolder=subfolder)
+
+
+def test_only_the_sub_folder_of_a_head(hub: HubServer, home: Path) -> None:
+    head: dict[str, bytes | str] = {"config.json": "{}", "model.safetensors": save(WEIGHTS)}
+    files = {f"heads/{name}/{file}": content for name in "ab" for file, content in head.items()}
+    files |= {"README.md": "all of them", "config.json": "{}", "heads/b/README.md": "b", "heads/a/more/x.bin": b"x"}
+    commit = hub.add_model("org/heads", files)
+    found = open_head_source("org/heads", subfolder="heads/a")
+    assert found.label == f"org/heads@{commit[:12]}/heads/a"
+    assert (found.commit, found.root.name, found.subfolder) == (commit, commit, "heads/a")
+    # With the card of the repository, as the folder has none.
+    assert {path.relative_to(found.root).as_posix() for path in found.root.rglob("*") if path.is_file()} == {
+        "README.md",
+        "heads/a/config.json",
+        "heads/a/model.safetensors",
+    }
+    # Its files are links to the blobs of the repository.
+    assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
+    hub.reset_counts()
+    assert open_head_source("org/heads", offline=True, subfolder="heads/a").folder == found.folder
+    with pytest.raises(SourceError, match="org/heads/heads/b: not in the cache"):
+        open_head_source("org/heads", offline=True, subfolder="heads/b")
+    assert hub.requests == []
+    beside = open_head_source("org/heads", subfolder="heads/b")
+    assert sorted(path.name for path in beside.folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
+def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
+    hub.add_model("org/heads", {"config.json": "{}", "a/model.safetensors": b"", "b/c/model.safetensors": b""})
+    for name in ("d", "b"):
+        message = rf"org/heads@[0-9a-f]{{12}}: no files in a sub-folder '{name}'\.\nIts sub-folders: a, b/c\.$"
+        with pytest.raises(SourceError, match=message):
+            open_head_source("org/heads", subfolder=name)
+    with pytest.raises(CheckpointError, match=r"no weights: (.|\n)*in its sub-folders a, b/c: name one"):
+        open_head_source("org/heads")
 
 
 def test_revisions(hub: HubServer, home: Path) -> None:

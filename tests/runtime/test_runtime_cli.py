@@ -75,6 +75,18 @@ def test_json_from_stdin_and_a_smaller_vocabulary(run: Run, pair: tuple[str, str
     assert again["token_ids"] == value["token_ids"]
 
 
+def test_a_head_in_a_sub_folder(run: Run, pair: tuple[str, str, str]) -> None:
+    target, head, slim = pair
+    for path in (head, slim):
+        folder, name = os.path.split(path)
+        code, out, err = run(
+            generate_cli.main, folder, "--head-subfolder", name, "--target", target, *TREE, "--prompt", "hello",
+            "--max-new-tokens", "4", "--json",
+        )  # fmt: skip
+        assert code == 0, err
+        assert json.loads(out)["stats"]["num_new_tokens"] > 0
+
+
 def test_a_converted_eagle_1_head_is_slimmed_at_load(run: Run, tmp_path: Path) -> None:
     target, _ = write_pair(tmp_path)
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
