@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 ROUND_TO = 64
 """Engines pad or shard draft rows by 64: SGLang and vLLM, `DEFAULT_VOCAB_PADDING_SIZE`."""
 
+# Ids by frequency never ascend over so many by chance.
+_LONG = 8
+
 
 def rank_vocabulary(
     counts: TokenCounts,
@@ -330,6 +333,11 @@ def _follow(
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
         raise UsageError(f"draft vocabulary of {size} asked for, but the token map has {len(ranked)} usable ids")
+    elif size < len(usable) and len(order) >= _LONG and bool((np.diff(order) > 0).all()):
+        warnings.append(
+            f"the {len(order)} ids of the token map ascend, as they do where a map was sorted: if they are not in rank "
+            f"order, its first {size} are only the lowest ids. Rank them with counts instead"
+        )
     return ranked, size
 
 

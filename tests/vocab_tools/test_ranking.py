@@ -191,6 +191,19 @@ def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
         rank_by_order([4, 12], forced=[], target_vocab=10)
 
 
+def test_the_beginning_of_ids_that_ascend_is_doubted() -> None:
+    def doubted(order: list[int], size: int | None) -> bool:
+        ranked = rank_by_order(order, size=size, forced=[], target_vocab=100)
+        return any("ascend" in warning for warning in ranked.warnings)
+
+    ascending = list(range(0, 40, 2))
+    assert doubted(ascending, 10)
+    assert not doubted(ascending, None)
+    assert not doubted(ascending, 20)
+    assert not doubted([38, *ascending[:-1]], 10)
+    assert not doubted([1, 3, 5], 2)
+
+
 @given(st.permutations(range(12)), st.sets(st.integers(0, 11), max_size=5))
 def test_order_and_forced_ids(order: list[int], forced: set[int]) -> None:
     ids = rank_by_order(order, size=11, forced=sorted(forced), target_vocab=12).target_ids.tolist()
