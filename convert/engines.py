@@ -15,7 +15,7 @@ from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from . import names
+from . import head_config, names
 from .head import DraftHead
 
 Severity = Literal["error", "warning", "note"]
@@ -226,7 +226,9 @@ def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
                 "convert without --for sglang",
             )
         return
-    yield from _number_of_taps(head)
+    # Without captured layers vLLM builds no fc and leaves the file's unread.
+    if head_config.uses_aux_layers(head.config):
+        yield from _number_of_taps(head)
     yield from _padding(head)
 
 

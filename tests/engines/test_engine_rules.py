@@ -93,6 +93,12 @@ def test_what_an_engine_cannot_take_is_named_with_the_alternative(
     assert any(found == severity and words in text for found, text in problems(facts, engine))
 
 
+def test_a_head_of_the_last_hidden_state_alone_is_taken_by_vllm_and_not_by_sglang() -> None:
+    head = with_config(replace(EAGLE3, num_taps=1), eagle_config={"use_aux_hidden_state": False})
+    assert problems(head, "vllm") == []
+    assert problems(head, "sglang")[0][0] == "error"
+
+
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
 def test_vllm_knows_both_flags_of_the_layers_norms(flag: str) -> None:
     assert problems(with_config(EAGLE3, **{flag: True}), "vllm") == []
