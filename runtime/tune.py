@@ -57,32 +57,49 @@ class Trial:
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
     """Parameters that differ from ``params`` in one thing each; what cannot fit is left out."""
-    from .kernels.launch_params import MATRICES, Tile, block_rows, in_features
-
-    rows = block_rows(cfg)
+    from .kernels.launch_params import (
+        MATRICES,
+        PROJECTIONS,
+        Tile,
+        chunk_inputs,
+        fit_split,
+        group_rows,
+        stage_bytes,
+    )  # fmt: skip
 
     def fits(name: str, tile: Tile) -> bool:
-        weights = (2 if name == "mlp" else 1) * tile.block_n * cfg.weight_dtype.itemsize
-        stage = tile.block_k * (weights + rows * cfg.dtype.itemsize)
-        return tile.block_k >= 16 and stage * tile.stages <= chip.shared_bytes * 0.9
+        divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
+        return tile.block_k >= 16 and divides and stage_bytes(cfg, name, tile) * tile.stages <= chip.shared_bytes * 0.9
 
     def with_tiles(change: Callable[[Tile], Tile]) -> LaunchParams | None:
-        tiles = {}
-        for name, tile in params.tiles.items():
-            changed = change(tile)
-            divides = in_features(cfg)[name] % (3 * changed.block_k if name == "fc" else changed.block_k) == 0
-            tiles[name] = changed if divides and fits(name, changed) else tile
+        tiles = {name: change(tile) if fits(name, change(tile)) else tile for name, tile in params.tiles.items()}
         return replace(params, tiles=tiles) if tiles != params.tiles else None
 
-    def with_prefetch(size: int) -> LaunchParams | None:
-        prefetch = dict.fromkeys(MATRICES, size)
+    def with_prefetch(size: int, names: Iterable[str] = MATRICES) -> LaunchParams | None:
+        prefetch = params.prefetch | dict.fromkeys(names, size)
         return replace(params, prefetch=prefetch) if prefetch != params.prefetch else None
 
+    def with_split(most: int) -> LaunchParams | None:
+        split = {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
+        if split == params.split:
+            return None
+        rows = max(group_rows(cfg, name, split[name], chip.num_sms) for name in PROJECTIONS)
+        layer = params.tiles["layer"]
+        layer = replace(layer, block_n=max(64, min(layer.block_n, 1 << (rows - 1).bit_length())))
+        return replace(params, split=split, tiles={**params.tiles, "layer": layer})
+
+    idle = ("fc", "qkv", "o")
     found: dict[str, LaunchParams | None] = {
         "no prefetch": with_prefetch(0),
         "prefetch 32 KB": with_prefetch(32768),
         "prefetch 64 KB": with_prefetch(65536),
         "prefetch 128 KB": with_prefetch(131072),
+        "prefetch 384 KB where memory is idle": with_prefetch(393216, idle),
+        "prefetch 192 KB, where memory is idle only": replace(
+            params, prefetch=dict.fromkeys(MATRICES, 0) | dict.fromkeys(idle, 196608)
+        ),
+        "two programs to a group": with_split(2),
+        "no groups": with_split(1),
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
@@ -105,7 +122,7 @@ def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
     for variant in gains:
         fields = {
             name
-            for name in ("tiles", "prefetch", "bulk_prefetch", "part_keys", "block_keys")
+            for name in ("tiles", "split", "prefetch", "bulk_prefetch", "part_keys", "block_keys")
             if getattr(variant, name) != getattr(base, name)
         }
         if not fields & changed:

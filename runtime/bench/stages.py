@@ -20,15 +20,12 @@ from ..launch import Weights, check_finished, launch_drafter
 
 def phases(cfg: DrafterConfig) -> list[str]:
     """Name what each barrier ends, in order."""
-    start = []
-    if cfg.kind == "eagle3" and cfg.has_fc:
-        start = ["fc", "norm"]
-        # In front of FP8 weights, features are first written as pairs of FP8 numbers.
-        start = ["taps", *start] if cfg.weight_dtype != cfg.dtype else start
-    else:
-        start = ["norm"]
-    level = ["qkv", "attention", "merge", "o", "mlp", "down", "head", "pick"]
-    level = ["fc", *level] if cfg.kind == "eagle" else level
+    start = ["rows"]
+    fc = ["fc", "fc sum"] if cfg.has_fc else []
+    if cfg.kind == "eagle3" and fc:
+        start = [*start, *fc, "norm"]
+    level = ["qkv", "qkv sum", "attention", "merge", "o", "o sum", "mlp", "down", "down sum", "head", "pick"]
+    level = [*fc, *level] if cfg.kind == "eagle" else level
     return (start + level * (cfg.depth + 1))[:-1]
 
 

@@ -238,6 +238,75 @@ def merge_parts(
 
 
 @triton.jit
+def count_parts(num_active, NUM_CTAS: tl.constexpr, GROUPS: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """Most parts that a group of GROUPS per sequence is split into, so that every program has work once."""
+    return tl.minimum(tl.maximum(NUM_CTAS // (num_active * GROUPS), 1), MAX_PARTS)
+
+
+@triton.jit
+def attend(
+    qkv_ptr, key_ptr, value_ptr, stride_cache_slot, stride_cache_head, cos_ptr, sin_ptr, chain_ptr,
+    part_stat_ptr, part_acc_ptr, active_slots_ptr, prefix_ptr, num_new_ptr, num_active, level,
+    NUM_CTAS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    TOP_K: tl.constexpr, MAX_DEPTH: tl.constexpr, PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr,
+    HEADS_PER_UNIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Do this program's units of one level: all active sequences and heads, prefixes split in parts."""
+    HEAD_GROUPS: tl.constexpr = (HEADS // KV_HEADS + HEADS_PER_UNIT - 1) // HEADS_PER_UNIT
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    num_groups = num_active * (KV_HEADS * HEAD_GROUPS)
+    most_parts = count_parts(num_active, NUM_CTAS, KV_HEADS * HEAD_GROUPS, MAX_PARTS)
+    for index in tl.range(tl.program_id(0), num_groups * most_parts, NUM_CTAS, disable_licm=True):
+        unit = index + num_active * 0
+        group = unit % num_groups
+        part = unit // num_groups
+        kv_head = (group // HEAD_GROUPS) % KV_HEADS
+        a = group // (HEAD_GROUPS * KV_HEADS)
+        slot = tl.load(active_slots_ptr + a).to(tl.int64)
+        prefix = tl.load(prefix_ptr + slot)
+        num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
+        if part < num_parts:
+            cache = slot * stride_cache_slot + kv_head.to(tl.int64) * stride_cache_head
+            row = (a * ROWS).to(tl.int64)
+            parts = (group * most_parts).to(tl.int64) * HEADS_PER_UNIT * ROWS
+            attend_unit(
+                qkv_ptr + row * WIDTH, key_ptr + cache, value_ptr + cache, cos_ptr, sin_ptr,
+                chain_ptr + ((level % 2) * SLOTS * ROWS + row) * MAX_DEPTH,
+                part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D,
+                kv_head, group % HEAD_GROUPS, part, num_parts, prefix, tl.load(num_new_ptr + slot), level,
+                HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_T, BLOCK_D, BLOCK_H,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_heads(
+    part_stat_ptr, part_acc_ptr, out_ptr, active_slots_ptr, prefix_ptr, num_active, num_nodes,
+    NUM_CTAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr, QUERIES: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Merge what `attend` left, QUERIES queries at a time, into the operand of the output projection."""
+    HEAD_GROUPS: tl.constexpr = (HEADS // KV_HEADS + HEADS_PER_UNIT - 1) // HEADS_PER_UNIT
+    most_parts = count_parts(num_active, NUM_CTAS, KV_HEADS * HEAD_GROUPS, MAX_PARTS)
+    num_queries = num_active * num_nodes * HEADS
+    for first in tl.range(tl.program_id(0) * QUERIES, num_queries, NUM_CTAS * QUERIES, disable_licm=True):
+        query = first + tl.arange(0, QUERIES) + hidden_zero()
+        a = query // (num_nodes * HEADS)
+        node = query // HEADS % num_nodes
+        head = query % HEADS
+        mask = query < num_queries
+        slot = tl.load(active_slots_ptr + a, mask=mask, other=0)
+        prefix = tl.load(prefix_ptr + slot, mask=mask, other=0)
+        num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
+        group, row = query_place(a, node, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
+        merge_parts(
+            part_stat_ptr, part_acc_ptr, (group * most_parts).to(tl.int64), row, num_parts, mask,
+            out_ptr, a * ROWS + node, head * HEAD_DIM, HEADS * HEAD_DIM,
+            HEADS_PER_UNIT * ROWS, HEAD_DIM, BLOCK_D, MAX_PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
 def _attention_kernel(
     qkv_ptr, key_ptr, value_ptr, cos_ptr, sin_ptr, chain_ptr, part_stat_ptr, part_acc_ptr,
     prefix_ptr, num_new_ptr, level, stride_slot, stride_head,

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..drafter_config import DrafterConfig
-from .drafter import OPERANDS, kernel_constants, operand_dtype
+from .drafter import compile_options, kernel_constants
 from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
 from .persistent import draft_kernel
 
@@ -43,10 +43,9 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
     model, weight = "*" + short[cfg.dtype], "*" + short[cfg.weight_dtype]
     groups = [
-        (model, "tap embed norm_in norm_hidden norm_post norm_out fc_bias qkv_bias key value"),
-        *(("*" + short[operand_dtype(cfg, name)], name) for name in OPERANDS),
-        (weight, "stream"),
-        ("*fp32", "scale cos sin hidden middle qkv squares_post squares_out scratch best_max best_sum score "
+        (model, "tap x_raw embed norm_in norm_hidden norm_post norm_out fc_bias qkv_bias key value"),
+        (weight, "stream x"),
+        ("*fp32", "scale cos sin partial hidden middle qkv squares_post squares_out scratch best_max best_sum score "
         "frontier_score part_stat part_acc factor"),
         ("*i64", "best_key child_key draft_tokens parents position retrieve num_leaves"),
         ("*i1", "tree_mask"),
@@ -62,7 +61,7 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
 
 
 def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:
-    """Compile for ``chip``: ``shared_bytes``, ``registers``, ``spill_bytes``, ``stack_bytes`` per thread; and SASS."""
+    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
     params = params or choose_launch(cfg, chip)
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     types = signature(cfg, constants)
@@ -74,18 +73,22 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None =
     by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
     target = GPUTarget("cuda", chip.capability, 32)
-    options = {"num_warps": params.num_warps, "launch_cooperative_grid": True}
+    options = {**compile_options(params), "launch_cooperative_grid": True}
     compiled = triton.compile(source, target=target, options=options)
     report, sass = assembler_report(compiled.asm["ptx"], chip)
     return {"shared_bytes": compiled.metadata.shared, **report}, sass
 
 
 def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
-    """Assemble PTX: ptxas' own account of registers, spills and stack in bytes, and the disassembled machine code."""
+    """Assemble PTX: ptxas' own account, and the disassembled machine code.
+
+    ``registers``, ``spill_bytes`` and ``stack_bytes`` of a thread; ``serialized_products``: how often ptxas warns that
+    it makes asynchronous matrix products wait for each other.
+    """
     from triton.backends.nvidia.compiler import get_ptxas
 
-    found = get_ptxas(chip.capability)
-    ptxas = Path(getattr(found, "path", found))
+    tool = get_ptxas(chip.capability)
+    ptxas = Path(getattr(tool, "path", tool))
     with tempfile.TemporaryDirectory() as folder:
         path, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         path.write_text(ptx)
@@ -98,7 +101,8 @@ def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
         "spill_bytes": r"(\d+) bytes spill stores",
         "stack_bytes": r"(\d+) bytes stack frame",
     }
-    return {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}, sass
+    found = {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
+    return {**found, "serialized_products": report.count("C7514")}, sass
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

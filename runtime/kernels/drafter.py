@@ -18,10 +18,19 @@ from ..errors import DrafterError
 from ..weights import HeadWeights
 from .ancestor_attention import heads_per_attention_unit
 from .grid_barrier import ERROR
-from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows, in_features, out_features
+from .launch_params import (
+    INTERPRETER,
+    PROJECTIONS,
+    Chip,
+    LaunchParams,
+    block_rows,
+    group_rows,
+    in_features,
+    out_features,
+)
 from .lm_topk import empty_lists, head_tiles, len_lists
 from .persistent import draft_kernel
-from .weight_stream import assign_rows, cut_chunks, cut_tiles, quantize_rows, rows_per_program
+from .weight_stream import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 
 TAIL_BYTES = 1 << 20
 """Spare bytes behind the last stream, so that a prefetch never leaves the allocation."""
@@ -63,10 +72,13 @@ def chip_of(device: torch.device) -> Chip:
 
 @dataclass(frozen=True)
 class StreamLayout:
-    """Where each matrix lies in a program's stream, in elements, and how many rows of it a program owns."""
+    """Where each matrix lies in a program's stream, in elements, and how many rows of it a program and a group own."""
 
     offsets: dict[str, int]
     rows: dict[str, int]
+    group_rows: dict[str, int]
+    stored: dict[str, int]
+    """Elements of each region."""
     size: int
     tile_rows: int
     """Rows of one stored tile of the LM head."""
@@ -77,12 +89,19 @@ class StreamLayout:
         programs = params.num_programs
         rows = {name: rows_per_program(size, programs) for name, size in out_features(cfg).items()}
         tile_rows, rows["head"] = head_tiles(draft_vocab, programs, params.tiles["head"].block_n)
-        offsets, at = {}, 0
+        grouped = {name: group_rows(cfg, name, params.split[name], programs) for name in PROJECTIONS}
+        offsets, stored, at = {}, {}, 0
         for name, size in in_features(cfg).items():
+            if name in PROJECTIONS:
+                split, block_k = params.split[name], params.tiles["layer"].block_k
+                units = -(-max(1, programs // split) * split // programs)
+                stored[name] = units * -(-size // block_k // split) * block_k * grouped[name]
+                stored[name] *= cfg.has_fc if name == "fc" else 1
+            else:
+                stored[name] = rows[name] * (2 if name == "mlp" else 1) * size
             offsets[name] = at
-            stored = rows[name] * (2 if name == "mlp" else 1) * (cfg.has_fc if name == "fc" else 1)
-            at += -(-stored * size // 128) * 128
-        return cls(offsets, rows, at, tile_rows)
+            at += -(-stored[name] // 128) * 128
+        return cls(offsets, rows, grouped, stored, at, tile_rows)
 
     @property
     def scale_rows(self) -> int:
@@ -116,7 +135,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
     scales = []
     for name in matrices:
         parts = []
-        block_k = tiles[name].block_k
         for matrix in matrices[name]:
             matrix = matrix.to(cfg.dtype)
             if cfg.weight_dtype != cfg.dtype:
@@ -124,9 +142,15 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
                 # The kernel halves the inputs of down (see there).
                 scale = scale * 2 if name == "down" else scale
                 scales.append(assign_rows(scale, programs, name == "head", layout.rows[name]))
-            assigned = assign_rows(matrix, programs, name == "head", layout.rows[name])
-            cut = cut_tiles(assigned, layout.tile_rows, block_k) if name == "head" else cut_chunks(assigned, block_k)
-            parts.append(cut)
+            if name in PROJECTIONS:
+                split = params.split[name]
+                grouped = assign_rows(matrix, max(1, programs // split), rows=layout.group_rows[name])
+                parts.append(cut_parts(grouped, split, tiles["layer"].block_k, programs))
+            elif name == "mlp":
+                parts.append(cut_chunks(assign_rows(matrix, programs), tiles["mlp"].block_k))
+            else:
+                assigned = assign_rows(matrix, programs, True, layout.rows["head"])
+                parts.append(cut_tiles(assigned, layout.tile_rows, tiles["head"].block_k))
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
@@ -175,15 +199,17 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     groups = slots * cfg.num_kv_heads * -(-group // per_unit)
     parts = max(programs, groups) * per_unit * MAX_NEW_TOKENS
     block_d = triton.next_power_of_2(cfg.head_dim)
-    activations = {
-        "x_in": (in_rows, cfg.hidden),
-        "x_taps": (slot_rows if cfg.weight_dtype != cfg.dtype else 1, cfg.fc_in),
-        "x_attn": (slot_rows, cfg.num_heads * cfg.head_dim),
-        "x_post": (slot_rows, cfg.hidden), "x_mlp": (slot_rows, cfg.intermediate), "x_head": (slot_rows, cfg.hidden),
-        "x_fused": (slot_rows, cfg.hidden),
-    }  # fmt: skip
+    layout = OperandLayout.of(cfg)
+    raw = (in_rows, cfg.hidden) if layout.raw_input else (1, 1)
+    partial = max(
+        max(1, programs // params.split[name])
+        * params.split[name]
+        * group_rows(cfg, name, params.split[name], programs)
+        for name in PROJECTIONS
+    )
     floats = {
-        "hidden": (slot_rows, cfg.hidden), "middle": (slot_rows, cfg.hidden), "qkv": (slot_rows, cfg.qkv_size),
+        "partial": (partial, rows), "hidden": (slot_rows, cfg.hidden), "middle": (slot_rows, cfg.hidden),
+        "qkv": (slot_rows, cfg.qkv_size),
         "squares_post": (programs, rows), "squares_out": (programs, rows),
         "scratch": (programs, rows, params.tiles["head"].block_n),
         "best_max": (programs, rows), "best_sum": (programs, rows), "score": (slots, candidates),
@@ -198,7 +224,8 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     }  # fmt: skip
     nan = float("nan")
     return {
-        **{name: _operand(cfg, name, shape, device) for name, shape in activations.items()},
+        "x": _operands(cfg, layout, device),
+        "x_raw": torch.full(raw, nan, dtype=cfg.dtype, device=device),
         **{name: torch.full(shape, nan, dtype=torch.float32, device=device) for name, shape in floats.items()},
         **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in ints.items()},
         "best_key": empty_lists(programs, rows, cfg.max_k, device),
@@ -206,23 +233,38 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     }
 
 
-OPERANDS = ("x_in", "x_taps", "x_attn", "x_post", "x_mlp", "x_head", "x_fused")
-"""Buffers that a matrix product reads."""
+@dataclass(frozen=True)
+class OperandLayout:
+    """Where the inputs of matrix products begin in one tensor, in stored elements."""
+
+    offsets: dict[str, int]
+    size: int
+    raw_input: bool
+    """EAGLE-1/2's embeddings and features in front of FP8 weights lie apart, in the model's type."""
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig) -> OperandLayout:
+        """``in``: embeddings, then features; ``fc``: taps (EAGLE-3) or fused features (EAGLE-1/2)."""
+        rows = cfg.num_slots * MAX_NEW_TOKENS
+        sizes = {
+            "in": (cfg.num_slots * cfg.embed_rows + rows) * cfg.hidden,
+            "fc": rows * (cfg.fc_in if cfg.kind == "eagle3" else cfg.hidden),
+            "attn": rows * cfg.num_heads * cfg.head_dim, "post": rows * cfg.hidden, "mlp": rows * cfg.intermediate,
+            "head": rows * cfg.hidden,
+        }  # fmt: skip
+        pairs = cfg.weight_dtype != cfg.dtype
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = at
+            at += -(-size * (2 if pairs else 1) // 128) * 128
+        return cls(offsets, at, pairs and cfg.kind == "eagle")
 
 
-def operand_dtype(cfg: DrafterConfig, name: str) -> torch.dtype:
-    """Type of an operand buffer: FP8 pairs in front of FP8 weights, but for EAGLE-1/2's raw embeddings and features."""
-    if cfg.weight_dtype == cfg.dtype or (name == "x_in" and cfg.kind == "eagle"):
-        return cfg.dtype
-    return cfg.weight_dtype
-
-
-def _operand(cfg: DrafterConfig, name: str, shape: tuple[int, int], device: torch.device | str) -> Tensor:
-    dtype = operand_dtype(cfg, name)
-    if dtype == cfg.dtype:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
-    # 0x7F is e4m3's NaN; a row of pairs is two rows of numbers.
-    return torch.full((shape[0], 2 * shape[1]), 0x7F, dtype=torch.uint8, device=device).view(dtype)
+def _operands(cfg: DrafterConfig, layout: OperandLayout, device: torch.device | str) -> Tensor:
+    if cfg.weight_dtype == cfg.dtype:
+        return torch.full((layout.size,), float("nan"), dtype=cfg.dtype, device=device)
+    # 0x7F is e4m3's NaN.
+    return torch.full((layout.size,), 0x7F, dtype=torch.uint8, device=device).view(cfg.weight_dtype)
 
 
 MAX_DEPTH = 16
@@ -235,10 +277,9 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     layout = StreamLayout.of(cfg, params, draft_vocab)
     separate = tap_segments(cfg)
     prefetch = {}
-    for name in tiles:
-        stored = layout.tile_rows if name == "head" else layout.rows[name] * (2 if name == "mlp" else 1)
-        region = stored * in_features(cfg)[name] * cfg.weight_dtype.itemsize
-        prefetch[f"P_{name.upper()}"] = min(params.prefetch[name], region) // 128 * 128
+    for name, stored in layout.stored.items():
+        first = layout.tile_rows * cfg.hidden if name == "head" else stored
+        prefetch[f"P_{name.upper()}"] = min(params.prefetch[name], first * cfg.weight_dtype.itemsize) // 128 * 128
     shapes: dict[str, int] = {}
     for name, tile in tiles.items():
         shapes |= {
@@ -246,8 +287,12 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
             f"K_{name.upper()}": tile.block_k,
             f"S_{name.upper()}": tile.stages,
         }
+    for name in PROJECTIONS:
+        shapes |= {f"SPLIT_{name.upper()}": params.split[name], f"G_{name.upper()}": layout.group_rows[name]}
+    operands = {f"X_{name.upper()}": offset for name, offset in OperandLayout.of(cfg).offsets.items()}
     group = cfg.num_heads // cfg.num_kv_heads
     block_d = triton.next_power_of_2(cfg.head_dim)
+    finished = triton.next_power_of_2(max(layout.rows["o"], layout.rows["qkv"]))
     return {
         "NUM_CTAS": programs, "CTAS": max(2, triton.next_power_of_2(programs)), "LISTS": len_lists(programs),
         "SLOTS": cfg.num_slots, "BLOCK_M": rows,
@@ -265,12 +310,18 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         "SCALES": layout.scale_rows, "R_HIDDEN": layout.rows["o"], "R_QKV": layout.rows["qkv"],
         "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows,
         "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden),
-        "BLOCK_TAP": triton.next_power_of_2(cfg.feature_width // separate), **shapes, **prefetch,
+        "BLOCK_TAP": triton.next_power_of_2(cfg.feature_width // separate),
+        "BLOCK_R": max(16, min(finished, 4096 // rows)), **shapes, **operands, **prefetch,
         "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4,
         "BLOCK_KEYS": params.block_keys,
         "HEADS_PER_UNIT": heads_per_attention_unit(group, cfg.head_dim), "BLOCK_D": block_d,
         "BLOCK_HALF": max(16, block_d // 2),
     }  # fmt: skip
+
+
+def compile_options(params: LaunchParams) -> dict[str, Any]:
+    """What the compiler is told besides the constants."""
+    return {"num_warps": params.num_warps, **({"maxnreg": params.max_registers} if params.max_registers else {})}
 
 
 def tap_segments(cfg: DrafterConfig) -> int:
@@ -285,8 +336,8 @@ def kernel_arguments(
     taps, offsets = _tap_addresses(cfg, features)
     ws = bufs.workspace
     names = (
-        "x_in", "x_taps", "x_attn", "x_post", "x_mlp", "x_head", "x_fused", "hidden", "middle", "qkv", "squares_post",
-        "squares_out", "scratch", "best_max", "best_sum", "score", "frontier_score", "part_stat", "part_acc", "factor",
+        "x", "x_raw", "partial", "hidden", "middle", "qkv", "squares_post", "squares_out", "scratch", "best_max",
+        "best_sum", "score", "frontier_score", "part_stat", "part_acc", "factor",
         "best_key", "child_key", "owner", "token", "parent", "node_of", "chosen", "frontier_candidate",
         "frontier_parent", "frontier_child", "chain", "node_arrivals", "barrier",
     )  # fmt: skip
@@ -334,7 +385,7 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     draft_kernel[(packed.params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),
         **kernel_constants(cfg, packed.params, packed.draft_vocab),
-        num_warps=packed.params.num_warps,
+        **compile_options(packed.params),
         **cooperative,
     )
 

@@ -9,6 +9,7 @@ results, only at different speed.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from ..errors import DrafterError
 from .weight_stream import chunk_size, rows_per_program
 
 MATRICES = ("fc", "qkv", "o", "mlp", "down", "head")
+PROJECTIONS = ("fc", "qkv", "o", "down")
+"""Matrices of `projections`: they share the tile ``layer``."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One matrix: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
+    """One product: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
 
     block_n: int
     block_k: int
@@ -34,14 +37,17 @@ class Tile:
 class LaunchParams:
     """How one kernel is compiled and launched; see `persistent.draft_kernel`.
 
-    ``prefetch``: bytes of each matrix that a program asks into the L2 before the barrier in front of it; 0 for none.
-    ``bulk_prefetch`` needs sm_90. ``part_keys``: prefix keys from which attention is split over programs.
-    ``block_keys``: keys per tile.
+    ``max_registers`` of a thread, 0 to let the assembler decide. ``tiles`` of ``layer`` (`PROJECTIONS`), ``mlp`` (gate
+    and up) and ``head``. ``split``: programs that share the rows of a projection. ``prefetch``: bytes of each matrix
+    that a program asks into the L2 before the barrier in front of it; 0 for none. ``bulk_prefetch`` needs sm_90.
+    ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
     """
 
     num_programs: int
     num_warps: int
+    max_registers: int
     tiles: dict[str, Tile]
+    split: dict[str, int]
     prefetch: dict[str, int]
     bulk_prefetch: bool
     part_keys: int
@@ -101,40 +107,81 @@ def block_rows(cfg: DrafterConfig) -> int:
     return MAX_NEW_TOKENS * (1 << (cfg.num_slots - 1).bit_length())
 
 
+def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
+    """Numbers of inputs that chunks of each tile must divide: of whole products, and of an operand's segments."""
+    inputs = in_features(cfg)
+    return {
+        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden], "head": [cfg.hidden],
+    }  # fmt: skip
+
+
+def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
+    """Rows of a projection that ``split`` programs own together."""
+    return rows_per_program(out_features(cfg)[name], max(1, num_programs // split))
+
+
+def stage_bytes(cfg: DrafterConfig, name: str, tile: Tile) -> int:
+    """Shared memory that one stage of a product takes: a tile of weights and one of activations."""
+    weights = (2 if name == "mlp" else 1) * tile.block_n * cfg.weight_dtype.itemsize
+    # FP8 activations are pairs: two bytes as well.
+    return tile.block_k * (weights + block_rows(cfg) * cfg.dtype.itemsize)
+
+
 def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
     """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
 
     Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
     """
-    fp8 = cfg.weight_dtype.itemsize == 1
-    if fp8 and 0 < chip.capability < 89:
+    if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
         raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
-    rows = block_rows(cfg)
-    budget = int(chip.shared_bytes * 0.8)
-    tiles = {}
-    for name, size in in_features(cfg).items():
-        copies = 2 if name == "mlp" else 1
-        owned = rows_per_program(out_features(cfg)[name], chip.num_sms)
-        # fp32 accumulators of 64 registers a thread at 256 threads leave room for everything else.
-        # wgmma multiplies 64 rows at a time; rows beyond those owned are masked.
-        least = 64 if chip.capability >= 90 and 64 * rows * copies <= 16384 else 16
-        block_n = max(least, min(1 << (owned - 1).bit_length(), 256, 16384 // copies // rows))
-        segment = size // 3 if name == "fc" and cfg.kind == "eagle3" and size % 3 == 0 else size
-        segment = cfg.hidden if name == "qkv" or (name == "fc" and cfg.kind == "eagle") else segment
-        largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
-        block_k = chunk_size(segment, 1 << (largest.bit_length() - 1))
-        if block_k == 0:
-            raise DrafterError(f"{name}: {size} inputs are no multiple of 16.")
-        stage = copies * block_n * block_k * cfg.weight_dtype.itemsize + rows * block_k * cfg.dtype.itemsize
-        while stage * 2 > budget and block_k > 16:
-            block_k //= 2
-            stage //= 2
-        tiles[name] = Tile(block_n, block_k, max(1, min(5, budget // stage)))
+    split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
+    owned = {
+        "layer": max(group_rows(cfg, name, split[name], chip.num_sms) for name in PROJECTIONS),
+        "mlp": rows_per_program(cfg.intermediate, chip.num_sms),
+        "head": rows_per_program(cfg.draft_vocab, chip.num_sms),
+    }
+    tiles = {name: _choose_tile(cfg, name, owned[name], sizes, chip) for name, sizes in chunk_inputs(cfg).items()}
+    # While choosing and attending, memory is idle: time to ask for what comes next.
+    prefetch = dict.fromkeys(MATRICES, 65536) | dict.fromkeys(("fc", "qkv", "o"), 196608)
     return LaunchParams(
-        num_programs=chip.num_sms, num_warps=8 if chip.capability else 1, tiles=tiles,
-        prefetch=dict.fromkeys(MATRICES, 0 if chip.capability == 0 else 65536), bulk_prefetch=chip.capability >= 90,
+        num_programs=chip.num_sms, num_warps=8 if chip.capability else 1,
+        # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
+        max_registers=255 if chip.capability == 80 else 0, tiles=tiles, split=split,
+        prefetch=prefetch if chip.capability else dict.fromkeys(MATRICES, 0), bulk_prefetch=chip.capability >= 90,
         part_keys=64, block_keys=64 if cfg.head_dim <= 128 and chip.capability != 89 else 32,
     )  # fmt: skip
+
+
+def _most_rows(cfg: DrafterConfig, name: str) -> int:
+    """Rows of a tile: fp32 accumulators of 64 registers a thread at 256 threads leave room for everything else."""
+    return min(256, 16384 // (2 if name == "mlp" else 1) // block_rows(cfg))
+
+
+def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = 4) -> int:
+    """As many programs to a group, ``most`` 4, as let its rows fit one tile of 128."""
+    if chip.num_sms == 1:
+        return min(2, most)
+    for split in (4, 2):
+        rows = group_rows(cfg, name, split, chip.num_sms)
+        if split <= most and chip.num_sms % split == 0 and rows <= min(128, _most_rows(cfg, name)):
+            return split
+    return 1
+
+
+def _choose_tile(cfg: DrafterConfig, name: str, owned: int, inputs: list[int], chip: Chip) -> Tile:
+    rows, copies = block_rows(cfg), 2 if name == "mlp" else 1
+    # wgmma multiplies 64 rows at a time; rows beyond those owned are masked.
+    least = 64 if chip.capability >= 90 and 64 * rows * copies <= 16384 else 16
+    block_n = max(least, min(1 << (owned - 1).bit_length(), _most_rows(cfg, name), 128 if name == "layer" else 256))
+    largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
+    block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
+    if block_k == 0:
+        raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.")
+    budget = int(chip.shared_bytes * 0.8)
+    while block_k > 32 and budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1)) < 4:
+        block_k //= 2
+    stages = budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1))
+    return Tile(block_n, block_k, max(1, min(5, stages)))
 
 
 def cache_key(cfg: DrafterConfig, chip: Chip) -> str:

@@ -154,11 +154,11 @@ def stream_topk(
     offs_m = tl.arange(0, BLOCK_M) + zero
     if num_rows <= 0:
         clear_lists(keys_ptr, BLOCK_M, MAX_K)
-    for n0 in range(0, num_rows, TILE):
+    for n0 in tl.range(0, num_rows, TILE, disable_licm=True):
         left = tl.minimum(num_rows - n0, TILE)
         acc = stream_matmul(
-            x_ptr, x_row, x_row, x_row, mask_m, w_ptr + n0 * (NUM_CHUNKS * BLOCK_K), left,
-            TILE * BLOCK_K, NUM_CHUNKS, NUM_CHUNKS, NUM_CHUNKS, NUM_CHUNKS * BLOCK_K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
+            x_ptr, x_row, x_row, mask_m, w_ptr + n0 * (NUM_CHUNKS * BLOCK_K), left, TILE * BLOCK_K,
+            0, NUM_CHUNKS, NUM_CHUNKS, NUM_CHUNKS * BLOCK_K, False, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
         )  # fmt: skip
         if n0 + TILE >= num_rows:
             prefetch_l2(next_ptr, PREFETCH, BULK)
@@ -169,7 +169,7 @@ def stream_topk(
         place = scratch_place(offs_m[None, :], offs_n[:, None], BLOCK_N)
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
-        for first in range(0, (num_groups - 1) * GROUP_ROWS + rows_in_group, SELECT_ROWS):
+        for first in tl.range(0, (num_groups - 1) * GROUP_ROWS + rows_in_group, SELECT_ROWS, disable_licm=True):
             update_best(
                 scratch_ptr, ids_ptr + n0, left, keys_ptr, max_ptr, sum_ptr, first, num_groups, rows_in_group, n0,
                 TOP_K, MAX_K, GROUP_ROWS, BLOCK_N, FOLD,
@@ -263,7 +263,7 @@ def _merge_kernel(
 
 def len_lists(num_programs: int) -> int:
     """Lists that hold those of all programs in whole batches."""
-    return int(triton.cdiv(num_programs, LIST_BATCH.value)) * LIST_BATCH.value
+    return -(-num_programs // int(LIST_BATCH.value)) * int(LIST_BATCH.value)
 
 
 def empty_lists(num_programs: int, rows: int, max_k: int, device: torch.device | str) -> Tensor:

@@ -4,7 +4,7 @@ One program runs on each SM and stays there for the whole draft. Work moves from
 live in the L2, with a grid barrier between phases; weights are the only thing read from memory, each once per level:
 
 ====  ==================================================================================================
-fuse  features of the new tokens: ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at
+fc    features of the new tokens: ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at
       every level (EAGLE-1/2)
 qkv   RMSNorms were applied by whoever wrote the rows; q, k, v of all rows
 att   `ancestor_attention.attend_unit`: RoPE, KV append, prefix + ancestors; then `merge_parts`
@@ -14,6 +14,10 @@ head  `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-s
 pick  merge per node; candidates' scores; best top_k become the next frontier; their embeddings are gathered
 tree  after the last level, `tree_build.build_tree`
 ====  ==================================================================================================
+
+fc, qkv, o and down go through one loop (`projections`): each pass multiplies, waits, adds up the parts, and does what
+follows. One loop instead of four keeps the program small: a level's code is read anew at every level, and what the
+compiler computes ahead for each product would fill the registers.
 
 Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache and only the last of them
 (the pair of the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor
@@ -27,9 +31,10 @@ Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Fronti
 import triton
 import triton.language as tl
 
-from .ancestor_attention import attend_unit, merge_parts, query_place
+from .ancestor_attention import attend, merge_heads
 from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import clear_lists, merge_best, stream_topk
+from .projections import finish_residual, finish_rows, stream_parts
 from .selection import LOWEST_KEY, count_ahead, key_index, key_value, order_key
 from .tree_build import blank_tree, build_tree
 from .weight_stream import (
@@ -40,10 +45,11 @@ from .weight_stream import (
     operand_sum,
     prefetch_l2,
     store_activation,
-    stream_matmul,
 )
 
 ROWS = tl.constexpr(16)
+FC_PASS, QKV_PASS, O_PASS, DOWN_PASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""A level's loop over projections."""
 
 
 @triton.jit
@@ -63,24 +69,41 @@ def write_row(
 
 
 @triton.jit
-def scale_row(
-    source_ptr, source_offset_1, source_offset_2, x_ptr, row, scale_ptr,
-    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+def write_taps(
+    source_ptr, source_offset_1, source_offset_2, x_ptr, row, factor_ptr,
+    SEGMENTS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Write one row of SEGMENTS pieces of SIZE values as an operand, divided by ``max|row| / 256``, and that
-    divisor."""
+    """Write one row of SEGMENTS pieces of SIZE values as an operand; SCALED: divided by ``max|row| / 256``, which is
+    stored at ``factor_ptr``."""
     offs = tl.arange(0, BLOCK) + hidden_zero()
-    peak = tl.zeros([BLOCK], tl.float32)
+    divisor = 1.0
+    if SCALED:
+        peak = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(SEGMENTS):
+            start = source_offset_1 if part == 1 else (source_offset_2 if part == 2 else 0)
+            value = tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32)
+            peak = tl.maximum(peak, tl.abs(value))
+        divisor = tl.max(peak, axis=0) / 256.0
+        divisor = tl.where(divisor > 0, divisor, 1.0)
+        tl.store(factor_ptr, divisor)
     for part in tl.static_range(SEGMENTS):
         start = source_offset_1 if part == 1 else (source_offset_2 if part == 2 else 0)
-        peak = tl.maximum(peak, tl.abs(tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32)))
-    scale = tl.max(peak, axis=0) / 256.0
-    scale = tl.where(scale > 0, scale, 1.0)
-    tl.store(scale_ptr, scale)
-    for part in tl.static_range(SEGMENTS):
-        start = source_offset_1 if part == 1 else (source_offset_2 if part == 2 else 0)
-        x = tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32) / scale
+        x = tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32) / divisor
         store_activation(x_ptr, row.to(tl.int64), part * SIZE + offs, x, offs < SIZE, SEGMENTS * SIZE)
+
+
+@triton.jit
+def norm_features(
+    hidden_ptr, x_in_ptr, factor_ptr, norm_ptr, active_slots_ptr, num_new_ptr, num_active,
+    NUM_CTAS: tl.constexpr, FEATURES: tl.constexpr, EPS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise the new tokens' features, row by row."""
+    for index in tl.range(tl.program_id(0), num_active * ROWS, NUM_CTAS, disable_licm=True):
+        row = index + num_active * 0
+        slot = tl.load(active_slots_ptr + row // ROWS)
+        if row % ROWS < tl.load(num_new_ptr + slot):
+            source_ptr = hidden_ptr + row.to(tl.int64) * SIZE
+            write_row(source_ptr, x_in_ptr, factor_ptr, FEATURES + row, norm_ptr, EPS, True, SIZE, BLOCK)
 
 
 @triton.jit
@@ -100,44 +123,52 @@ def norm_factor(squares_ptr, mask_m, NUM_CTAS: tl.constexpr, EPS: tl.constexpr, 
 
 
 @triton.jit
-def project_residual(
-    x_ptr, x_row, mask_m, region_ptr, scale_ptr, next_ptr,
-    residual_ptr, residual_row, sum_ptr, normed_ptr, norm_ptr, normed_scale, squares_ptr,
-    K: tl.constexpr, N: tl.constexpr, R: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, BULK: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """o and down: project, add the residual; write the sum (fp32), its squares, and it times the next norm's weight.
+def select(index, at_0, at_1, at_2, at_3):
+    """One of four values."""
+    return tl.where(index < 2, tl.where(index == 0, at_0, at_1), tl.where(index == 2, at_2, at_3))
 
-    ``normed_scale`` brings the rows of that operand to order one where they are stored as FP8 pairs.
-    """
+
+@triton.jit
+def gated_mlp(
+    x_ptr, factor, mask_m, region_ptr, scale_ptr, next_ptr, out_ptr,
+    HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """Write ``silu(gate) * up`` of this program's rows as operand of down; ``factor`` is RMSNorm's, per row."""
     zero = hidden_zero()
-    pid = tl.program_id(0) + zero
+    offs_m = (tl.arange(0, BLOCK_M) + zero).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N) + zero
-    offs_m = tl.arange(0, BLOCK_M) + zero
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    for n0 in range(0, R, BLOCK_N):
-        feature = pid * R + n0 + offs_n
-        mask = ((n0 + offs_n < R) & (feature < N))[:, None] & mask_m[None, :]
-        residual = tl.load(residual_ptr + residual_row[None, :] * N + feature[:, None], mask=mask, other=0.0)
-        weight = 1.0
-        if HAS_NORM:
-            weight = tl.load(norm_ptr + feature, mask=feature < N, other=0.0).to(tl.float32)[:, None]
-        acc = stream_matmul(
-            x_ptr, x_row, x_row, x_row, mask_m, region_ptr + n0 * BLOCK_K, R - n0,
-            R * BLOCK_K, K // BLOCK_K, K // BLOCK_K, K // BLOCK_K, K, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
-        )  # fmt: skip
+    offs_k = tl.arange(0, BLOCK_K) + zero
+    x_row = operand_rows(x_ptr, offs_m * HIDDEN, HIDDEN)
+    mask_x = operand_mask(x_ptr, mask_m)
+    for n0 in tl.range(0, R, BLOCK_N, disable_licm=True):
+        region = region_ptr + n0 * BLOCK_K
+        w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
+        mask_w = (n0 + offs_n < R)[:, None]
+        gate = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
+        up = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
+        for k in tl.range(0, HIDDEN // BLOCK_K, num_stages=STAGES):
+            x_offs = x_row[None, :] + (k * BLOCK_K + offs_k)[:, None]
+            x = tl.load(x_ptr + x_offs, mask=mask_x[None, :], other=0.0)
+            slab = region + k * (2 * R * BLOCK_K)
+            gate = operand_dot(tl.load(slab + w_offs, mask=mask_w, other=0.0), x, gate)
+            up = operand_dot(tl.load(slab + R * BLOCK_K + w_offs, mask=mask_w, other=0.0), x, up)
+        gate = operand_sum(x_ptr, gate)
+        up = operand_sum(x_ptr, up)
         if n0 + BLOCK_N >= R:
             prefetch_l2(next_ptr, PREFETCH, BULK)
+        feature = tl.program_id(0) * R + n0 + offs_n
+        mine = (n0 + offs_n < R) & (feature < INTERMEDIATE)
         if SCALED:
-            acc *= tl.load(scale_ptr + n0 + offs_n, mask=n0 + offs_n < R, other=0.0)[:, None]
-        acc = tl.where(mask, acc + residual, 0.0)
-        squares += tl.sum(acc * acc, axis=0)
-        place = offs_m[None, :] * N + feature[:, None]
-        tl.store(sum_ptr + place, acc, mask=mask)
-        normed = acc * weight * normed_scale[None, :]
-        store_activation(normed_ptr, offs_m.to(tl.int64)[None, :], feature[:, None], normed, mask, N)
-    tl.store(squares_ptr + pid * BLOCK_M + offs_m, squares)
+            gate *= tl.load(scale_ptr + n0 + offs_n, mask=mine, other=0.0)[:, None]
+            up *= tl.load(scale_ptr + R + n0 + offs_n, mask=mine, other=0.0)[:, None]
+        gate *= factor[None, :]
+        mixed = gate * tl.sigmoid(gate) * up * factor[None, :]
+        # FP8 pairs hold magnitudes to 448; halved, activations to 896.
+        mixed *= 0.5 if SCALED else 1.0
+        mask = mine[:, None] & mask_m[None, :]
+        store_activation(out_ptr, offs_m[None, :], feature[:, None], mixed, mask, INTERMEDIATE)
 
 
 @triton.jit
@@ -192,11 +223,10 @@ def draft_kernel(
     fc_bias_ptr, qkv_bias_ptr, cos_ptr, sin_ptr, draft_vocab, stride_embed,
     # KV cache [slots, kv_heads, positions, head_dim]
     key_ptr, value_ptr, stride_cache_slot, stride_cache_head,
-    # operands (`store_activation`): embeddings then features (one tensor), taps, attention, post-norm, mlp, head
-    # input, fused
-    x_in_ptr, x_taps_ptr, x_attn_ptr, x_post_ptr, x_mlp_ptr, x_head_ptr, x_fused_ptr,
+    # operands of products (`store_activation`), one after the other; and raw embeddings and features in front of FP8 fc
+    x_ptr, x_raw_ptr,
     # fp32 workspace
-    hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
+    partial_ptr, hidden_ptr, middle_ptr, qkv_ptr, squares_post_ptr, squares_out_ptr, scratch_ptr,
     best_max_ptr, best_sum_ptr, score_ptr, frontier_score_ptr, part_stat_ptr, part_acc_ptr, factor_ptr,
     best_key_ptr, child_key_ptr,  # int64
     # int32 workspace
@@ -213,16 +243,19 @@ def draft_kernel(
     MAX_DEPTH: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_W: tl.constexpr,
     EMBED_ROWS: tl.constexpr, FEATURES: tl.constexpr,  # embeddings kept per sequence; row of the first feature
-    # the stream of one program: regions' offsets in elements, and rows per program
+    # where operands begin: embeddings then features, taps or fused features, attention, post-norm, mlp, head input
+    X_IN: tl.constexpr, X_FC: tl.constexpr, X_ATTN: tl.constexpr, X_POST: tl.constexpr, X_MLP: tl.constexpr,
+    X_HEAD: tl.constexpr,
+    # the stream of one program: regions' offsets in elements, rows per program, programs and rows of a group
     STREAM: tl.constexpr, AT_QKV: tl.constexpr, AT_O: tl.constexpr, AT_MLP: tl.constexpr, AT_DOWN: tl.constexpr,
     AT_HEAD: tl.constexpr, SCALES: tl.constexpr,
     R_HIDDEN: tl.constexpr, R_QKV: tl.constexpr, R_MLP: tl.constexpr, R_HEAD: tl.constexpr, TILE_HEAD: tl.constexpr,
+    SPLIT_FC: tl.constexpr, SPLIT_QKV: tl.constexpr, SPLIT_O: tl.constexpr, SPLIT_DOWN: tl.constexpr,
+    G_FC: tl.constexpr, G_QKV: tl.constexpr, G_O: tl.constexpr, G_DOWN: tl.constexpr,
     # launch parameters
-    BLOCK_HIDDEN: tl.constexpr, BLOCK_TAP: tl.constexpr,
-    K_FC: tl.constexpr, N_FC: tl.constexpr, S_FC: tl.constexpr, K_QKV: tl.constexpr, N_QKV: tl.constexpr,
-    S_QKV: tl.constexpr, K_O: tl.constexpr, N_O: tl.constexpr, S_O: tl.constexpr, K_MLP: tl.constexpr,
-    N_MLP: tl.constexpr, S_MLP: tl.constexpr, K_DOWN: tl.constexpr, N_DOWN: tl.constexpr, S_DOWN: tl.constexpr,
-    K_HEAD: tl.constexpr, N_HEAD: tl.constexpr, S_HEAD: tl.constexpr,
+    BLOCK_HIDDEN: tl.constexpr, BLOCK_TAP: tl.constexpr, BLOCK_R: tl.constexpr,
+    N_LAYER: tl.constexpr, K_LAYER: tl.constexpr, S_LAYER: tl.constexpr, N_MLP: tl.constexpr, K_MLP: tl.constexpr,
+    S_MLP: tl.constexpr, N_HEAD: tl.constexpr, K_HEAD: tl.constexpr, S_HEAD: tl.constexpr,
     # bytes of each region that are asked into the L2 before the barrier in front of it
     P_FC: tl.constexpr, P_QKV: tl.constexpr, P_O: tl.constexpr, P_MLP: tl.constexpr, P_DOWN: tl.constexpr,
     P_HEAD: tl.constexpr, BULK: tl.constexpr,
@@ -231,10 +264,13 @@ def draft_kernel(
     BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
     """Draft; see the module docstring. All shapes are fixed by the constants, all counts are read on the device."""
-    QKV: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
-    HEAD_GROUPS: tl.constexpr = (HEADS // KV_HEADS + HEADS_PER_UNIT - 1) // HEADS_PER_UNIT
+    QKV_SIZE: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    ATTENTION: tl.constexpr = HEADS * HEAD_DIM
     QKV_IN: tl.constexpr = HIDDEN if FUSED_EVERY_LEVEL else 2 * HIDDEN
     FC_IN: tl.constexpr = 2 * HIDDEN if FUSED_EVERY_LEVEL else TAPS * TAP_SIZE
+    # In front of FP8 weights, EAGLE-1/2's embeddings and features stay as they are: their sizes differ too much.
+    RAW_IN: tl.constexpr = FUSED_EVERY_LEVEL and SCALED
+    FC_IN_LOOP: tl.constexpr = HAS_FC and not RAW_IN
     WIDTH: tl.constexpr = DEPTH + 2
     pid = tl.program_id(0)
     num_active = tl.load(active_count_ptr)
@@ -251,10 +287,13 @@ def draft_kernel(
     my_vocab = (draft_vocab - pid + NUM_CTAS - 1) // NUM_CTAS
     zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
     round = 0
+    x_in_ptr = x_ptr + X_IN
+    if RAW_IN:
+        x_in_ptr = x_raw_ptr
 
     for index in range(NUM_CTAS + pid, LISTS, NUM_CTAS):
         clear_lists(best_key_ptr + index * BLOCK_M * MAX_K, BLOCK_M, MAX_K)
-    for index in range(pid, SLOTS, NUM_CTAS):
+    for index in tl.range(pid, SLOTS, NUM_CTAS, disable_licm=True):
         slot = index + zero
         if tl.load(active_inverse_ptr + slot) < 0:
             blank_tree(
@@ -263,7 +302,7 @@ def draft_kernel(
             )  # fmt: skip
 
     # Extend: features and embeddings of the new tokens.
-    for index in range(pid, num_active * ROWS, NUM_CTAS):
+    for index in tl.range(pid, num_active * ROWS, NUM_CTAS, disable_licm=True):
         unit = index + zero
         a = unit // ROWS
         i = unit % ROWS
@@ -283,57 +322,15 @@ def draft_kernel(
                 offs_h = tl.arange(0, BLOCK_HIDDEN)
                 feature = tl.load(taps_ptr + offs_h, mask=offs_h < HIDDEN, other=0.0).to(tl.float32)
                 tl.store(hidden_ptr + unit.to(tl.int64) * HIDDEN + offs_h, feature, mask=offs_h < HIDDEN)
-            elif SCALED:
-                scale_row(
-                    taps_ptr, tap_offset_1, tap_offset_2, x_taps_ptr, unit, factor_ptr + FEATURES + unit,
-                    TAPS, TAP_SIZE, BLOCK_TAP,
-                )  # fmt: skip
-    if HAS_FC and not FUSED_EVERY_LEVEL:
-        if SCALED:
-            round += 1
-            grid_barrier(barrier_ptr, round, NUM_CTAS)
-        tap_row = row_slot.to(tl.int64) * stride_tap_slot + node.to(tl.int64) * stride_tap_row
-        offs_fc = tl.arange(0, N_FC)
-        mask_m = in_use & (node < row_new)
-        for n0 in range(0, R_HIDDEN, N_FC):
-            if SCALED:
-                acc = stream_matmul(
-                    x_taps_ptr, own_row * FC_IN, own_row, own_row, mask_m, my_stream + n0 * K_FC, R_HIDDEN - n0,
-                    R_HIDDEN * K_FC, FC_IN // K_FC, FC_IN // K_FC, FC_IN // K_FC, FC_IN, N_FC, K_FC, BLOCK_M, S_FC,
-                )  # fmt: skip
             else:
-                acc = stream_matmul(
-                    tap_ptr, tap_row, tap_row + tap_offset_1, tap_row + tap_offset_2, mask_m,
-                    my_stream + n0 * K_FC, R_HIDDEN - n0,
-                    R_HIDDEN * K_FC, FC_IN // K_FC, TAP_SIZE // K_FC, 2 * TAP_SIZE // K_FC, FC_IN,
-                    N_FC, K_FC, BLOCK_M, S_FC,
-                )  # fmt: skip
-            if n0 + N_FC >= R_HIDDEN:
-                prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
-            feature = pid * R_HIDDEN + n0 + offs_fc
-            mine = (n0 + offs_fc < R_HIDDEN) & (feature < HIDDEN)
-            if SCALED:
-                acc *= tl.load(my_scale + n0 + offs_fc, mask=mine, other=0.0)[:, None]
-                acc *= tl.load(factor_ptr + FEATURES + offs_m, mask=mask_m, other=0.0)[None, :]
-            if HAS_FC_BIAS:
-                acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-            tl.store(
-                hidden_ptr + offs_m[None, :] * HIDDEN + feature[:, None], acc, mask=mine[:, None] & mask_m[None, :]
-            )
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
-        for index in range(pid, num_active * ROWS, NUM_CTAS):
-            unit = index + zero
-            slot = tl.load(active_slots_ptr + unit // ROWS)
-            if unit % ROWS < tl.load(num_new_ptr + slot):
-                write_row(
-                    hidden_ptr + unit.to(tl.int64) * HIDDEN, x_in_ptr, factor_ptr, FEATURES + unit, norm_hidden_ptr,
-                    EPS, True, HIDDEN, BLOCK_HIDDEN,
+                write_taps(
+                    taps_ptr, tap_offset_1, tap_offset_2, x_ptr + X_FC, unit, factor_ptr + FEATURES + unit,
+                    TAPS, TAP_SIZE, BLOCK_TAP, SCALED,
                 )  # fmt: skip
     round += 1
     grid_barrier(barrier_ptr, round, NUM_CTAS)
 
-    for step in range(DEPTH + 1):
+    for step in tl.range(0, DEPTH + 1, disable_licm=True):
         level = step + zero
         extend = level == 0
         num_nodes = tl.where(extend, 1, TOP_K)
@@ -352,170 +349,122 @@ def draft_kernel(
 
         # Rows of the extend pass each have a feature of their own.
         fused_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if FUSED_EVERY_LEVEL:
-            if SCALED:
-                source = FEATURES + seq * ROWS + tl.where(extend, node, parent_row)
-                fused_scale = tl.load(factor_ptr + source, mask=mask_in, other=1.0)
-            offs_fc = tl.arange(0, N_FC)
-            for n0 in range(0, R_HIDDEN, N_FC):
-                acc = stream_matmul(
-                    x_in_ptr, embed_row, hidden_row, embed_row, mask_in,
-                    my_stream + n0 * K_FC, R_HIDDEN - n0,
-                    R_HIDDEN * K_FC, FC_IN // K_FC, HIDDEN // K_FC, FC_IN // K_FC, HIDDEN,
-                    N_FC, K_FC, BLOCK_M, S_FC,
-                )  # fmt: skip
-                if n0 + N_FC >= R_HIDDEN:
-                    prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
-                feature = pid * R_HIDDEN + n0 + offs_fc
-                mine = (n0 + offs_fc < R_HIDDEN) & (feature < HIDDEN)
-                if SCALED:
-                    acc *= tl.load(my_scale + n0 + offs_fc, mask=mine, other=0.0)[:, None]
-                if HAS_FC_BIAS:
-                    acc += tl.load(fc_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-                place = offs_m[None, :] * HIDDEN + feature[:, None]
-                mask = mine[:, None] & mask_in[None, :]
-                tl.store(hidden_ptr + place, acc, mask=mask)
-                fused = acc * fused_scale[None, :]
-                store_activation(x_fused_ptr, own_row[None, :], feature[:, None], fused, mask, HIDDEN)
+        if FUSED_EVERY_LEVEL and SCALED:
+            source = FEATURES + seq * ROWS + tl.where(extend, node, parent_row)
+            fused_scale = tl.load(factor_ptr + source, mask=mask_in, other=1.0)
+
+        if RAW_IN:
+            stream_parts(
+                x_raw_ptr, embed_row, hidden_row, mask_in, my_stream, partial_ptr, SPLIT_FC, G_FC,
+                FC_IN // K_LAYER, HIDDEN // K_LAYER, HIDDEN, NUM_CTAS, True, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
+            )  # fmt: skip
+            round += 1
+            grid_barrier(barrier_ptr, round, NUM_CTAS)
+            finish_rows(
+                partial_ptr, SPLIT_FC, G_FC, mask_in, my_scale, fused_scale * 0 + 1, fc_bias_ptr, hidden_ptr,
+                x_ptr + X_FC, fused_scale, HIDDEN, R_HIDDEN, SCALED, HAS_FC_BIAS, True, BLOCK_R, BLOCK_M,
+            )  # fmt: skip
             round += 1
             grid_barrier(barrier_ptr, round, NUM_CTAS)
 
-        hidden = hidden_zero()
-        offs_qkv = tl.arange(0, N_QKV) + hidden
-        rows_qkv = offs_m + hidden
-        for n0 in range(0, R_QKV, N_QKV):
-            if FUSED_EVERY_LEVEL:
-                acc = stream_matmul(
-                    x_fused_ptr, own_row * HIDDEN, own_row, own_row, mask_in,
-                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0,
-                    R_QKV * K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN // K_QKV, QKV_IN,
-                    N_QKV, K_QKV, BLOCK_M, S_QKV,
-                ) / fused_scale[None, :]  # fmt: skip
-            else:
-                acc = stream_matmul(
-                    x_in_ptr, embed_row, hidden_row, embed_row, mask_in,
-                    my_stream + AT_QKV + n0 * K_QKV, R_QKV - n0,
-                    R_QKV * K_QKV, QKV_IN // K_QKV, HIDDEN // K_QKV, QKV_IN // K_QKV, HIDDEN,
-                    N_QKV, K_QKV, BLOCK_M, S_QKV,
-                )  # fmt: skip
-            if n0 + N_QKV >= R_QKV:
-                prefetch_l2(my_stream + AT_O, P_O, BULK)
-            feature = pid * R_QKV + n0 + offs_qkv
-            mine = (n0 + offs_qkv < R_QKV) & (feature < QKV)
-            if SCALED:
-                acc *= tl.load(my_scale + R_HIDDEN + n0 + offs_qkv, mask=mine, other=0.0)[:, None]
-            if HAS_QKV_BIAS:
-                acc += tl.load(qkv_bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-            tl.store(qkv_ptr + rows_qkv[None, :] * QKV + feature[:, None], acc, mask=mine[:, None] & mask_in[None, :])
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
-
-        num_units = num_active * KV_HEADS * HEAD_GROUPS
-        most_parts = tl.minimum(tl.maximum(NUM_CTAS // num_units, 1), MAX_PARTS)
-        for index in range(pid, num_units * most_parts, NUM_CTAS):
-            unit = index + zero
-            group = unit % num_units
-            part = unit // num_units
-            kv_head = (group // HEAD_GROUPS) % KV_HEADS
-            a = group // (HEAD_GROUPS * KV_HEADS)
-            slot = tl.load(active_slots_ptr + a).to(tl.int64)
-            prefix = tl.load(prefix_ptr + slot)
-            num_new = tl.load(num_new_ptr + slot)
-            num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
-            if part < num_parts:
-                cache = slot * stride_cache_slot + kv_head.to(tl.int64) * stride_cache_head
-                row = (a * ROWS).to(tl.int64)
-                parts = (group * most_parts).to(tl.int64) * HEADS_PER_UNIT * ROWS
-                attend_unit(
-                    qkv_ptr + row * QKV, key_ptr + cache, value_ptr + cache, cos_ptr, sin_ptr,
-                    chain_ptr + ((level % 2) * SLOTS * ROWS + row) * MAX_DEPTH,
-                    part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D,
-                    kv_head, group % HEAD_GROUPS, part, num_parts, prefix, num_new, level,
-                    HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_KEYS, BLOCK_D, BLOCK_HALF,
-                )  # fmt: skip
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
-        num_queries = num_active * num_nodes * HEADS
-        for first in range(pid * QUERIES, num_queries, NUM_CTAS * QUERIES):
-            query = first + tl.arange(0, QUERIES) + hidden_zero()
-            a = query // (num_nodes * HEADS)
-            n = query // HEADS % num_nodes
-            head = query % HEADS
-            mask_q = query < num_queries
-            slot = tl.load(active_slots_ptr + a, mask=mask_q, other=0)
-            prefix = tl.load(prefix_ptr + slot, mask=mask_q, other=0)
-            num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
-            group, row = query_place(a, n, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
-            merge_parts(
-                part_stat_ptr, part_acc_ptr, (group * most_parts).to(tl.int64), row, num_parts, mask_q,
-                x_attn_ptr, a * ROWS + n, head * HEAD_DIM, HEADS * HEAD_DIM,
-                HEADS_PER_UNIT * ROWS, HEAD_DIM, BLOCK_D, MAX_PARTS,
+        first_pass = tl.where(extend, FC_PASS if FC_IN_LOOP else QKV_PASS, QKV_PASS)
+        if FUSED_EVERY_LEVEL and FC_IN_LOOP:
+            first_pass = zero + FC_PASS
+        for index in tl.range(first_pass, 4, disable_licm=True):
+            which = index + zero
+            # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
+            pairs = which == (FC_PASS if FUSED_EVERY_LEVEL else QKV_PASS)
+            x_start = select(
+                which, X_IN if FUSED_EVERY_LEVEL else X_FC, X_FC if FUSED_EVERY_LEVEL else X_IN, X_ATTN, X_MLP
+            )
+            row_size = select(which, HIDDEN if FUSED_EVERY_LEVEL else FC_IN, HIDDEN, ATTENTION, INTERMEDIATE)
+            in_features = select(which, FC_IN, QKV_IN, ATTENTION, INTERMEDIATE)
+            split = select(which, SPLIT_FC, SPLIT_QKV, SPLIT_O, SPLIT_DOWN)
+            group_rows = select(which, G_FC, G_QKV, G_O, G_DOWN)
+            stream_parts(
+                x_ptr + x_start, tl.where(pairs, embed_row, own_row * row_size), hidden_row,
+                tl.where(which <= QKV_PASS, mask_in, mask_m),
+                my_stream + select(which, 0, AT_QKV, AT_O, AT_DOWN), partial_ptr, split, group_rows,
+                in_features // K_LAYER, tl.where(pairs, HIDDEN // K_LAYER, in_features), row_size,
+                NUM_CTAS, True, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
             )  # fmt: skip
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
+            if which == FC_PASS:
+                prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
+            elif which == QKV_PASS:
+                prefetch_l2(my_stream + AT_O, P_O, BULK)
+            elif which == O_PASS:
+                prefetch_l2(my_stream + AT_MLP, P_MLP, BULK)
+            else:
+                prefetch_l2(my_stream + AT_HEAD, P_HEAD, BULK)
+            round += 1
+            grid_barrier(barrier_ptr, round, NUM_CTAS)
 
-        residual_row = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED_EVERY_LEVEL else parent_row)
-        project_residual(
-            x_attn_ptr, own_row * HEADS * HEAD_DIM, mask_m, my_stream + AT_O, my_scale + R_HIDDEN + R_QKV,
-            my_stream + AT_MLP, hidden_ptr, residual_row, middle_ptr, x_post_ptr, norm_post_ptr, x_scale,
-            squares_post_ptr, HEADS * HEAD_DIM, HIDDEN, R_HIDDEN, True, N_O, K_O, BLOCK_M, S_O, P_MLP, BULK, SCALED,
-        )  # fmt: skip
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
-
-        factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M) / x_scale
-        hidden = hidden_zero()
-        rows_mlp = own_row + hidden
-        offs_mlp = tl.arange(0, N_MLP) + hidden
-        offs_kk = tl.arange(0, K_MLP) + hidden
-        for n0 in range(0, R_MLP, N_MLP):
-            region = my_stream + AT_MLP + n0 * K_MLP
-            w_offs = offs_mlp[:, None] * K_MLP + offs_kk[None, :]
-            mask_w = (n0 + offs_mlp < R_MLP)[:, None]
-            mask_x = operand_mask(x_post_ptr, mask_m)
-            x_row = operand_rows(x_post_ptr, rows_mlp * HIDDEN, HIDDEN)
-            gate = tl.zeros([N_MLP, mask_x.shape[0]], tl.float32)
-            up = tl.zeros([N_MLP, mask_x.shape[0]], tl.float32)
-            for k in tl.range(0, HIDDEN // K_MLP, num_stages=S_MLP):
-                x_offs = x_row[None, :] + (k * K_MLP + offs_kk)[:, None]
-                x = tl.load(x_post_ptr + x_offs, mask=mask_x[None, :], other=0.0)
-                slab = region + k * (2 * R_MLP * K_MLP)
-                gate = operand_dot(tl.load(slab + w_offs, mask=mask_w, other=0.0), x, gate)
-                up = operand_dot(tl.load(slab + R_MLP * K_MLP + w_offs, mask=mask_w, other=0.0), x, up)
-            gate = operand_sum(x_post_ptr, gate)
-            up = operand_sum(x_post_ptr, up)
-            if n0 + N_MLP >= R_MLP:
-                prefetch_l2(my_stream + AT_DOWN, P_DOWN, BULK)
-            feature = pid * R_MLP + n0 + offs_mlp
-            mine = (n0 + offs_mlp < R_MLP) & (feature < INTERMEDIATE)
-            if SCALED:
-                at = my_scale + 2 * R_HIDDEN + R_QKV + n0 + offs_mlp
-                gate *= tl.load(at, mask=mine, other=0.0)[:, None]
-                up *= tl.load(at + R_MLP, mask=mine, other=0.0)[:, None]
-            gate *= factor[None, :]
-            mixed = gate * tl.sigmoid(gate) * up * factor[None, :]
-            # FP8 pairs hold magnitudes to 448; halved, activations to 896.
-            mixed *= 0.5 if SCALED else 1.0
-            mask = mine[:, None] & mask_m[None, :]
-            store_activation(x_mlp_ptr, rows_mlp[None, :], feature[:, None], mixed, mask, INTERMEDIATE)
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
-
-        project_residual(
-            x_mlp_ptr, own_row * INTERMEDIATE, mask_m, my_stream + AT_DOWN, my_scale + 2 * R_HIDDEN + R_QKV + 2 * R_MLP,
-            my_stream + AT_HEAD, middle_ptr, offs_m, hidden_ptr, x_head_ptr, norm_out_ptr, x_scale, squares_out_ptr,
-            INTERMEDIATE, HIDDEN, R_HIDDEN, not FUSED_EVERY_LEVEL, N_DOWN, K_DOWN, BLOCK_M, S_DOWN, P_HEAD, BULK,
-            SCALED,
-        )  # fmt: skip
-        round += 1
-        grid_barrier(barrier_ptr, round, NUM_CTAS)
+            if FC_IN_LOOP:  # noqa: SIM102 - this one is decided by the compiler
+                if which == FC_PASS:
+                    row_factor = tl.full([BLOCK_M], 1.0, tl.float32)
+                    if SCALED:
+                        row_factor = tl.load(factor_ptr + FEATURES + offs_m, mask=mask_in, other=0.0)
+                    finish_rows(
+                        partial_ptr, split, group_rows, mask_in, my_scale, row_factor, fc_bias_ptr, hidden_ptr,
+                        x_ptr + X_FC, fused_scale, HIDDEN, R_HIDDEN, SCALED, HAS_FC_BIAS, FUSED_EVERY_LEVEL,
+                        BLOCK_R, BLOCK_M,
+                    )  # fmt: skip
+                    if not FUSED_EVERY_LEVEL:
+                        round += 1
+                        grid_barrier(barrier_ptr, round, NUM_CTAS)
+                        norm_features(
+                            hidden_ptr, x_in_ptr, factor_ptr, norm_hidden_ptr, active_slots_ptr, num_new_ptr,
+                            num_active, NUM_CTAS, FEATURES, EPS, HIDDEN, BLOCK_HIDDEN,
+                        )  # fmt: skip
+            if which == QKV_PASS:
+                finish_rows(
+                    partial_ptr, split, group_rows, mask_in, my_scale + R_HIDDEN, 1.0 / fused_scale, qkv_bias_ptr,
+                    qkv_ptr, x_ptr, fused_scale, QKV_SIZE, R_QKV, SCALED, HAS_QKV_BIAS, False, BLOCK_R, BLOCK_M,
+                )  # fmt: skip
+                round += 1
+                grid_barrier(barrier_ptr, round, NUM_CTAS)
+                attend(
+                    qkv_ptr, key_ptr, value_ptr, stride_cache_slot, stride_cache_head, cos_ptr, sin_ptr, chain_ptr,
+                    part_stat_ptr, part_acc_ptr, active_slots_ptr, prefix_ptr, num_new_ptr, num_active, level,
+                    NUM_CTAS, SLOTS, HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, PART_KEYS, MAX_PARTS,
+                    HEADS_PER_UNIT, BLOCK_KEYS, BLOCK_D, BLOCK_HALF,
+                )  # fmt: skip
+                round += 1
+                grid_barrier(barrier_ptr, round, NUM_CTAS)
+                merge_heads(
+                    part_stat_ptr, part_acc_ptr, x_ptr + X_ATTN, active_slots_ptr, prefix_ptr, num_active, num_nodes,
+                    NUM_CTAS, HEADS, KV_HEADS, HEAD_DIM, PART_KEYS, MAX_PARTS, QUERIES, HEADS_PER_UNIT, BLOCK_D,
+                )  # fmt: skip
+            elif which == O_PASS:
+                source = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED_EVERY_LEVEL else parent_row)
+                finish_residual(
+                    partial_ptr, split, group_rows, mask_m, my_scale + R_HIDDEN + R_QKV, hidden_ptr, source,
+                    middle_ptr, x_ptr + X_POST, norm_post_ptr, x_scale, squares_post_ptr,
+                    HIDDEN, R_HIDDEN, SCALED, True, BLOCK_R, BLOCK_M,
+                )  # fmt: skip
+                round += 1
+                grid_barrier(barrier_ptr, round, NUM_CTAS)
+                factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M) / x_scale
+                gated_mlp(
+                    x_ptr + X_POST, factor, mask_m, my_stream + AT_MLP, my_scale + 2 * R_HIDDEN + R_QKV,
+                    my_stream + AT_DOWN, x_ptr + X_MLP, HIDDEN, INTERMEDIATE, R_MLP, SCALED,
+                    N_MLP, K_MLP, BLOCK_M, S_MLP, P_DOWN, BULK,
+                )  # fmt: skip
+            elif which == DOWN_PASS:
+                finish_residual(
+                    partial_ptr, split, group_rows, mask_m, my_scale + 2 * R_HIDDEN + R_QKV + 2 * R_MLP, middle_ptr,
+                    offs_m, hidden_ptr, x_ptr + X_HEAD, norm_out_ptr, x_scale, squares_out_ptr,
+                    HIDDEN, R_HIDDEN, SCALED, not FUSED_EVERY_LEVEL, BLOCK_R, BLOCK_M,
+                )  # fmt: skip
+            round += 1
+            grid_barrier(barrier_ptr, round, NUM_CTAS)
 
         if FUSED_EVERY_LEVEL:
             factor = 1.0 / x_scale
         else:
             factor = norm_factor(squares_out_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M) / x_scale
         stream_topk(
-            x_head_ptr, own_row * HIDDEN, factor, mask_m, num_active, num_nodes,
+            x_ptr + X_HEAD, own_row * HIDDEN, factor, mask_m, num_active, num_nodes,
             my_stream + AT_HEAD, my_scale + 3 * R_HIDDEN + R_QKV + 2 * R_MLP, row_id_ptr + pid * R_HEAD, my_vocab,
             scratch_ptr + my_lists * N_HEAD, best_key_ptr + my_lists * MAX_K, best_max_ptr + my_lists,
             best_sum_ptr + my_lists,
@@ -531,7 +480,7 @@ def draft_kernel(
         num_rows = num_active * num_nodes
         copies = tl.minimum(tl.maximum(NUM_CTAS // num_rows, 1), TOP_K + 2)
         first_candidate = tl.where(extend, 0, TOP_K + (level - 1) * TOP_K * TOP_K)
-        for index in range(pid, num_rows * copies, NUM_CTAS):
+        for index in tl.range(pid, num_rows * copies, NUM_CTAS, disable_licm=True):
             unit = index + zero
             copy = unit // num_rows
             a = (unit % num_rows) // num_nodes
@@ -578,7 +527,7 @@ def draft_kernel(
                             TOP_K, MAX_K, PAIRS, MAX_DEPTH,
                         )  # fmt: skip
             if ((copy > 0) | (copies == 1)) & (level < DEPTH):
-                for job in range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1)):
+                for job in tl.range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1), disable_licm=True):
                     if job < TOP_K:
                         child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
                         to_row = a * EMBED_ROWS + n * TOP_K + job

@@ -1,18 +1,18 @@
 """Weights laid out as one stream per program, and the matrix product that reads them.
 
-A persistent drafter is bound by reading weights. Each program (one CTA per SM) owns a contiguous block of output rows
-of every matrix, and everything it will read lies in its own linear stream, in the order in which it is read::
+A persistent drafter is bound by reading weights. Each program (one CTA per SM) owns a part of every matrix, and
+everything it will read lies in its own linear stream, in the order in which it is read::
 
     region of one matrix:  [in_features / BLOCK_K] [rows of this program] [BLOCK_K]
 
 so each step of a product reads one contiguous piece, and the first piece of the next region can be asked into the L2
 while the program waits at a barrier: weights do not depend on what it waits for. Weights are the left operand
-of `tl.dot`, the drafted nodes the right one; no split over in_features, hence no atomics and a fixed order of addition.
+of `tl.dot`, the drafted nodes the right one.
 
-Rows of the layer's matrices go to programs in blocks (program p has rows ``p * R`` to ``p * R + R - 1``), so that a
-program's results are contiguous. Rows of the LM head are dealt round robin (row r to program ``r % programs`` as its
-row ``r // programs``), so that any prefix of them is balanced too: one packed LM head serves every smaller draft
-vocabulary.
+Gate and up are cut by rows: program p has rows ``p * R`` to ``p * R + R - 1`` of both. The layer's other matrices are
+cut by rows and by columns (`projections`). Rows of the LM head are dealt round robin (row r to program
+``r % programs`` as its row ``r // programs``), so that any prefix of them is balanced too: one packed LM head serves
+every smaller draft vocabulary.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def store_activation(x_ptr, row, column, value, mask, ROW_SIZE: tl.constexpr):
 
 
 @triton.jit
-def operand_rows(x_ptr, x_row, ROW_SIZE: tl.constexpr):
+def operand_rows(x_ptr, x_row, row_size):
     """Element offsets of the operand's columns: one per row, or high and low side by side for pairs."""
     if x_ptr.dtype.element_ty == tl.float8e4nv:
         high = x_row * 2
-        both = tl.reshape(tl.join(high, high + ROW_SIZE), [2 * x_row.shape[0]])
+        both = tl.reshape(tl.join(high, high + row_size), [2 * x_row.shape[0]])
         return tl.multiple_of(both, 16)  # which the compiler cannot see through join: without it, loads go byte by byte
     else:
         return x_row
@@ -136,10 +136,9 @@ def operand_mask(x_ptr, mask_m):
 
 @triton.jit
 def operand_dot(w, x, acc):
-    """Add one chunk's product. FP8 matrix units round their sums to 14 bits: every 128 products they go to fp32."""
+    """Add one chunk's product. FP8 matrix units round their sums to 14 bits, so each chunk's is added up in fp32."""
     if x.dtype == tl.float8e4nv:
-        EVERY: tl.constexpr = 128 if w.shape[1] > 128 else w.shape[1]
-        return tl.dot(w, x, acc, max_num_imprecise_acc=EVERY)
+        return acc + tl.dot(w, x)
     else:
         return tl.dot(w.to(x.dtype), x, acc, input_precision="ieee")
 
@@ -157,41 +156,41 @@ def operand_sum(x_ptr, acc):
 @triton.jit
 def stream_matmul(
     x_ptr,
-    x_row_0,  # int64 [BLOCK_M]: where each row's first segment starts, in values
-    x_row_1,  # second segment, used from chunk SEGMENT_1 on
-    x_row_2,  # third segment, likewise
+    x_row_0,  # int64 [BLOCK_M]: where each row starts, in values
+    x_row_1,  # where it goes on from chunk ``segment`` on, when SEGMENTED
     mask_m,  # int1 [BLOCK_M]
     w_ptr,  # this program's region, at its first row of this tile
     num_rows,  # rows of this tile
-    SLAB: tl.constexpr,  # elements from one chunk to the next
-    NUM_CHUNKS: tl.constexpr,  # in_features / BLOCK_K
-    SEGMENT_1: tl.constexpr,
-    SEGMENT_2: tl.constexpr,
-    ROW_SIZE: tl.constexpr,  # values in a stored row of x
+    slab,  # elements from one chunk to the next
+    first_chunk,  # of x
+    num_chunks,
+    segment,
+    row_size,  # values in a stored row of x
+    SEGMENTED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """fp32 [BLOCK_N, BLOCK_M]: this tile of weight rows times the rows of x."""
+    """fp32 [BLOCK_N, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` chunks of BLOCK_K."""
     zero = hidden_zero()
     offs_k = tl.arange(0, BLOCK_K) + zero
     offs_n = tl.arange(0, BLOCK_N) + zero
     w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
     mask_w = (offs_n < num_rows)[:, None]
     mask_x = operand_mask(x_ptr, mask_m)
-    first = operand_rows(x_ptr, x_row_0, ROW_SIZE)
-    second = operand_rows(x_ptr, x_row_1, ROW_SIZE) - SEGMENT_1 * BLOCK_K
-    third = operand_rows(x_ptr, x_row_2, ROW_SIZE) - SEGMENT_2 * BLOCK_K
+    x_start = x_ptr + first_chunk * BLOCK_K
+    first = operand_rows(x_ptr, x_row_0, row_size)
+    second = first
+    if SEGMENTED:
+        second = operand_rows(x_ptr, x_row_1, row_size) - segment * BLOCK_K
     acc = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-    for k in tl.range(0, NUM_CHUNKS, num_stages=STAGES):
+    for k in tl.range(0, num_chunks, num_stages=STAGES):
         x_row = first
-        if SEGMENT_1 < NUM_CHUNKS:
-            x_row = tl.where(k < SEGMENT_1, first, second)
-            if SEGMENT_2 < NUM_CHUNKS:
-                x_row = tl.where(k < SEGMENT_2, x_row, third)
-        w = tl.load(w_ptr + k * SLAB + w_offs, mask=mask_w, other=0.0)
-        x = tl.load(x_ptr + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
+        if SEGMENTED:
+            x_row = tl.where(first_chunk + k < segment, first, second)
+        w = tl.load(w_ptr + k * slab + w_offs, mask=mask_w, other=0.0)
+        x = tl.load(x_start + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
         acc = operand_dot(w, x, acc)
     return operand_sum(x_ptr, acc)
 
@@ -227,6 +226,24 @@ def cut_chunks(assigned: Tensor, block_k: int) -> Tensor:
     """Lay rows out in reading order: [programs, rows, in] to [programs, in / block_k, rows, block_k]. Any dtype."""
     chunked: Tensor = assigned.view(torch.uint8).unflatten(2, (-1, block_k * assigned.element_size()))
     return chunked.transpose(1, 2).contiguous().view(assigned.dtype)
+
+
+def cut_parts(assigned: Tensor, split: int, block_k: int, num_programs: int) -> Tensor:
+    """Cut each group's rows by columns and deal the parts to programs, see `projections`.
+
+    [groups, rows, in] to [programs, units, chunks, rows, block_k]: part s of group g is unit ``g * split + s``, which
+    lies with program ``unit % programs`` as its number ``unit // programs``. Of C chunks, part s has those from
+    ``s * C // split`` to ``(s + 1) * C // split``; parts of fewer chunks than others end in zeros. Any dtype.
+    """
+    cut = cut_chunks(assigned, block_k).view(torch.uint8)
+    groups, total = cut.shape[:2]
+    units = -(-groups * split // num_programs)
+    parts = torch.zeros(units * num_programs, -(-total // split), *cut.shape[2:], dtype=torch.uint8, device=cut.device)
+    for part in range(split):
+        chunks = cut[:, part * total // split : (part + 1) * total // split]
+        parts[part : groups * split : split, : chunks.shape[1]] = chunks
+    dealt: Tensor = parts.unflatten(0, (units, num_programs)).transpose(0, 1).contiguous()
+    return dealt.view(assigned.dtype)
 
 
 def cut_tiles(assigned: Tensor, tile_rows: int, block_k: int) -> Tensor:

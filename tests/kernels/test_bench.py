@@ -34,7 +34,7 @@ def test_a_run_end_to_end(tiny: draft.Problems, tmp_path: Path, monkeypatch: pyt
     assert set(first["times"]) == {"bf16", "bf16 plain", "A", "B"}
     assert first["bf16_vs_B"] == first["times"]["B"]["median_us"] / first["times"]["bf16"]["median_us"]
     assert first["floor_us"]["bf16"] == pytest.approx(first["draft_bytes"] / result["copy_bytes_per_s"] * 1e6)
-    assert first["barriers"] == 2 + 2 * 8 - 1
+    assert first["barriers"] == 4 + 2 * 11 - 1
     draft.write(result, tmp_path / "deep" / "result.json")
     assert json.loads((tmp_path / "deep" / "result.json").read_text()) == result
 
@@ -93,11 +93,11 @@ def test_times_are_medians_of_interleaved_calls() -> None:
 
 def test_barriers_by_kind() -> None:
     cfg = problem.draft_config(TINY, 120, TreeConfig(5, 10, 60), 1, 20)
-    assert len(stages.phases(cfg)) == 49
+    assert len(stages.phases(cfg)) == 4 + 6 * 11 - 1
     fp8 = problem.draft_config(TINY, 120, TreeConfig(5, 10, 60), 1, 20, weight_dtype=torch.float8_e4m3fn)
-    assert stages.phases(fp8)[:4] == ["taps", "fc", "norm", "qkv"]
+    assert stages.phases(fp8)[:5] == ["rows", "fc", "fc sum", "norm", "qkv"]
     eagle = problem.Dims(64, 96, 4, 2, 16, 300, "eagle")
-    assert len(stages.phases(problem.draft_config(eagle, 120, TreeConfig(5, 10, 60), 1, 20))) == 1 + 6 * 9 - 1
+    assert len(stages.phases(problem.draft_config(eagle, 120, TreeConfig(5, 10, 60), 1, 20))) == 1 + 6 * 13 - 1
 
 
 def test_stamps_are_summed_up_by_phase(capsys: pytest.CaptureFixture[str]) -> None:

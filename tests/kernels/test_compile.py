@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-# Outside the loops of products ptxas keeps addresses that depend on the thread only in local memory, one per place
-# where they are needed: read once per phase. Measured with Triton 3.9's ptxas: 176 to 384 bytes.
-SPILL_LIMIT_BYTES = 640
+# Outside the loops of products a few addresses may wait in local memory, read once per phase. Seen: 0 to 56 bytes with
+# Triton 3.9, 0 to 148 with 3.6.
+SPILL_LIMIT_BYTES = 160
 
 CASES = {
     "sm_80": ["--chip", "80", "--small"],
@@ -24,8 +24,9 @@ CASES = {
     "sm_90, FP8": ["--chip", "90", "--small", "--fp8"],
     "sm_100, FP8": ["--chip", "100", "--small", "--fp8"],
     "sm_90, Llama-3.1-8B": ["--chip", "90"],
+    "sm_90, Llama-3.1-8B, FP8": ["--chip", "90", "--fp8"],
 }
-PRODUCTS = 7  # fc, qkv, attention, o, gate and up, down, LM head: each a loop, where it is long enough to stay one
+PRODUCTS = 4  # projections, attention, gate and up, LM head: each a loop, where it is long enough to stay one
 
 Report = dict[str, object]
 
@@ -57,6 +58,7 @@ def test_fits_and_does_not_spill(reports: dict[str, Future[Report]], name: str) 
     assert 0 < report["shared_bytes"] <= report["limit_bytes"]  # type: ignore[operator]
     assert report["registers"] <= 255  # type: ignore[operator]
     assert report["spill_bytes"] <= SPILL_LIMIT_BYTES  # type: ignore[operator]
+    assert report["serialized_products"] == 0
     loops = report["product_loops"]
     assert len(loops) >= (PRODUCTS if "8B" in name else 2)  # type: ignore[arg-type]
     assert [loop["local_inside"] for loop in loops] == [0] * len(loops)  # type: ignore[attr-defined, index]

@@ -17,9 +17,12 @@ from eagle_slim.runtime.kernels.launch_params import (
     TunedCache,
     cache_key,
     choose_launch,
+    chunk_inputs,
     default_cache,
-    in_features,
+    fit_split,
+    group_rows,
     is_strict,
+    stage_bytes,
 )
 from eagle_slim.runtime.launch import Weights
 from support.drafting import problem, random_head
@@ -35,13 +38,31 @@ def test_tiles_fit_every_chip(model: str, chip: int) -> None:
             cfg = draft_config(MODELS[model], 32000, TREE, slots, 512, weight_dtype=weight_dtype)
             params = choose_launch(cfg, KNOWN_CHIPS[chip])
             assert params.num_programs == KNOWN_CHIPS[chip].num_sms
+            assert set(params.tiles) == set(chunk_inputs(cfg))
             for name, tile in params.tiles.items():
-                assert in_features(cfg)[name] % tile.block_k == 0
+                assert all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
                 assert tile.block_n & (tile.block_n - 1) == 0
                 copies = 2 if name == "mlp" else 1
                 rows = 16 * (1 << (slots - 1).bit_length())
                 stage = tile.block_k * (copies * tile.block_n * weight_dtype.itemsize + rows * 2)
+                assert stage_bytes(cfg, name, tile) == stage
                 assert stage * tile.stages <= KNOWN_CHIPS[chip].shared_bytes
+                assert tile.stages > 1
+            for name, split in params.split.items():
+                assert 1 <= split <= 4
+                assert params.num_programs % split == 0
+                if split > 1:
+                    assert group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+
+
+def test_groups_of_programs() -> None:
+    """Llama-3.1-8B on 132 SMs: 4096 rows over 33 groups of 4 are 125, 6144 over 66 groups of 2 are 94."""
+    cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
+    params = choose_launch(cfg, KNOWN_CHIPS[90])
+    assert params.split == {"fc": 4, "qkv": 2, "o": 4, "down": 4}
+    assert [group_rows(cfg, name, params.split[name], 132) for name in ("o", "qkv")] == [125, 94]
+    assert fit_split(cfg, "o", KNOWN_CHIPS[90], most=2) == 2
+    assert fit_split(cfg, "o", KNOWN_CHIPS[90], most=1) == 1
 
 
 def test_the_cache_round_trips(tmp_path: Path) -> None:

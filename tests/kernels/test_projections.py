@@ -1,0 +1,103 @@
+"""Projections cut by rows and columns: packing, products and sums over several programs, one after the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from eagle_slim.runtime.kernels.projections import finish_residual, finish_rows, stream_parts
+from eagle_slim.runtime.kernels.weight_stream import assign_rows, cut_parts, rows_per_program
+from kernels.tolerances import OP_ATOL
+
+
+@triton.jit
+def _stream_kernel(
+    x_ptr, stream_ptr, partial_ptr, num_rows, split, group_rows, num_chunks, region,
+    NUM_CTAS: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Rows of x lie in two halves: columns from SEGMENT on belong to a tensor of their own behind the first."""
+    offs_m = tl.arange(0, 16).to(tl.int64)
+    stream_parts(
+        x_ptr, offs_m * SEGMENT, 16 * SEGMENT + offs_m * (K - SEGMENT), offs_m < num_rows,
+        stream_ptr + tl.program_id(0) * region, partial_ptr, split, group_rows, num_chunks, SEGMENT // BLOCK_K, K,
+        NUM_CTAS, True, BLOCK_N, BLOCK_K, 16, 2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_kernel(
+    partial_ptr, out_ptr, operand_ptr, residual_ptr, norm_ptr, squares_ptr, num_rows, split, group_rows,
+    N: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    offs_m = tl.arange(0, 16)
+    factor = tl.full([16], 2.0, tl.float32)
+    if RESIDUAL:
+        finish_residual(
+            partial_ptr, split, group_rows, offs_m < num_rows, partial_ptr, residual_ptr, 15 - offs_m, out_ptr,
+            operand_ptr, norm_ptr, factor, squares_ptr, N, R, False, True, BLOCK_R, 16,
+        )  # fmt: skip
+    else:
+        finish_rows(
+            partial_ptr, split, group_rows, offs_m < num_rows, partial_ptr, factor, norm_ptr, out_ptr, operand_ptr,
+            factor, N, R, False, True, True, BLOCK_R, 16,
+        )  # fmt: skip
+
+
+# Rows, columns, the first segment's columns, programs, programs to a group: more and fewer programs than parts, chunks
+# that parts cannot share evenly, rows that groups cannot, groups that leave programs out.
+CASES = [
+    (50, 96, 32, 8, 4),
+    (50, 96, 96, 1, 2),
+    (130, 64, 16, 6, 4),
+    (7, 80, 48, 12, 2),
+    (33, 48, 16, 5, 1),
+    (9, 64, 16, 3, 4),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_equals_the_product(case: tuple[int, int, int, int, int], residual: bool, device: str) -> None:
+    rows, columns, segment, programs, split = case
+    num_nodes, block_k = 10, 16
+    x, weight = torch.randn(16, columns), torch.randn(rows, columns)
+    groups = max(1, programs // split)
+    group_rows = rows_per_program(rows, groups)
+    packed = cut_parts(assign_rows(weight, groups, rows=group_rows), split, block_k, programs).to(device)
+    partial = torch.full((groups * split * group_rows, 16), float("nan"), device=device)
+    halves = torch.cat([x[:, :segment].flatten(), x[:, segment:].flatten()]).to(device)
+    _stream_kernel[(programs,)](
+        halves, packed, partial, num_nodes, split, group_rows, columns // block_k, packed[0].numel(),
+        NUM_CTAS=programs, K=columns, SEGMENT=segment, BLOCK_N=32, BLOCK_K=block_k,
+    )  # fmt: skip
+    out, operand, squares = torch.zeros(16, rows), torch.zeros(16, rows), torch.zeros(programs, 16)
+    out, operand, squares = out.to(device), operand.to(device), squares.to(device)
+    other, norm = torch.randn(16, rows), torch.randn(rows)
+    _finish_kernel[(programs,)](
+        partial, out, operand, other.to(device), norm.to(device), squares, num_nodes, split, group_rows,
+        N=rows, R=rows_per_program(rows, programs), RESIDUAL=residual, BLOCK_R=16,
+    )  # fmt: skip
+    product = x @ weight.T
+    wanted = product + other.flip(0) if residual else 2 * product + norm
+    scaled = 2 * norm * wanted if residual else 2 * wanted
+    close = {"rtol": 1e-5, "atol": OP_ATOL[torch.float32] * columns**0.5}
+    torch.testing.assert_close(out.cpu()[:num_nodes], wanted[:num_nodes], **close)
+    torch.testing.assert_close(operand.cpu()[:num_nodes], scaled[:num_nodes], **close)
+    assert not out[num_nodes:].any()
+    if residual:
+        torch.testing.assert_close(squares.cpu().sum(0)[:num_nodes], (wanted**2).sum(1)[:num_nodes], **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_worked_example_of_parts(dtype: torch.dtype) -> None:
+    """Two rows of three chunks, one group of two parts: part 0 has the first chunk, part 1 the other two."""
+    weight = (torch.arange(96).reshape(2, 48) / 8).to(dtype)
+    cut = cut_parts(assign_rows(weight, 1), 2, 16, 2)
+    assert cut.shape == (2, 1, 2, 2, 16)
+    assert torch.equal(cut[0, 0, 0].float(), weight[:, :16].float())
+    assert not cut[0, 0, 1].float().any()
+    assert torch.equal(cut[1, 0, 0].float(), weight[:, 16:32].float())
+    assert torch.equal(cut[1, 0, 1].float(), weight[:, 32:].float())
+    # One program does both parts in turn.
+    assert torch.equal(cut_parts(assign_rows(weight, 1), 2, 16, 1).float()[0], cut.float()[:, 0])
