@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +98,7 @@ def whole(tensor: torch.Tensor) -> Callable[[], Iterator[torch.Tensor]]:
     return lambda: iter((tensor,))
 
 
-def array_plan(name: str, array: np.ndarray) -> TensorPlan:
+def array_plan(name: str, array: NDArray[Any]) -> TensorPlan:
     """The plan of a small NumPy array (int64 or bool maps)."""
     import torch
 

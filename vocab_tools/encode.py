@@ -190,7 +190,8 @@ class SpanEncoder:
         inside = np.zeros(len(ids), bool)
         for start, stop in spans:
             inside |= (offsets[:, 1] > start) & (offsets[:, 0] < stop) & ~(added & (offsets[:, 0] < start))
-        return ids[inside]
+        kept: NDArray[np.uint32] = ids[inside]
+        return kept
 
 
 @dataclass(frozen=True)

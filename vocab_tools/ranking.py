@@ -212,7 +212,8 @@ class _Pool:
         held[: len(score)] = score[: self.target_vocab]
         is_other = ~np.isin(self.ids, self.forced)
         # lexsort's last key is the first in importance.
-        return self.ids[np.lexsort((self.ids, -held[self.ids], is_other))]
+        ordered: NDArray[np.int64] = self.ids[np.lexsort((self.ids, -held[self.ids], is_other))]
+        return ordered
 
     @property
     def largest_size(self) -> int:

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _MEBIBYTE = 1 << 20
 
@@ -168,7 +169,7 @@ def _run(folder: Path, sizes: Sizes, repeats: int, network: bool) -> dict[str, A
     return result
 
 
-def _make_files(folder: Path, sizes: Sizes) -> np.ndarray:
+def _make_files(folder: Path, sizes: Sizes) -> NDArray[np.int64]:
     """Write head, target, token map, and the files that hold just the bytes to be read; return the kept ids."""
     from eagle_slim.convert.safetensors_file import SafetensorsFile
 
@@ -233,7 +234,7 @@ def _write_safetensors(
         file.truncate(8 + len(text) + end)
 
 
-def _check(out: Path, folder: Path, kept: np.ndarray, sizes: Sizes) -> None:
+def _check(out: Path, folder: Path, kept: NDArray[np.int64], sizes: Sizes) -> None:
     """Correctness first: rows and map are those asked for."""
     from safetensors import safe_open
 
