@@ -91,13 +91,11 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
     idle = ("fc", "qkv", "o")
     found: dict[str, LaunchParams | None] = {
         "no prefetch": with_prefetch(0),
-        "prefetch 32 KB": with_prefetch(32768),
         "prefetch 64 KB": with_prefetch(65536),
         "prefetch 128 KB": with_prefetch(131072),
+        "prefetch 128 KB where memory is idle": with_prefetch(131072, idle),
         "prefetch 384 KB where memory is idle": with_prefetch(393216, idle),
-        "prefetch 192 KB, where memory is idle only": replace(
-            params, prefetch=dict.fromkeys(MATRICES, 0) | dict.fromkeys(idle, 196608)
-        ),
+        "prefetch only where memory is idle": with_prefetch(0, [name for name in MATRICES if name not in idle]),
         "two programs to a group": with_split(2),
         "no groups": with_split(1),
         "half block_k, more stages": with_tiles(

@@ -244,14 +244,27 @@ def count_parts(num_active, NUM_CTAS: tl.constexpr, GROUPS: tl.constexpr, MAX_PA
 
 
 @triton.jit
+def of_sequence(value, seq, a):
+    """The value of sequence ``a`` among ``value`` [rows], whose rows belong to ``seq`` [rows]; int32, not negative.
+
+    Kept in registers, such values need not be read again after each barrier.
+    """
+    return tl.max(tl.where(seq == a, value, 0), axis=0)
+
+
+@triton.jit
 def attend(
     qkv_ptr, key_ptr, value_ptr, stride_cache_slot, stride_cache_head, cos_ptr, sin_ptr, chain_ptr,
-    part_stat_ptr, part_acc_ptr, active_slots_ptr, prefix_ptr, num_new_ptr, num_active, level,
+    part_stat_ptr, part_acc_ptr, seq, row_slot, row_prefix, row_new, num_active, level,
     NUM_CTAS: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     TOP_K: tl.constexpr, MAX_DEPTH: tl.constexpr, PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr,
     HEADS_PER_UNIT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """Do this program's units of one level: all active sequences and heads, prefixes split in parts."""
+    """Do this program's units of one level: all active sequences and heads, prefixes split in parts.
+
+    ``seq``, ``row_slot``, ``row_prefix``, ``row_new`` int32 [rows]: the active sequence each row belongs to, and that
+    sequence's slot, cached positions and number of new tokens.
+    """
     HEAD_GROUPS: tl.constexpr = (HEADS // KV_HEADS + HEADS_PER_UNIT - 1) // HEADS_PER_UNIT
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     num_groups = num_active * (KV_HEADS * HEAD_GROUPS)
@@ -262,10 +275,10 @@ def attend(
         part = unit // num_groups
         kv_head = (group // HEAD_GROUPS) % KV_HEADS
         a = group // (HEAD_GROUPS * KV_HEADS)
-        slot = tl.load(active_slots_ptr + a).to(tl.int64)
-        prefix = tl.load(prefix_ptr + slot)
+        prefix = of_sequence(row_prefix, seq, a)
         num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
         if part < num_parts:
+            slot = of_sequence(row_slot, seq, a).to(tl.int64)
             cache = slot * stride_cache_slot + kv_head.to(tl.int64) * stride_cache_head
             row = (a * ROWS).to(tl.int64)
             parts = (group * most_parts).to(tl.int64) * HEADS_PER_UNIT * ROWS
@@ -273,14 +286,14 @@ def attend(
                 qkv_ptr + row * WIDTH, key_ptr + cache, value_ptr + cache, cos_ptr, sin_ptr,
                 chain_ptr + ((level % 2) * SLOTS * ROWS + row) * MAX_DEPTH,
                 part_stat_ptr + parts * 2, part_acc_ptr + parts * BLOCK_D,
-                kv_head, group % HEAD_GROUPS, part, num_parts, prefix, tl.load(num_new_ptr + slot), level,
+                kv_head, group % HEAD_GROUPS, part, num_parts, prefix, of_sequence(row_new, seq, a), level,
                 HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, HEADS_PER_UNIT, BLOCK_T, BLOCK_D, BLOCK_H,
             )  # fmt: skip
 
 
 @triton.jit
 def merge_heads(
-    part_stat_ptr, part_acc_ptr, out_ptr, active_slots_ptr, prefix_ptr, num_active, num_nodes,
+    part_stat_ptr, part_acc_ptr, out_ptr, seq, row_prefix, num_active, num_nodes,
     NUM_CTAS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr, QUERIES: tl.constexpr, HEADS_PER_UNIT: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -295,8 +308,7 @@ def merge_heads(
         node = query // HEADS % num_nodes
         head = query % HEADS
         mask = query < num_queries
-        slot = tl.load(active_slots_ptr + a, mask=mask, other=0)
-        prefix = tl.load(prefix_ptr + slot, mask=mask, other=0)
+        prefix = tl.max(tl.where(seq[None, :] == a[:, None], row_prefix[None, :], 0), axis=1)
         num_parts = tl.minimum(most_parts, tl.cdiv(prefix, PART_KEYS) + 2)
         group, row = query_place(a, node, head, HEADS, KV_HEADS, HEADS_PER_UNIT)
         merge_parts(

@@ -141,8 +141,9 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
         "head": rows_per_program(cfg.draft_vocab, chip.num_sms),
     }
     tiles = {name: _choose_tile(cfg, name, owned[name], sizes, chip) for name, sizes in chunk_inputs(cfg).items()}
-    # While choosing and attending, memory is idle: time to ask for what comes next.
-    prefetch = dict.fromkeys(MATRICES, 65536) | dict.fromkeys(("fc", "qkv", "o"), 196608)
+    # Memory is idle while nodes are chosen and attend, and shortly while parts are added up: time to ask for what comes
+    # next, within the L2.
+    prefetch = {"fc": 262144, "qkv": 262144, "o": 262144, "mlp": 98304, "down": 65536, "head": 98304}
     return LaunchParams(
         num_programs=chip.num_sms, num_warps=8 if chip.capability else 1,
         # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.

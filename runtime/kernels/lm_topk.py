@@ -22,6 +22,7 @@ from .selection import (
     LOWEST_KEY,
     NO_INDEX,
     count_ahead,
+    each_thread,
     key_index,
     key_value,
     max_of_row,
@@ -215,9 +216,15 @@ def merge_best(
     mask = pair // MAX_K < num_owners
     place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * STRIDE_LIST + pair % MAX_K
     key = tl.load(keys_ptr + place, mask=mask, other=LOWEST_KEY)
+    # As `count_ahead`, one owner's list after the other.
     rank = tl.zeros([PAIRS], tl.int32)
-    for other in range(num_owners):
-        rank += count_ahead(key, keys_ptr + tl.load(owner_ptr + other) * STRIDE_LIST, MAX_K, 1, MAX_K)
+    place = tl.arange(0, MAX_K)[:, None] + each_thread(PAIRS)[None, :]
+    keys = tl.load(keys_ptr + tl.load(owner_ptr) * STRIDE_LIST + place)
+    for other in tl.range(1, num_owners + 1, disable_licm=True):
+        list_ptr = keys_ptr + tl.load(owner_ptr + other, mask=other < num_owners, other=0) * STRIDE_LIST
+        following = tl.load(list_ptr + place)
+        rank += tl.sum((keys > key[None, :]).to(tl.int32), axis=0)
+        keys = following
     rank = tl.where(key == LOWEST_KEY, NO_INDEX, rank)
     tl.debug_barrier()
     return rank, key_value(key), key_index(key), lse

@@ -283,6 +283,7 @@ def draft_kernel(
     in_use = seq < num_active
     row_slot = tl.load(active_slots_ptr + seq, mask=in_use, other=0)
     row_new = tl.load(num_new_ptr + row_slot, mask=in_use, other=0)
+    row_prefix = tl.load(prefix_ptr + row_slot, mask=in_use, other=0)
     own_row = offs_m.to(tl.int64)
     my_vocab = (draft_vocab - pid + NUM_CTAS - 1) // NUM_CTAS
     zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
@@ -425,14 +426,14 @@ def draft_kernel(
                 grid_barrier(barrier_ptr, round, NUM_CTAS)
                 attend(
                     qkv_ptr, key_ptr, value_ptr, stride_cache_slot, stride_cache_head, cos_ptr, sin_ptr, chain_ptr,
-                    part_stat_ptr, part_acc_ptr, active_slots_ptr, prefix_ptr, num_new_ptr, num_active, level,
+                    part_stat_ptr, part_acc_ptr, seq, row_slot, row_prefix, row_new, num_active, level,
                     NUM_CTAS, SLOTS, HEADS, KV_HEADS, HEAD_DIM, TOP_K, MAX_DEPTH, PART_KEYS, MAX_PARTS,
                     HEADS_PER_UNIT, BLOCK_KEYS, BLOCK_D, BLOCK_HALF,
                 )  # fmt: skip
                 round += 1
                 grid_barrier(barrier_ptr, round, NUM_CTAS)
                 merge_heads(
-                    part_stat_ptr, part_acc_ptr, x_ptr + X_ATTN, active_slots_ptr, prefix_ptr, num_active, num_nodes,
+                    part_stat_ptr, part_acc_ptr, x_ptr + X_ATTN, seq, row_prefix, num_active, num_nodes,
                     NUM_CTAS, HEADS, KV_HEADS, HEAD_DIM, PART_KEYS, MAX_PARTS, QUERIES, HEADS_PER_UNIT, BLOCK_D,
                 )  # fmt: skip
             elif which == O_PASS:

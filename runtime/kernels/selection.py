@@ -15,14 +15,12 @@ other; padding carries `LOWEST_KEY`, which every real key exceeds.
 import triton
 import triton.language as tl
 
-from .weight_stream import INTERPRETED, unaligned_zero
+from .weight_stream import unaligned_zero
 
 NO_INDEX = tl.constexpr(0x7FFFFFFF)
 """Rank or index of padding: int32 maximum."""
 LOWEST_KEY = tl.constexpr(-9223372036854775807)
 """Key of padding: every real key precedes it."""
-_EIGHT_ASM = tl.constexpr("\n".join(f"mov.b64 ${i}, ${i + 8};" for i in range(8)))
-_EIGHT = tl.constexpr(",".join(["=&l"] * 8 + ["l"] * 8))
 LANES = tl.constexpr(16)
 """Threads that share a row in `take_best`; also the most children that a node can have."""
 
@@ -102,29 +100,20 @@ def each_thread(SIZE: tl.constexpr):
 
 
 @triton.jit
-def all_at_once(keys):
-    """The same int64 values, [N, threads] with N a power of two: eight of a thread's must be there before any is used.
-
-    Else the assembler takes each as it comes, into one register, and waits as often.
-    """
-    if INTERPRETED or keys.shape[0] < 8:
-        return keys
-    else:
-        return tl.inline_asm_elementwise(_EIGHT_ASM, _EIGHT, [keys], dtype=tl.int64, is_pure=True, pack=8)
-
-
-@triton.jit
 def count_ahead(own, keys_ptr, count, STRIDE: tl.constexpr, BATCH: tl.constexpr):
     """How many of ``count`` keys in memory, STRIDE elements apart, exceed each of ``own``: int64 [N] to int32 [N].
 
-    ``count`` is rounded up to a multiple of BATCH, the keys that a thread has on their way at once: what lies there
-    must be `LOWEST_KEY`.
+    ``count`` >= 1 is rounded up to a multiple of BATCH: what lies there must be `LOWEST_KEY`. A thread compares one
+    batch while it loads the next; left to itself, the assembler waits for each key in turn.
     """
     ahead = tl.zeros(own.shape, tl.int32)
     place = tl.arange(0, BATCH)[:, None] * STRIDE + each_thread(own.shape[0])[None, :]
-    for first in range(0, count, BATCH):
-        keys = all_at_once(tl.load(keys_ptr + first * STRIDE + place))
+    last = (count - 1) // BATCH * BATCH
+    keys = tl.load(keys_ptr + place)
+    for first in tl.range(0, count, BATCH, disable_licm=True):
+        following = tl.load(keys_ptr + tl.minimum(first + BATCH, last) * STRIDE + place)
         ahead += tl.sum((keys > own[None, :]).to(tl.int32), axis=0)
+        keys = following
     return ahead
 
 
@@ -135,7 +124,8 @@ def best_k_mask(value, valid, k):
     # Largest threshold t with count(bits >= t) >= k, built from the sign downwards; it is the k-th best value itself.
     at_least_zero = tl.sum((valid & (bits >= 0)).to(tl.int32), axis=0)
     threshold = tl.where(at_least_zero >= k, 0, -2147483648).to(tl.int32)
-    for bit in range(0, 31):
+    # Not unrolled: thirty-one reductions one after the other would be a thousand instructions.
+    for bit in range(0, 31 + unaligned_zero()):
         trial = threshold | (1 << (30 - bit))
         enough = tl.sum((valid & (bits >= trial)).to(tl.int32), axis=0) >= k
         threshold = tl.where(enough, trial, threshold)
