@@ -38,7 +38,7 @@ def compile_one(job: Job) -> float:
         grid=(params.num_programs,),
         **drafter.kernel_arguments(cfg, features, packed, bufs),
         **drafter.kernel_constants(cfg, params, packed.draft_vocab),
-        num_warps=params.num_warps,
+        **drafter.compile_options(params),
         launch_cooperative_grid=True,
     )
     return time.perf_counter() - start

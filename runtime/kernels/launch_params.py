@@ -154,8 +154,10 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
 
 
 def _most_rows(cfg: DrafterConfig, name: str) -> int:
-    """Rows of a tile: fp32 accumulators of 64 registers a thread at 256 threads leave room for everything else."""
-    return min(256, 16384 // (2 if name == "mlp" else 1) // block_rows(cfg))
+    """Rows of a tile: fp32 accumulators of 128 registers a thread at 256 threads leave room for everything else."""
+    # FP8 activations are pairs, and each chunk's sum comes beside the sum so far.
+    columns = block_rows(cfg) * (1 if cfg.weight_dtype == cfg.dtype else 4)
+    return min(256, 32768 // (2 if name == "mlp" else 1) // columns)
 
 
 def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = 4) -> int:
@@ -178,7 +180,7 @@ def _choose_tile(cfg: DrafterConfig, name: str, owned: int, inputs: list[int], c
     block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
     if block_k == 0:
         raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.")
-    budget = int(chip.shared_bytes * 0.8)
+    budget = int(chip.shared_bytes * 0.9)
     while block_k > 32 and budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1)) < 4:
         block_k //= 2
     stages = budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1))
