@@ -163,6 +163,7 @@ def run_row(bench: Bench, row: Row, capacity: int) -> dict[str, Any]:
     workspace_bytes: dict[str, int] = {}
     runs: dict[str, Callable[[], object]] = {}
     plain: dict[str, Callable[[], object]] = {}
+    barriers: dict[str, int] = {}
     base = problems.config(row, "bf16", capacity)
     head = first_rows(problems.head(row.model), row.draft_vocab)
     for name in supported_weights(device):
@@ -200,6 +201,7 @@ def run_row(bench: Bench, row: Row, capacity: int) -> dict[str, Any]:
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
         runs[name], plain[f"{name} plain"] = graph, run
         floors[name] = cfg.draft_bytes([row.prefix] * row.batch) / bench.copy_bytes_per_s * 1e6
+        barriers[name] = len(phases(cfg, weights.packed.params.split)) if weights.packed else 0
         workspace_bytes[name] = sum(tensor.numel() * tensor.element_size() for tensor in bufs.workspace.values())
 
     bufs = Buffers.allocate(base, device)
@@ -216,7 +218,7 @@ def run_row(bench: Bench, row: Row, capacity: int) -> dict[str, Any]:
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     del result
     measured: dict[str, Any] = {
-        **asdict(row), "name": row.name, "checks": checks, "faults": faults, "barriers": len(phases(base)),
+        **asdict(row), "name": row.name, "checks": checks, "faults": faults, "barriers": barriers,
         "level_bytes": base.level_bytes, "draft_bytes": base.draft_bytes([row.prefix] * row.batch),
         "workspace_bytes": workspace_bytes, "floor_us": floors, "capacity": capacity,
     }  # fmt: skip
@@ -275,7 +277,7 @@ def print_row(measured: dict[str, Any], l2_bytes: int) -> None:
         if "fp8" in measured["floor_us"]:
             cells.append(f"fp8 share {measured['fp8_floor_share']:.3f}")
     else:
-        cells.append(f"{measured['barriers']} barriers")
+        cells.append(f"{measured['barriers']['bf16']} barriers")
     print(f"{name:38s} {'  '.join(cells)}", flush=True)
 
 

@@ -9,7 +9,7 @@ barrier and is not among the phases.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +18,18 @@ from ..drafter_config import Buffers, DrafterConfig
 from ..launch import Weights, check_finished, launch_drafter
 
 
-def phases(cfg: DrafterConfig) -> list[str]:
-    """Name what each barrier ends, in order."""
+def phases(cfg: DrafterConfig, split: Mapping[str, int]) -> list[str]:
+    """Name what each barrier ends, in order; ``split`` as in `LaunchParams`."""
+
+    def projection(name: str) -> list[str]:
+        # A program alone adds up what it multiplied, within the same phase.
+        return [name, f"{name} sum"] if split[name] > 1 else [name]
+
     start = ["rows"]
-    fc = ["fc", "fc sum"] if cfg.has_fc else []
+    fc = projection("fc") if cfg.has_fc else []
     if cfg.kind == "eagle3" and fc:
         start = [*start, *fc, "norm"]
-    level = ["qkv", "qkv sum", "attention", "merge", "o", "o sum", "mlp", "down", "down sum", "head", "pick"]
+    level = [*projection("qkv"), "attention", "merge", *projection("o"), "mlp", *projection("down"), "head", "pick"]
     level = [*fc, *level] if cfg.kind == "eagle" else level
     return (start + level * (cfg.depth + 1))[:-1]
 
@@ -47,8 +52,9 @@ def time_phases(
     from ..kernels.grid_barrier import STAMPS_AT
 
     assert weights.packed is not None, "pack() comes first"
-    names = phases(cfg)
-    programs = weights.packed.params.num_programs
+    params = weights.packed.params
+    names = phases(cfg, params.split)
+    programs = params.num_programs
     offset = int(getattr(STAMPS_AT, "value", STAMPS_AT))
     size = offset + (len(names) + 1) * programs * 2 * 2
     bufs.workspace["barrier"] = torch.zeros(size, dtype=torch.int32, device=features.device)

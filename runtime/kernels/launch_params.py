@@ -160,10 +160,17 @@ def _most_rows(cfg: DrafterConfig, name: str) -> int:
     return min(256, 32768 // (2 if name == "mlp" else 1) // columns)
 
 
+WORTH_SPLITTING = 8 << 20
+"""Bytes of an operand that all programs together read of it, from which groups save more than their barrier costs."""
+
+
 def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = 4) -> int:
-    """As many programs to a group, ``most`` 4, as let its rows fit one tile of 128."""
+    """Programs to a group, at most ``most`` <= 4, whose rows fit one tile of 128; 1 where operands are small."""
     if chip.num_sms == 1:
         return min(2, most)
+    operand = cfg.num_slots * cfg.top_k * in_features(cfg)[name] * cfg.dtype.itemsize
+    if operand * chip.num_sms < WORTH_SPLITTING:
+        return 1
     for split in (4, 2):
         rows = group_rows(cfg, name, split, chip.num_sms)
         if split <= most and chip.num_sms % split == 0 and rows <= min(128, _most_rows(cfg, name)):

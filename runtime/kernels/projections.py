@@ -7,7 +7,7 @@ owns ``group_rows`` rows, and each of them multiplies its share of the columns::
     partial sums: [groups] [split] [group_rows] [BLOCK_M]   fp32, in the L2
 
 After a barrier each program adds up its own block of rows, part by part in a fixed order, so results do not depend
-on timing.
+on timing. A group of one needs no barrier over the grid: its rows are the block that it adds up.
 """
 
 import triton

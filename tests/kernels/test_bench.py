@@ -11,6 +11,7 @@ import pytest
 import torch
 from eagle_slim.runtime.bench import draft, plots, precompile, problem, stages, timing
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.kernels.launch_params import PROJECTIONS
 
 TINY = problem.Dims(64, 96, 4, 2, 16, 300)
 ROW = draft.Row("tiny", 120, 1, 1, 20)
@@ -34,7 +35,7 @@ def test_a_run_end_to_end(tiny: draft.Problems, tmp_path: Path, monkeypatch: pyt
     assert set(first["times"]) == {"bf16", "bf16 plain", "A", "B"}
     assert first["bf16_vs_B"] == first["times"]["B"]["median_us"] / first["times"]["bf16"]["median_us"]
     assert first["floor_us"]["bf16"] == pytest.approx(first["draft_bytes"] / result["copy_bytes_per_s"] * 1e6)
-    assert first["barriers"] == 4 + 2 * 11 - 1
+    assert first["barriers"] == {"bf16": 4 + 2 * 11 - 1}
     draft.write(result, tmp_path / "deep" / "result.json")
     assert json.loads((tmp_path / "deep" / "result.json").read_text()) == result
 
@@ -92,12 +93,13 @@ def test_times_are_medians_of_interleaved_calls() -> None:
 
 
 def test_barriers_by_kind() -> None:
+    grouped, alone = dict.fromkeys(PROJECTIONS, 4), dict.fromkeys(PROJECTIONS, 1)
     cfg = problem.draft_config(TINY, 120, TreeConfig(5, 10, 60), 1, 20)
-    assert len(stages.phases(cfg)) == 4 + 6 * 11 - 1
-    fp8 = problem.draft_config(TINY, 120, TreeConfig(5, 10, 60), 1, 20, weight_dtype=torch.float8_e4m3fn)
-    assert stages.phases(fp8)[:5] == ["rows", "fc", "fc sum", "norm", "qkv"]
-    eagle = problem.Dims(64, 96, 4, 2, 16, 300, "eagle")
-    assert len(stages.phases(problem.draft_config(eagle, 120, TreeConfig(5, 10, 60), 1, 20))) == 1 + 6 * 13 - 1
+    assert len(stages.phases(cfg, grouped)) == 4 + 6 * 11 - 1
+    assert len(stages.phases(cfg, alone)) == 3 + 6 * 8 - 1
+    assert stages.phases(cfg, {**grouped, "qkv": 1})[:6] == ["rows", "fc", "fc sum", "norm", "qkv", "attention"]
+    eagle = problem.draft_config(problem.Dims(64, 96, 4, 2, 16, 300, "eagle"), 120, TreeConfig(5, 10, 60), 1, 20)
+    assert len(stages.phases(eagle, grouped)) == 1 + 6 * 13 - 1
 
 
 def test_stamps_are_summed_up_by_phase(capsys: pytest.CaptureFixture[str]) -> None:

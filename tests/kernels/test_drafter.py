@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter_config import DrafterConfig
+from eagle_slim.runtime.kernels.drafter import allocate_workspace, chip_of, pack_head
+from eagle_slim.runtime.kernels.launch_params import LaunchParams, Tile, choose_launch
 from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, launch_drafter
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -61,6 +64,32 @@ def test_separate_taps_are_the_concatenated_ones(device: str) -> None:
     separate = draft(head, (1, 3, 10), [5, 2], [3, 2], separate_taps=True)
     assert_agrees(separate)
     assert_equal_trees(joined.tree, separate.tree)
+
+
+def odd_tiles(params: LaunchParams) -> LaunchParams:
+    return replace(params, tiles={"layer": Tile(32, 32, 2), "mlp": Tile(16, 16, 1), "head": Tile(64, 32, 3)})
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "change",
+    [lambda params: replace(params, split=dict.fromkeys(params.split, 1)), odd_tiles],
+    ids=["no groups", "odd tiles"],
+)
+def test_launch_parameters_change_no_result(
+    kind: str, weight_dtype: torch.dtype, change: Callable[[LaunchParams], LaunchParams], device: str
+) -> None:
+    head = random_head(kind, device=device, dtype=torch.float16 if weight_dtype.itemsize == 1 else torch.float32)
+    dtype = None if weight_dtype == torch.float32 else weight_dtype
+    cfg, features, _, bufs = problem(head, TreeConfig(2, 3, 12), [9, 4], [2, 5], None, dtype)
+    chip = chip_of(bufs.keys.device)
+    weights = Weights(head, pack_head(head, cfg, change(choose_launch(cfg, chip))))
+    bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, bufs.keys.device))
+    drafted = run(cfg, features, weights, bufs)
+    assert_agrees(drafted)
+    if dtype is None:
+        assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
 def test_without_fc(device: str) -> None:

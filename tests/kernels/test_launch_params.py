@@ -63,6 +63,8 @@ def test_groups_of_programs() -> None:
     assert [group_rows(cfg, name, params.split[name], 132) for name in ("o", "qkv")] == [125, 94]
     assert fit_split(cfg, "o", KNOWN_CHIPS[90], most=2) == 2
     assert fit_split(cfg, "o", KNOWN_CHIPS[90], most=1) == 1
+    small = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
+    assert set(choose_launch(small, KNOWN_CHIPS[90]).split.values()) == {1}
 
 
 def test_the_cache_round_trips(tmp_path: Path) -> None:
