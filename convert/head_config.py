@@ -26,6 +26,8 @@ _KEY_ORDER = (
     "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
 
 # Flags that change what the layer computes, each with the other names that trainers give it.
@@ -61,6 +63,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
     _flatten_rope(config, where)
+    _settle_window(config, where)
     _settle_norm_flags(config)
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
@@ -98,6 +101,15 @@ def uses_aux_layers(config: Mapping[str, Any]) -> bool:
     """False for the rare EAGLE-3 head that reads only the target's last hidden state (`use_aux_hidden_state` false)."""
     nested = config.get("eagle_config")
     return not (isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False)
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Tokens that the layer attends to, its own included, by a normalised configuration; None for all before it.
+
+    Counted as by transformers, vLLM and speculators: a key is seen if query position - key position < window.
+    """
+    types = config.get("layer_types")
+    return config["sliding_window"] if isinstance(types, list) and types[:1] == [_SLIDING] else None
 
 
 def tap_layers(
@@ -182,6 +194,35 @@ def _settle_norm_flags(config: dict[str, Any]) -> None:
             config[flag] = True
     if config.get("norm_before_fc"):
         config["eagle_config"] = {**nested, "norm_before_fc": True}
+
+
+def _settle_window(config: dict[str, Any], where: str) -> None:
+    """Say of the head's one layer whether it has a sliding window, in the keys that vLLM and transformers read.
+
+    `layer_types` decides, its first entry where it was copied from a target of many layers. Without it transformers
+    gives Qwen a window from layer `max_window_layers` on; `sliding_window` alone gives no draft layer one anywhere.
+    """
+    types = config.get("layer_types")
+    window = config.get("sliding_window")
+    if isinstance(types, list) and types[:1] in ([], [_FULL]):
+        # The default; vLLM looks up an EAGLE-1/2 layer behind the target's, where a list has no entry.
+        del config["layer_types"]
+    if types:
+        if types[:1] != [_SLIDING]:
+            return
+    elif not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
+        return
+    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
+        raise MismatchError(
+            f"{where}: sliding_window: expected a positive number of tokens, as layer_types says {_SLIDING}, found "
+            f"{window!r}"
+        )
+    if config.get("use_sliding_window") is False:
+        raise MismatchError(
+            f"{where}: layer_types says {_SLIDING}, use_sliding_window is false; correct the wrong one in config.json"
+        )
+    config["layer_types"] = [_SLIDING]
+    config["use_sliding_window"] = True
 
 
 def _flatten_rope(config: dict[str, Any], where: str) -> None:

@@ -49,12 +49,18 @@ class TreeContext:
 
 
 def tree_attention_mask(
-    lengths: Tensor, tree_mask: Tensor, positions: Tensor, kv_length: int, sliding_window: int | None
+    lengths: Tensor,
+    tree_mask: Tensor,
+    positions: Tensor,
+    kv_length: int,
+    sliding_window: int | None,
+    row_positions: Tensor | None = None,
 ) -> Tensor:
     """Build the mask of prefix, ancestors and window (module docstring): bool [batch, 1, nodes, kv_length].
 
-    Shapes as in `TreeContext`; without a window ``tree_mask`` may have more columns than ``nodes``, when rows of
-    earlier nodes lie between the prefix and these. Example: prefix of 2, root with two children, no window::
+    Shapes as in `TreeContext`; ``tree_mask`` may have more columns than ``nodes``, when rows of earlier nodes lie
+    between the prefix and these: ``row_positions`` int64 [batch, columns] are theirs then. Example: prefix of 2, root
+    with two children, no window::
 
         column   0 1   2    3       4       5
                  prefix root child 1 child 2 (row of a longer sequence)
@@ -71,7 +77,8 @@ def tree_attention_mask(
     seen = tree_mask.gather(2, node[:, None].expand(batch, nodes, kv_length)) & in_tree[:, None]
     seen = seen | (column < lengths[:, None])[:, None]
     if sliding_window is not None:
-        key_position = torch.where(in_tree, lengths[:, None] + positions.gather(1, node), column)
+        row_positions = positions if row_positions is None else row_positions
+        key_position = torch.where(in_tree, lengths[:, None] + row_positions.gather(1, node), column)
         query_position = lengths[:, None] + positions
         seen = seen & (query_position[:, :, None] - key_position[:, None] < sliding_window)
     return seen[:, None]

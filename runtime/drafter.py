@@ -153,33 +153,30 @@ class ReferenceDrafter:
         """Run new pairs behind the committed ones: hidden [active, new, hidden] to outputs of the same shape."""
         new = next_tokens.shape[1]
         lengths = self._length_tensor(active)
-        offsets = torch.arange(new, device=lengths.device)
+        positions = torch.arange(new, device=lengths.device).expand(len(lengths), new)
         causal = torch.ones((len(lengths), new, new), dtype=torch.bool, device=lengths.device).tril()
-        rows = lengths[:, None] + offsets
-        return self._pass(active, hidden, next_tokens, rows, rows, causal, lengths)
+        return self._pass(active, hidden, next_tokens, lengths, causal, positions)
 
     def _level(self, active: ActiveSlots, hidden: Tensor, tokens: Tensor, ancestors: Tensor, level: int) -> Tensor:
         """Run the frontier of one level: [active, top_k, hidden] to outputs of the same shape."""
-        lengths = self._length_tensor(active)
-        first = lengths[:, None] + (level - 1) * self.tree.top_k
-        rows = first + torch.arange(self.tree.top_k, device=lengths.device)
-        positions = (lengths[:, None] + level - 1).expand_as(rows)
-        return self._pass(active, hidden, tokens, rows, positions, ancestors, lengths)
+        lengths, top_k = self._length_tensor(active), self.tree.top_k
+        positions = torch.arange(level * top_k, device=lengths.device).expand(len(lengths), -1) // top_k
+        return self._pass(active, hidden, tokens, lengths, ancestors, positions)
 
     def _pass(
         self,
         active: ActiveSlots,
         hidden: Tensor,
         tokens: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        tree_mask: Tensor,
         lengths: Tensor,
+        tree_mask: Tensor,
+        row_positions: Tensor,
     ) -> Tensor:
         """Run the decoder layer.
 
-        ``hidden`` [active, nodes, hidden], ``tokens``, ``rows`` (of the cache), ``positions`` int64 [active, nodes],
-        ``tree_mask`` bool [active, nodes, rows behind the committed ones].
+        ``hidden`` [active, nodes, hidden]; ``tokens`` int64 [active, nodes]; ``lengths`` int64 [active] committed rows
+        of the cache. Behind those lie the rows of this draft, the nodes' own last: ``tree_mask`` bool [active, nodes,
+        rows], ``row_positions`` int64 [active, rows] from the first position that is not committed.
         """
         weights, w = self.weights, self.weights.tensors
         assert self._cache is not None, "allocate() comes first"
@@ -192,12 +189,15 @@ class ReferenceDrafter:
         else:
             residual = inputs = F.linear(torch.cat((embedded, hidden), -1), w["fc.weight"], w.get("fc.bias"))
 
-        cos, sin = weights.rotary.at(positions)
+        nodes, num_rows = tokens.shape[1], row_positions.shape[1]
+        rows = lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=lengths.device)
+        positions = row_positions[:, -nodes:]
+        cos, sin = weights.rotary.at(lengths[:, None] + positions)
         query = apply_rotary(self._heads(inputs, "q", weights.num_heads), cos, sin)
         key = apply_rotary(self._heads(inputs, "k", weights.num_kv_heads), cos, sin)
         self._cache.write_(active, rows, key, self._heads(inputs, "v", weights.num_kv_heads))
-        kv_length = max(self.lengths[slot] for slot in active.indices) + tree_mask.shape[2]
-        mask = tree_attention_mask(lengths, tree_mask, positions, kv_length, sliding_window=None)
+        kv_length = max(self.lengths[slot] for slot in active.indices) + num_rows
+        mask = tree_attention_mask(lengths, tree_mask, positions, kv_length, weights.sliding_window, row_positions)
         attended = masked_attention(query, *self._cache.read(active, kv_length), mask, weights.head_dim**-0.5)
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))

@@ -95,7 +95,7 @@ class DrafterConfig:
         for name in ("input_norm.weight", "fc_norm.0.weight", "self_attn.o_proj.bias", "mlp.gate_proj.bias"):
             if name in w:
                 raise UnsupportedModelError(f'drafter="triton" does not compute {name}. Use drafter="reference".')
-        for option in ("norm_before_residual", "norm_output"):
+        for option in ("norm_before_residual", "norm_output", "sliding_window"):
             if getattr(head, option):
                 raise UnsupportedModelError(f'drafter="triton" does not compute {option}. Use drafter="reference".')
         if head.activation != "silu":

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.eagle3 import rows_of_ids
 from eagle_slim.convert.head import DraftHead
+from eagle_slim.convert.head_config import sliding_window
 from torch import Tensor
 
 from .errors import UnsupportedModelError, UsageError
@@ -51,6 +52,8 @@ class HeadWeights:
     """Width of the target's features: taps * target hidden for EAGLE-3, hidden for EAGLE-1/2."""
     norm_before_residual: bool = False
     norm_output: bool = False
+    sliding_window: int | None = None
+    """A key is seen if query position - key position is below it; None for no window."""
 
     @property
     def draft_vocab(self) -> int:
@@ -159,6 +162,7 @@ def load_head_weights(
         feature_width=target.feature_width,
         norm_before_residual=_flag(config, eagle_config, "norm_before_residual"),
         norm_output=_flag(config, eagle_config, "norm_output", "return_hidden_post_norm"),
+        sliding_window=sliding_window(config),
     )
 
 

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
+from eagle_slim.convert.head_config import sliding_window
 from support import heads
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
+from transformers import AutoConfig
 
 
 @pytest.mark.parametrize("spelling", ["midlayer", "layers.0", "model.layers.0", "midlayer.0", "speculators"])
@@ -155,6 +157,7 @@ def test_rope_parameters_are_flattened(tmp_path):
             {
                 "rope_theta": ...,
                 "layer_types": ["sliding_attention"],
+                "sliding_window": 16,
                 "rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 2e4}},
             },
             2e4,
@@ -167,6 +170,38 @@ def test_rope_is_read_as_transformers_reads_it(tmp_path, changes, theta, scaling
     assert config["rope_theta"] == theta
     assert (config["rope_scaling"] or {}).get("rope_type") == scaling
     assert "rope_theta" not in (config["rope_scaling"] or {})
+
+
+SLIDING = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({"layer_types": SLIDING[:1], "sliding_window": 16}, 16),
+        ({"layer_types": SLIDING, "sliding_window": 16, "use_sliding_window": True}, 16),
+        ({"layer_types": SLIDING[::-1], "sliding_window": 16, "use_sliding_window": True}, None),
+        ({"layer_types": [], "sliding_window": 16}, None),
+        ({"sliding_window": 16}, None),
+        ({"sliding_window": 16, "use_sliding_window": True}, None),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 1}, None),
+        ({"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
+        ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, None),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["midlayer", "speculators"])
+def test_the_layers_window_stands_where_vllm_reads_it(tmp_path, changes, window, spelling):
+    config = open_head(write_eagle3(tmp_path / "head", spelling=spelling, **changes)).config
+    assert sliding_window(config) == window
+    assert bool(config.get("layer_types")) == (window is not None)
+    if window is not None:
+        assert config["layer_types"] == ["sliding_attention"]
+        assert (config["sliding_window"], config["use_sliding_window"]) == (16, True)
+    # transformers, and with it vLLM, has layer types by model: Qwen's own, any other's from the file.
+    for name in ("llama", "qwen3"):
+        read = AutoConfig.for_model(**{**config, "model_type": name})
+        types = getattr(read, "layer_types", None)
+        assert (read.sliding_window if types == ["sliding_attention"] else None) == window
 
 
 def test_rope_keeps_what_is_more_than_a_base(tmp_path):
@@ -270,6 +305,13 @@ def ones(*shape):
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             MismatchError,
             "full_attention and sliding_attention",
+        ),
+        ({"layer_types": ["sliding_attention"]}, MismatchError, "sliding_window.*found None"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 0}, MismatchError, "sliding_window.*found 0"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
+            MismatchError,
+            "use_sliding_window is false",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MismatchError, "captured layers"),
         ({"d2t": None}, MismatchError, "t2d without d2t"),

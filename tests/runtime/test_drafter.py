@@ -14,6 +14,8 @@ import torch
 from eagle_slim.convert.head import open_head
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter_config import DrafterConfig
+from eagle_slim.runtime.errors import UnsupportedModelError
 from eagle_slim.runtime.pairing import resolve_tap_layers
 from eagle_slim.runtime.rope import rotary_embedding
 from eagle_slim.runtime.slots import ActiveSlots
@@ -22,6 +24,7 @@ from eagle_slim.runtime.tree import DraftTree
 from eagle_slim.runtime.weights import HeadWeights, choose_draft_ids, load_head_weights
 from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head
 from torch import Tensor
+from transformers.masking_utils import sliding_window_overlay
 
 TREE = TreeConfig(depth=3, top_k=3, total_tokens=16)
 
@@ -90,11 +93,13 @@ class Naive:
         results = []
         for position, query in enumerate(queries):
             mixed = []
+            window = sliding_window_overlay(w.sliding_window or len(queries))
+            seen = [j for j in range(position + 1) if window(0, 0, position, j)]
             for head in range(w.num_heads):
                 shared = head // (w.num_heads // w.num_kv_heads)
-                scores = torch.stack([query[head] @ keys[j][shared] for j in range(position + 1)])
+                scores = torch.stack([query[head] @ keys[j][shared] for j in seen])
                 weights = (scores / math.sqrt(w.head_dim)).softmax(0)
-                mixed.append(sum(weights[j] * values[j][shared] for j in range(position + 1)))
+                mixed.append(sum(weight * values[j][shared] for weight, j in zip(weights, seen, strict=True)))
             y = residuals[position] + t["self_attn.o_proj.weight"] @ torch.cat(mixed)
             z = rms_norm(y, t["post_attention_layernorm.weight"], eps)
             gate = torch.nn.functional.silu(t["mlp.gate_proj.weight"] @ z)
@@ -170,7 +175,10 @@ HEADS: dict[str, dict[str, Any]] = {
         "fc_norm": True, "extra": {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)}
     },
     "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
+    "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
+    "window-of-one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
     "eagle-1": {"kind": "eagle"},
+    "eagle-1-window": {"kind": "eagle", "layer_types": ["sliding_attention"], "sliding_window": 6},
 }  # fmt: skip
 
 
@@ -193,6 +201,12 @@ def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
         assert tree.draft_tokens[1].tolist() == expected[0]
         assert tree.parents[1].tolist() == expected[1]
         assert tree.draft_tokens[0].eq(-1).all()
+
+
+def test_the_persistent_drafter_refuses_a_window_by_name(tmp_path: Path) -> None:
+    weights = head_weights(write_head(tmp_path, **HEADS["window"]))
+    with pytest.raises(UnsupportedModelError, match=r"does not compute sliding_window\. Use drafter=\"reference\""):
+        DrafterConfig.of(weights, TREE, num_slots=1, capacity=30)
 
 
 def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> None:
