@@ -158,6 +158,11 @@ class HeadFacts:
         found = self.config.get("architectures")
         return str(found[0]) if isinstance(found, list) and found else None
 
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that the layer attends to, its own included; None for all before it."""
+        return head_config.sliding_window(self.config)
+
     def flag(self, key: str) -> bool:
         """A flag of the config, or of its `eagle_config`."""
         nested = self.config.get("eagle_config")
@@ -219,6 +224,8 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
 def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     if head.kind == "eagle":
         yield from _no_token_map(head)
+        if head.sliding_window is not None:
+            yield "error", "layer_types raises AssertionError with an EAGLE-1/2 head", "generate with eagle-generate"
         if head.architecture and head.architecture.endswith("Eagle"):
             yield (
                 "error",
@@ -264,6 +271,7 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
                 "the token map is applied to one rank's shard of the LM head, so with tensor parallelism it is wrong",
                 "serve it with --tp 1",
             )
+        yield from _window_unknown(head)
         return
     if head.architecture not in ("LlamaForCausalLMEagle3", None):
         yield (
@@ -273,6 +281,8 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         )
     if _attention_biases(head):
         yield "error", "the biases of q, k and v are dropped, so it drafts wrongly", "serve it with vLLM"
+    # SGLang counts the tokens before the current one.
+    yield from _window_unknown(head, "serve it with --speculative-draft-window-size {before}")
     yield from _residual_of_the_norm(head)
     yield from _number_of_taps(head)
     yield from _padding(head)
@@ -301,6 +311,7 @@ def _tensorrt_llm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"architecture {head.architecture} is known to the one-model path only",
             "convert without --for lmdeploy",
         )
+    yield from _window_unknown(head)
     yield from _residual_of_the_norm(head)
     if head.has_other_taps:
         yield (
@@ -319,6 +330,7 @@ def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"rope_scaling {kind!r} raises ValueError (only null, 'linear' and 'dynamic' are known)",
             "serve it with vLLM or SGLang",
         )
+    yield from _window_unknown(head)
     if head.kind == "eagle":
         yield from _no_token_map(head)
         return
@@ -367,6 +379,13 @@ def _speculators(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "norm_before_residual is not carried over by speculators convert",
             "give it: --algorithm-kwargs '{\"norm_before_residual\": true}'",
         )
+    if head.sliding_window is not None:
+        yield (
+            "warning",
+            "the layer's sliding window is not carried over by speculators convert",
+            f'add "layer_types": ["sliding_attention"] and "sliding_window": {head.sliding_window} to the '
+            "transformer_layer_config that it writes",
+        )
 
 
 def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
@@ -383,6 +402,7 @@ def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "norm_before_residual is not known, so it trains another layer",
             "train the head with speculators",
         )
+    yield from _window_unknown(head, "train the head with speculators")
 
 
 def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
@@ -400,6 +420,7 @@ def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         yield "error", "the norms before fc raise KeyError", "serve it with vLLM or SGLang"
     if _attention_biases(head):
         yield "error", "the biases of the attention raise KeyError", "serve it with vLLM"
+    yield from _window_unknown(head)
     yield from _residual_of_the_norm(head)
     yield from _normed_output(head)
     if not head.is_slim:
@@ -447,6 +468,18 @@ def _padding(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "note",
             f"{head.draft_vocab} rows are padded to {rounded}, which was not tried with tensor parallelism",
             f"take --draft-vocab {rounded} for more than one GPU",
+        )
+
+
+def _window_unknown(head: HeadFacts, alternative: str | None = None) -> Iterator[tuple[Severity, str, str]]:
+    if head.sliding_window is not None:
+        if alternative is None:
+            alternative = f"{'serve it with vLLM or' if head.kind == 'eagle3' else 'generate with'} eagle-generate"
+        yield (
+            "warning",
+            f"the layer's sliding window of {head.sliding_window} tokens is not known: behind that many tokens it "
+            "attends to more than it was trained with, so fewer drafts are accepted",
+            alternative.format(before=head.sliding_window - 1),
         )
 
 

@@ -36,6 +36,10 @@ def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
     return replace(facts, config={**facts.config, **changes})
 
 
+WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
+WINDOWED = with_config(EAGLE3, **WINDOW)
+
+
 def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
     """(severity, message) of what the engine makes of the head itself, versions apart."""
     proven = ENGINES[engine].proven
@@ -80,6 +84,14 @@ def test_the_lmdeploy_flavour_is_taken_by_lmdeploy_and_refused_by_sglang() -> No
             (with_config(EAGLE3, norm_output=True), engine, "error", "vLLM or SGLang")
             for engine in ("safeailab", "lmdeploy")
         ),
+        (WINDOWED, "sglang", "warning", "--speculative-draft-window-size 2047"),
+        *(
+            (WINDOWED, engine, "warning", "window of 2048 tokens is not known")
+            for engine in ("tensorrt-llm", "safeailab", "lmdeploy", "specforge")
+        ),
+        (WINDOWED, "speculators", "warning", '"sliding_window": 2048'),
+        (with_config(EAGLE1, **WINDOW), "vllm", "error", "AssertionError"),
+        (with_config(EAGLE1, **WINDOW), "sglang", "warning", "eagle-generate"),
         (EAGLE1, "vllm", "warning", "--speculative-token-map"),
         (EAGLE1, "tensorrt-llm", "error", "SGLang"),
         (EAGLE1, "sglang", "error", "--for sglang"),
@@ -102,6 +114,14 @@ def test_a_head_of_the_last_hidden_state_alone_is_taken_by_vllm_and_not_by_sglan
 @pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
 def test_vllm_knows_both_flags_of_the_layers_norms(flag: str) -> None:
     assert problems(with_config(EAGLE3, **{flag: True}), "vllm") == []
+
+
+def test_vllm_knows_the_window_and_a_window_without_a_layer_type_is_none() -> None:
+    assert problems(WINDOWED, "vllm") == []
+    assert conversion_findings(with_config(EAGLE3, sliding_window=2048)) == []
+    assert {finding.engine for finding in conversion_findings(WINDOWED)} == {
+        "sglang", "tensorrt-llm", "safeailab", "lmdeploy",
+    }  # fmt: skip
 
 
 def test_old_linear_rope_scaling_is_fine_for_safeailab() -> None:
