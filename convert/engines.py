@@ -25,6 +25,7 @@ AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 _TREE_TOP_K = 10
 # vLLM and SGLang pad a vocabulary to this many rows before they split it over tensor-parallel ranks.
 _VOCAB_PADDING = 64
+_OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 
@@ -159,6 +160,11 @@ class HeadFacts:
         return str(found[0]) if isinstance(found, list) and found else None
 
     @property
+    def activation(self) -> str:
+        """Name of the MLP's activation."""
+        return str(self.config.get("hidden_act") or "silu")
+
+    @property
     def sliding_window(self) -> int | None:
         """Tokens that the layer attends to, its own included; None for all before it."""
         return head_config.sliding_window(self.config)
@@ -222,6 +228,7 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
 
 
 def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    yield from _activation_refused(head)
     if head.kind == "eagle":
         yield from _no_token_map(head)
         if head.sliding_window is not None:
@@ -252,6 +259,7 @@ def _vllm_known(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
 
 
 def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    yield from _activation_refused(head)
     if head.kind == "eagle":
         if head.architecture and not head.architecture.endswith("Eagle"):
             yield (
@@ -311,6 +319,7 @@ def _tensorrt_llm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"architecture {head.architecture} is known to the one-model path only",
             "convert without --for lmdeploy",
         )
+    yield from _activation_unread(head)
     yield from _window_unknown(head)
     yield from _residual_of_the_norm(head)
     if head.has_other_taps:
@@ -420,6 +429,7 @@ def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         yield "error", "the norms before fc raise KeyError", "serve it with vLLM or SGLang"
     if _attention_biases(head):
         yield "error", "the biases of the attention raise KeyError", "serve it with vLLM"
+    yield from _activation_unread(head)
     yield from _window_unknown(head)
     yield from _residual_of_the_norm(head)
     yield from _normed_output(head)
@@ -468,6 +478,26 @@ def _padding(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "note",
             f"{head.draft_vocab} rows are padded to {rounded}, which was not tried with tensor parallelism",
             f"take --draft-vocab {rounded} for more than one GPU",
+        )
+
+
+def _activation_refused(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.activation != "silu":
+        # transformers has the same function under a second name.
+        same = head.activation == "swish"
+        yield (
+            "error",
+            f"hidden_act {head.activation!r} raises ValueError (only 'silu' is known)",
+            'write "silu" into config.json, which is the same function' if same else _OTHER_ACTIVATIONS,
+        )
+
+
+def _activation_unread(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
+    if head.activation not in ("silu", "swish"):
+        yield (
+            "error",
+            f"hidden_act {head.activation!r} is not read: silu is computed in its place, so it drafts wrongly",
+            _OTHER_ACTIVATIONS,
         )
 
 

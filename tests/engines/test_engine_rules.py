@@ -84,6 +84,16 @@ def test_the_lmdeploy_flavour_is_taken_by_lmdeploy_and_refused_by_sglang() -> No
             (with_config(EAGLE3, norm_output=True), engine, "error", "vLLM or SGLang")
             for engine in ("safeailab", "lmdeploy")
         ),
+        *(
+            (with_config(head, hidden_act="gelu"), engine, "error", "'gelu' raises ValueError")
+            for head in (EAGLE3, EAGLE1)
+            for engine in ("vllm", "sglang")
+        ),
+        *(
+            (with_config(EAGLE3, hidden_act="gelu"), engine, "error", "silu is computed in its place")
+            for engine in ("tensorrt-llm", "lmdeploy")
+        ),
+        (with_config(EAGLE3, hidden_act="swish"), "vllm", "error", "the same function"),
         (WINDOWED, "sglang", "warning", "--speculative-draft-window-size 2047"),
         *(
             (WINDOWED, engine, "warning", "window of 2048 tokens is not known")
@@ -122,6 +132,15 @@ def test_vllm_knows_the_window_and_a_window_without_a_layer_type_is_none() -> No
     assert {finding.engine for finding in conversion_findings(WINDOWED)} == {
         "sglang", "tensorrt-llm", "safeailab", "lmdeploy",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("engine", ["safeailab", "speculators", "specforge"])
+def test_other_activations_are_known_to_what_takes_them_from_transformers(engine: str) -> None:
+    assert problems(with_config(EAGLE3, hidden_act="gelu"), engine) == []
+
+
+def test_silu_by_its_other_name_is_silu_where_the_name_is_not_read() -> None:
+    assert problems(with_config(EAGLE3, hidden_act="swish"), "tensorrt-llm") == []
 
 
 def test_old_linear_rope_scaling_is_fine_for_safeailab() -> None:
