@@ -159,7 +159,7 @@ def stream_topk(
         left = tl.minimum(num_rows - n0, TILE)
         acc = stream_matmul(
             x_ptr, x_row, x_row, mask_m, w_ptr + n0 * (NUM_CHUNKS * BLOCK_K), left, TILE * BLOCK_K,
-            0, NUM_CHUNKS, NUM_CHUNKS, NUM_CHUNKS * BLOCK_K, False, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
+            0, NUM_CHUNKS + zero, NUM_CHUNKS, NUM_CHUNKS * BLOCK_K, False, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
         )  # fmt: skip
         if n0 + TILE >= num_rows:
             prefetch_l2(next_ptr, PREFETCH, BULK)

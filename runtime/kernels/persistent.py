@@ -148,7 +148,7 @@ def gated_mlp(
         mask_w = (n0 + offs_n < R)[:, None]
         gate = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
         up = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-        for k in tl.range(0, HIDDEN // BLOCK_K, num_stages=STAGES):
+        for k in tl.range(0, HIDDEN // BLOCK_K + zero, num_stages=STAGES):
             x_offs = x_row[None, :] + (k * BLOCK_K + offs_k)[:, None]
             x = tl.load(x_ptr + x_offs, mask=mask_x[None, :], other=0.0)
             slab = region + k * (2 * R * BLOCK_K)
