@@ -1,8 +1,13 @@
-"""Which tensor of a target is its LM head, by the names under which published checkpoints store it."""
+"""Which tensor of a target is its LM head, by the names under which published checkpoints store it.
+
+Where config.json ties the LM head to the input embedding, the embedding is it even beside a stored LM head: so vLLM,
+SGLang and transformers 4 load such a target. transformers 5 takes the stored one where the two differ.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +34,8 @@ LM_HEAD_NAMES = (
 )
 """Spellings of an LM head of its own: plain, inside multimodal models, GPT-NeoX, original Llama and Mistral."""
 
+_TIE = "tie_word_embeddings"
+
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
@@ -45,24 +52,49 @@ EMBEDDING_NAMES = (
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 
 
-def find_lm_head(names: Collection[str], where: str) -> tuple[str, bool]:
+def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> tuple[str, bool]:
     """Return the name of the LM-head tensor among `names`, and whether it is the (tied) input embedding.
+
+    Args:
+        names: of the target's tensors.
+        where: names the target in messages.
+        tied: whether its config.json ties the two (`ties_embedding`).
 
     Raises:
         CheckpointError: there is neither under any known name.
     """
-    for name in LM_HEAD_NAMES:
-        if name in names:
-            return name, False
-    for name in EMBEDDING_NAMES:
-        if name in names:
-            return name, True
+    kinds = [(LM_HEAD_NAMES, False), (EMBEDDING_NAMES, True)]
+    for spellings, is_embedding in reversed(kinds) if tied else kinds:
+        for name in spellings:
+            if name in names:
+                return name, is_embedding
     near = sorted(name for name in names if "head" in name or "embed" in name)[:8]
     raise CheckpointError(
         f"{where}: no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
         "Give the target with --target as a causal language model in the Hugging Face layout."
     )
+
+
+def unused_lm_head(names: Collection[str], chosen: str) -> str | None:
+    """Name of an LM head that is stored beside `chosen`, the tied embedding; None without one."""
+    return next((name for name in LM_HEAD_NAMES if name in names), None) if chosen in EMBEDDING_NAMES else None
+
+
+def ties_embedding(folder: Path) -> bool:
+    """Whether the config.json in `folder` ties the LM head to the input embedding.
+
+    A multimodal target must not say otherwise in one of its two places; engines differ in which of them they read.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    if not isinstance(config, dict):
+        return False
+    parts = (config, config.get("text_config"))
+    said = [part[_TIE] for part in parts if isinstance(part, dict) and part.get(_TIE) is not None]
+    return bool(said) and all(value is True for value in said)
 
 
 @dataclass(frozen=True)
@@ -72,10 +104,11 @@ class TargetLMHead:
     Attributes:
         checkpoint: holds at least this tensor; records what was read.
         name: of the tensor, as the target spells it.
-        tied: whether it is the input embedding, because the target has no LM head of its own.
+        tied: whether it is the input embedding: config.json says so, or there is no LM head.
         file: name of the weights file of the target that holds it.
         etag: identifies the content of that file on the Hub (its sha256 for large files); None for a folder.
         label: names the target in messages.
+        unused: name of an LM head that is stored beside a tied embedding, if the two differ or were not compared.
     """
 
     checkpoint: Checkpoint
@@ -84,6 +117,7 @@ class TargetLMHead:
     file: str
     etag: str | None
     label: str
+    unused: str | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -116,19 +150,36 @@ def open_local_lm_head(folder: Path, label: str) -> TargetLMHead:
     Raises:
         CheckpointError: the weights are damaged, or no tensor is an LM head.
     """
-    names = checkpoint_names(folder)
-    checkpoint = open_checkpoint(folder) if names is None else open_checkpoint(folder, {find_lm_head(names, label)[0]})
-    name, tied = find_lm_head(names or checkpoint.names, label)
-    return lm_head_of(checkpoint, name, tied, None, label)
+    shards = _shards(folder)
+    said = ties_embedding(folder)
+    whole = open_checkpoint(folder) if shards is None else None
+    stored = whole.names if whole is not None else tuple(shards or ())
+    name, tied = find_lm_head(stored, label, said)
+    checkpoint = open_checkpoint(folder, {name}) if whole is None else whole
+    unused = unused_lm_head(stored, name)
+    if unused is not None and (shards is None or (folder / shards[unused]).is_file()):
+        # Opened anew: what is read for this comparison is not what the conversion read.
+        both = open_checkpoint(folder, {name, unused})
+        unused = None if _equal(both, name, unused) else unused
+    return lm_head_of(checkpoint, name, tied, None, label, unused)
 
 
-def checkpoint_names(folder: Path) -> tuple[str, ...] | None:
-    """Return the tensor names in the index of a sharded checkpoint, without opening a shard; None without an index."""
+def _shards(folder: Path) -> Mapping[str, str] | None:
+    """The shard of each tensor of a sharded checkpoint, by its index; None without an index."""
     chosen = choose_weights(list_names(folder), str(folder))
-    return tuple(read_index(path_inside(folder, chosen)).shard_of) if chosen.endswith(".index.json") else None
+    return read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
 
 
-def lm_head_of(checkpoint: Checkpoint, name: str, tied: bool, etag: str | None, label: str) -> TargetLMHead:
+def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    if (checkpoint.shape(one), checkpoint.dtype(one)) != (checkpoint.shape(other), checkpoint.dtype(other)):
+        return False
+    pieces = zip(checkpoint.pieces(one), checkpoint.pieces(other), strict=True)
+    return all(bool((a == b).all()) for a, b in pieces)
+
+
+def lm_head_of(
+    checkpoint: Checkpoint, name: str, tied: bool, etag: str | None, label: str, unused: str | None = None
+) -> TargetLMHead:
     """Check the form of the tensor and return it as an LM head.
 
     Raises:
@@ -140,4 +191,4 @@ def lm_head_of(checkpoint: Checkpoint, name: str, tied: bool, etag: str | None, 
             f"{label}: {name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}.\n"
             "Give the unquantised target with --target."
         )
-    return TargetLMHead(checkpoint, name, tied, checkpoint.path_of(name).name, etag, label)
+    return TargetLMHead(checkpoint, name, tied, checkpoint.path_of(name).name, etag, label, unused)

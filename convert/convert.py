@@ -360,7 +360,7 @@ class _Job:
         tokenizer: dict[str, Any] | None,
     ) -> Manifest:
         rows = head.target_vocab if vocab is None else len(vocab)
-        warnings = list(head.warnings)
+        warnings = [*head.warnings, *(lm_head.warnings if lm_head is not None else ())]
         if vocab is not None:
             warnings += vocab.warnings
             if tokenizer is None:

@@ -37,12 +37,14 @@ class LmHeadSource:
         name: the matrix in it, [rows, hidden].
         origin: "head" or "target".
         where: in words, for messages.
+        warnings: what a user should know of it.
     """
 
     source: RowSource
     name: str
     origin: str
     where: str
+    warnings: tuple[str, ...] = ()
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:

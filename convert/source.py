@@ -24,7 +24,14 @@ from urllib.parse import quote
 
 from .atomic import atomic_file
 from .checkpoint import Checkpoint, open_weights_file
-from .checkpoint_lm_head import TargetLMHead, find_lm_head, lm_head_of, open_local_lm_head
+from .checkpoint_lm_head import (
+    TargetLMHead,
+    find_lm_head,
+    lm_head_of,
+    open_local_lm_head,
+    ties_embedding,
+    unused_lm_head,
+)
 from .checkpoint_paths import TORCH_SUFFIXES, choose_weights, clean_subfolder, list_names, read_index
 from .checkpoint_types import shorten
 from .errors import CheckpointError, OutputError, SourceError
@@ -196,7 +203,7 @@ def open_target_lm_head(
     offline: bool = False,
     notify: Notify = notify_stderr,
 ) -> TargetLMHead:
-    """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is the tensor it has.
+    """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
     header of one shard and the bytes of this tensor are fetched, and kept under `HF_HOME/assets/eagle-slim`, where
@@ -421,14 +428,18 @@ def _fetch_lm_head(target: ResolvedSource, notify: Notify) -> TargetLMHead:
     repo_id, _ = target.pinned
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
     header: SafetensorsHeader | None = None
+    stored: Collection[str] = ()
+    said = ties_embedding(target.folder)
     if chosen.endswith(".index.json"):
         _fetch(target, [chosen], offline=False)
         index = read_index(target.folder / chosen)
-        name, tied = find_lm_head(index.shard_of, target.label)
+        stored = index.shard_of
+        name, tied = find_lm_head(stored, target.label, said)
         chosen = index.shard_of[name]
     elif not chosen.endswith(TORCH_SUFFIXES):
         header = read_remote_header(_HubFile.open(target, chosen))
-        name, tied = find_lm_head(header.tensors, target.label)
+        stored = header.tensors
+        name, tied = find_lm_head(stored, target.label, said)
     if chosen.endswith(TORCH_SUFFIXES):
         notify(
             f"{target.label}: has no safetensors, so that one tensor cannot be fetched alone: fetching {chosen} whole"
@@ -444,11 +455,12 @@ def _fetch_lm_head(target: ResolvedSource, notify: Notify) -> TargetLMHead:
         )
     folder = _tensor_cache(repo_id) / _safe_name(file.etag)
     path = fetch_tensor(file, header.tensors[name], folder, _progress)
-    note = {"etag": file.etag, "file": chosen, "tensor": name, "tied": tied}
+    unused = unused_lm_head(stored, name)
+    note = {"etag": file.etag, "file": chosen, "tensor": name, "tied": tied, "said": said, "unused": unused}
     with contextlib.suppress(OutputError), atomic_file(_commit_note(target)) as out:
         # Only a shortcut for the next time, and the way without a connection; a full disk need not stop this one.
         out.write(json.dumps(note, sort_keys=True).encode())
-    return _from_cached_tensor(target, path, chosen, name, tied, file.etag)
+    return _from_cached_tensor(target, path, chosen, name, tied, file.etag, unused)
 
 
 def _cached_lm_head(target: ResolvedSource) -> TargetLMHead | None:
@@ -460,31 +472,34 @@ def _cached_lm_head(target: ResolvedSource) -> TargetLMHead | None:
         if not chosen.endswith(".index.json"):
             return _from_snapshot(target, chosen)
         index = read_index(target.folder / chosen)
-        shard = index.shard_of[find_lm_head(index.shard_of, target.label)[0]]
+        shard = index.shard_of[find_lm_head(index.shard_of, target.label, ties_embedding(target.folder))[0]]
         if (target.folder / shard).exists():
             return _from_snapshot(target, shard)
     try:
         note = json.loads(_commit_note(target).read_bytes())
         etag, file, name, tied = str(note["etag"]), str(note["file"]), str(note["tensor"]), bool(note["tied"])
+        said, unused = bool(note.get("said")), note.get("unused")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     entry = CacheEntry(_tensor_cache(repo_id) / _safe_name(etag), name)
-    return _from_cached_tensor(target, entry.whole, file, name, tied, etag) if entry.checked() else None
+    if said != ties_embedding(target.folder) or not entry.checked():
+        return None
+    return _from_cached_tensor(target, entry.whole, file, name, tied, etag, unused)
 
 
 def _from_snapshot(target: ResolvedSource, file: str) -> TargetLMHead:
     opened = open_local_lm_head(target.folder, target.label)
     # The library names a blob by its etag.
     etag = (target.folder / file).resolve().name
-    return lm_head_of(opened.checkpoint, opened.name, opened.tied, etag, target.label)
+    return replace(opened, etag=etag)
 
 
 def _from_cached_tensor(
-    target: ResolvedSource, path: Path, file: str, name: str, tied: bool, etag: str
+    target: ResolvedSource, path: Path, file: str, name: str, tied: bool, etag: str, unused: str | None
 ) -> TargetLMHead:
     opened = open_weights_file(path)
-    head = lm_head_of(Checkpoint(target.label, {name: opened}), name, tied, etag, target.label)
-    return TargetLMHead(head.checkpoint, name, tied, file, etag, target.label)
+    head = lm_head_of(Checkpoint(target.label, {name: opened}), name, tied, etag, target.label, unused)
+    return replace(head, file=file)
 
 
 def _tensor_cache(repo_id: str) -> Path:

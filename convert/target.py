@@ -137,7 +137,14 @@ def lm_head_rows(head: DraftHead, lm_head: TargetLMHead, where: str) -> LmHeadSo
             f"{where}: {lm_head.name} has {rows} rows, the head {head.location} was trained for a vocabulary of "
             f"{head.target_vocab}; this is not its target, name it with --target"
         )
-    return LmHeadSource(lm_head.checkpoint, lm_head.name, "target", where)
+    warnings: list[str] = []
+    if lm_head.unused is not None:
+        warnings.append(
+            f"{where} stores {lm_head.unused} beside an embedding that its config.json ties: the rows are the "
+            f"embedding's, as in vLLM and SGLang (transformers 5 takes {lm_head.unused} where the two differ). If that "
+            "is the right one, set tie_word_embeddings to false in a copy of the target"
+        )
+    return LmHeadSource(lm_head.checkpoint, lm_head.name, "target", where, tuple(warnings))
 
 
 def check_head_fits(head: DraftHead, target: Target) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from eagle_slim.convert import safetensors_file
 from eagle_slim.convert.checkpoint import open_checkpoint
-from eagle_slim.convert.checkpoint_lm_head import find_lm_head, open_local_lm_head
+from eagle_slim.convert.checkpoint_lm_head import find_lm_head, open_local_lm_head, ties_embedding
 from eagle_slim.convert.checkpoint_paths import choose_weights
 from eagle_slim.convert.errors import CheckpointError
 from hypothesis import given, settings
@@ -313,6 +313,53 @@ def test_lm_head_names() -> None:
     assert find_lm_head(["vision.embed_tokens.weight", name], "t") == (name, True)
     with pytest.raises(CheckpointError, match=r"no LM head.*'my_head.weight'"):
         find_lm_head(["my_head.weight"], "t")
+
+
+@pytest.mark.parametrize(
+    ("config", "tied"),
+    [
+        ("{}", False),
+        ('{"tie_word_embeddings": true}', True),
+        ('{"tie_word_embeddings": false}', False),
+        ('{"tie_word_embeddings": null, "text_config": {"tie_word_embeddings": true}}', True),
+        ('{"tie_word_embeddings": false, "text_config": {"tie_word_embeddings": true}}', False),
+        ("[1]", False),
+        ("{", False),
+    ],
+)
+def test_whether_a_target_ties_its_lm_head(tmp_path: Path, config: str, tied: bool) -> None:
+    assert not ties_embedding(tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    assert ties_embedding(tmp_path) is tied
+
+
+def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> None:
+    names = ["lm_head.weight", "model.embed_tokens.weight"]
+    assert find_lm_head(names, "t", tied=True) == ("model.embed_tokens.weight", True)
+    assert find_lm_head(names[:1], "t", tied=True) == ("lm_head.weight", False)
+    embedding, stale = torch.randn(5, 2), torch.randn(5, 2)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    for stored, unused in ((stale, "lm_head.weight"), (embedding[:4], "lm_head.weight"), (embedding.clone(), None)):
+        save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": stored}, tmp_path / "model.safetensors")
+        head = open_local_lm_head(tmp_path, "target")
+        assert (head.name, head.tied, head.unused) == ("model.embed_tokens.weight", True, unused)
+        assert [record.reads for record in head.files] == [()]
+        assert torch.equal(head.tensor(), embedding)
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    head = open_local_lm_head(tmp_path, "target")
+    assert (head.name, head.tied, head.unused) == ("lm_head.weight", False, None)
+
+
+def test_a_stale_lm_head_in_a_shard_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
+    embedding = torch.randn(5, 2)
+    one, two = {"model.embed_tokens.weight": embedding}, {"lm_head.weight": embedding.clone()}
+    write_sharded(tmp_path, {"model-00001-of-00002.safetensors": one, "model-00002-of-00002.safetensors": two})
+    assert open_local_lm_head(tmp_path, "target").unused is None
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    head = open_local_lm_head(tmp_path, "target")
+    assert (head.name, head.unused) == ("model.embed_tokens.weight", "lm_head.weight")
+    assert torch.equal(head.tensor(), embedding)
 
 
 def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:

@@ -210,6 +210,25 @@ def test_rows_from_the_target(tmp_path, tied, shards):
     assert verify_artifact(done.folder, head=head, target=target).ok
 
 
+@pytest.mark.parametrize("stale", [True, False])
+def test_rows_of_a_tied_target_that_stores_an_lm_head_too(tmp_path, stale):
+    target = write_target(tmp_path / "target", tied=True)
+    tensors = load_file(target / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.flip(0).contiguous() if stale else embedding.clone()
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    (done,) = convert_head(
+        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    rows = written(done.folder)
+    assert torch.equal(rows["lm_head.weight"], embedding[target_ids(rows)])
+    assert done.manifest.lm_head["tensor"] == "model.embed_tokens.weight"
+    said = [warning for warning in done.warnings if "stores lm_head.weight beside an embedding" in warning]
+    assert len(said) == stale
+    assert verify_artifact(done.folder, head=head, target=target).ok
+
+
 def test_rows_of_another_dtype_are_rounded_to_even(tmp_path):
     target = write_target(tmp_path / "target", dtype=torch.float32)
     head = write_eagle3(tmp_path / "head", lm_head=False)

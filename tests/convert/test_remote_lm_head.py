@@ -111,6 +111,23 @@ def test_unsharded_target(hub: HubServer, home: Path, tied: bool) -> None:
     assert torch.equal(open_target_lm_head("org/single", offline=True).tensor(), head.tensor())
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path, is_sharded: bool) -> None:
+    whole = {"model.safetensors": save({"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": LM_HEAD})}
+    files = sharded() if is_sharded else whole
+    hub.add_model("org/tied", files | {"config.json": '{"tie_word_embeddings": true}'})
+    for offline in (False, True):
+        head = open_target_lm_head("org/tied", offline=offline)
+        assert (head.name, head.tied, head.unused) == ("model.embed_tokens.weight", True, "lm_head.weight")
+        assert torch.equal(head.tensor(), EMBEDDING)
+    assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
+    # A corrected config.json is another commit with the same weights.
+    hub.add_model("org/tied", files | {"config.json": '{"tie_word_embeddings": false}'})
+    head = open_target_lm_head("org/tied")
+    assert (head.name, head.tied, head.unused) == ("lm_head.weight", False, None)
+    assert torch.equal(head.tensor(), LM_HEAD)
+
+
 def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
     from huggingface_hub import hf_hub_download
 
