@@ -339,7 +339,11 @@ def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> 
     assert find_lm_head(names[:1], "t", tied=True) == ("lm_head.weight", False)
     embedding, stale = torch.randn(5, 2), torch.randn(5, 2)
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    for stored, unused in ((stale, "lm_head.weight"), (embedding[:4], "lm_head.weight"), (embedding.clone(), None)):
+    for stored, unused in (
+        (stale, "lm_head.weight"),
+        (embedding[:4].clone(), "lm_head.weight"),
+        (embedding.clone(), None),
+    ):
         save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": stored}, tmp_path / "model.safetensors")
         head = open_local_lm_head(tmp_path, "target")
         assert (head.name, head.tied, head.unused) == ("model.embed_tokens.weight", True, unused)
