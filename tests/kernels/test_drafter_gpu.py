@@ -68,6 +68,22 @@ def test_eagle_2_and_odd_sizes() -> None:
     assert_agrees(draft(head, (3, 7, 33), [129], [5]))
 
 
+@pytest.mark.parametrize("weight_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize("slots", [4, 16])
+def test_batches(slots: int, kind: str, weight_dtype: torch.dtype | None) -> None:
+    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs sm_89 or later")
+    head = small_head(kind, dtype=torch.bfloat16, **MEDIUM)
+    prefixes, num_new = [7 + 61 * slot for slot in range(slots)], [1 + (5 * slot) % 16 for slot in range(slots)]
+    active = [slot for slot in reversed(range(slots)) if slot % 5 != 2]
+    assert_agrees(draft(head, (3, 10, 60), prefixes, num_new, active, weight_dtype))
+
+
+def test_fewer_nodes_than_levels() -> None:
+    assert_agrees(draft(small_head(dtype=torch.bfloat16, **MEDIUM), (5, 3, 3), [50], [2]))
+
+
 def test_a_chain_and_separate_taps() -> None:
     head = small_head(dtype=torch.bfloat16, **MEDIUM)
     assert_agrees(draft(head, (7, 1, 8), [64], [8], separate_taps=True))
