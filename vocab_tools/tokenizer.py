@@ -32,6 +32,8 @@ _SIDE_FILES = (
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
+_NOT_CACHED = "LocalEntryNotFoundError"
+
 # What to do, by the class name of the Hub's error: huggingface_hub itself is not imported here.
 _HUB_ADVICE = {
     "GatedRepoError": "the repository is gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`",
@@ -39,7 +41,7 @@ _HUB_ADVICE = {
     "RevisionNotFoundError": "the repository has no such revision: check --revision",
     "HFValidationError": "neither an existing path nor a valid Hub id (`owner/name`)",
     "OfflineModeIsEnabled": "not in the cache, and offline mode is on: run once online, or give a local folder",
-    "LocalEntryNotFoundError": "not in the cache, and the Hub was not asked or cannot be reached: check the network "
+    _NOT_CACHED: "not in the cache, and the Hub was not asked or cannot be reached: check the network "
     "and HF_ENDPOINT, unset HF_HUB_OFFLINE, or give a local folder",
 }
 
@@ -105,16 +107,23 @@ def _side_files_of(folder: Path) -> dict[str, Path]:
 
 def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
     from transformers.utils import cached_file
-    from transformers.utils.hub import extract_commit_hash, list_repo_templates
+    from transformers.utils.hub import extract_commit_hash, is_offline_mode, list_repo_templates
+
+    only_cache = offline or is_offline_mode()
 
     def fetch(name: str) -> Path | None:
-        found = cached_file(
-            source,
-            name,
-            revision=revision,
-            local_files_only=offline,
-            _raise_exceptions_for_missing_entries=False,
-        )
+        try:
+            found = cached_file(source, name, revision=revision, local_files_only=only_cache)
+        except OSError as error:
+            # The error for a file that the Hub does not have has no cause; where the Hub gave no answer, it has.
+            is_absent = type(error) is OSError and error.errno is None and error.__cause__ is None
+            if is_absent or (only_cache and type(error.__cause__).__name__ == _NOT_CACHED):
+                return None
+            raise _hub_error(source, revision, error, name) from error
+        except Exception as error:
+            if not _is_broken_connection(error):
+                raise
+            raise _hub_error(source, revision, error, name) from error
         return None if found is None else Path(found)
 
     try:
@@ -125,22 +134,36 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
             name = listed.removesuffix(".jinja")
             if (file := fetch(f"{_TEMPLATE_FOLDER}/{name}.jinja")) is not None:
                 side[f"{_TEMPLATE_FOLDER}/{name}"] = file
-    except (OSError, ValueError) as error:
-        raise _hub_error(source, revision, error) from error
+    except Exception as error:
+        if not isinstance(error, OSError | ValueError) and not _is_broken_connection(error):
+            raise
+        raise _hub_error(source, revision, error, _TEMPLATE_FOLDER) from error
     if tokenizer_file is None and not side:
-        raise TokenizerError(f"{source}: no tokenizer there: {_HUB_ADVICE['LocalEntryNotFoundError']}.")
+        raise TokenizerError(f"{source}: no tokenizer there: {_HUB_ADVICE[_NOT_CACHED]}.")
     any_file = tokenizer_file or next(iter(side.values()))
     commit = extract_commit_hash(str(any_file), None)
     return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
 
 
-def _hub_error(source: str, revision: str | None, error: BaseException) -> TokenizerError:
+def _is_broken_connection(error: BaseException) -> bool:
+    """Whether an error comes from the HTTP library below `huggingface_hub`, whichever its version takes."""
+    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
+
+
+def _hub_error(source: str, revision: str | None, error: BaseException, name: str) -> TokenizerError:
     at = f"{source} (revision {revision})" if revision else source
     cause: BaseException | None = error
     while cause is not None:
-        advice = _HUB_ADVICE.get(type(cause).__name__)
-        if advice:
-            return TokenizerError(f"{at}: cannot load the tokenizer: {advice}.")
+        kind = type(cause).__name__
+        if kind == _NOT_CACHED:
+            return TokenizerError(f"{at}: cannot load the tokenizer: {name}: {_HUB_ADVICE[kind]}.")
+        if kind in _HUB_ADVICE:
+            return TokenizerError(f"{at}: cannot load the tokenizer: {_HUB_ADVICE[kind]}.")
+        if _is_broken_connection(cause):
+            return TokenizerError(
+                f"{at}: cannot load the tokenizer: {name} could not be fetched ({cause}). Run the same command again, "
+                "or give a local folder."
+            )
         cause = cause.__cause__ or cause.__context__
     first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return TokenizerError(f"{at}: cannot load the tokenizer: {first_line}")

@@ -119,6 +119,8 @@ class Fault:
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
     status: this status and no content.
     bytes_per_s: slow.
+    unanswered: the connection closes without an answer to any request for a path that ends so, HEAD included.
+    head_status: this status for HEAD, with which a download begins.
     """
 
     times: int = -1
@@ -128,6 +130,13 @@ class Fault:
     extra_bytes: int = 0
     status: int | None = None
     bytes_per_s: int | None = None
+    unanswered: bool = False
+    head_status: int | None = None
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it comes before it is known which file is asked for."""
+        return self.unanswered or self.head_status is not None
 
 
 @dataclass
@@ -219,10 +228,10 @@ class HubServer:
     def repo(self, repo_id: str, kind: str = "model") -> Repo:
         return self.repos[kind, repo_id]
 
-    def fault_for(self, name: str) -> Fault | None:
+    def fault_for(self, name: str, is_early: bool = False) -> Fault | None:
         with self._lock:
             for suffix, fault in self._faults:
-                if name.endswith(suffix) and fault.times != 0:
+                if name.endswith(suffix) and fault.times != 0 and fault.is_early is is_early:
                     fault.times -= 1
                     return fault
         return None
@@ -310,6 +319,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.token = authorization.removeprefix("Bearer ") or None
         path = unquote(url.path)
         try:
+            early = self.hub.fault_for(path, is_early=True) or Fault()
+            if early.unanswered:
+                self.connection.shutdown(socket.SHUT_RDWR)
+                raise _BrokenOffError
+            if early.head_status is not None and self.command == "HEAD":
+                self.send(early.head_status, None, {"Retry-After": "0"})
+                return
             for pattern, method in _ROUTES:
                 if (match := pattern.fullmatch(path)) and (
                     method is not _Handler.stored or self.server is self.hub._cdn

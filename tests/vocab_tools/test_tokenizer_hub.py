@@ -1,6 +1,7 @@
 """Tokenizers from a Hub, through the real huggingface_hub against a server on loopback."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,4 +86,35 @@ def test_a_hub_that_cannot_be_reached(hub: HubServer, tmp_path: Path) -> None:
         load_tokenizer("org/new", offline=True)
     hub.inject("tokenizer.json", Fault(status=503))
     with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match=rf"{REPO}: cannot load the tokenizer"):
+        load_tokenizer(REPO)
+
+
+@pytest.mark.parametrize("fault", [Fault(head_status=500), Fault(unanswered=True), Fault(status=503)])
+@pytest.mark.parametrize(
+    "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tool_use.jinja"]
+)
+def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: Fault
+) -> None:
+    # The library waits before it asks again.
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (folder / "chat_template.jinja").write_text("<|im_start|>{{ messages }}")
+    hub.add_model(REPO, files(folder))
+    hub.inject(name, replace(fault))
+    with connected(hub, tmp_path / "home"):
+        with pytest.raises(TokenizerError, match=rf"{REPO}: cannot load the tokenizer: .*{name}"):
+            load_tokenizer(REPO)
+        hub.clear_faults()
+        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
+        # What is in the cache needs no connection.
+        hub.inject(name, replace(fault))
+        assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
+
+
+def test_a_listing_that_breaks_off(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    hub.inject("additional_chat_templates", Fault(unanswered=True))
+    with connected(hub, tmp_path / "home"), pytest.raises(TokenizerError, match="additional_chat_templates could not"):
         load_tokenizer(REPO)
