@@ -5,6 +5,7 @@ This is where documents come from and what their index is; which tokenizer reads
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from .corpus_files import (
 )
 from .errors import CorpusError, UsageError
 
-__all__ = ["BadRecord", "Block", "CorpusSource", "OpenCorpus", "open_corpus", "parse_source"]
+__all__ = ["BadRecord", "Block", "CorpusSource", "OpenCorpus", "open_corpus", "parse_source", "refuse_repeated_inputs"]
 
 Roles = Literal["assistant", "all"]
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
@@ -180,6 +181,7 @@ class OpenCorpus:
         size: what the blocks' sizes add up to (bytes on disk), None when not known.
         identity: JSON that changes when the input changes: file names, sizes and times, or the dataset's commit.
         origin: JSON for provenance, without paths or times.
+        inputs: the files or the split that it reads, by names that are the same in every source.
     """
 
     source: CorpusSource
@@ -188,6 +190,7 @@ class OpenCorpus:
     size: int | None
     identity: dict[str, Any]
     origin: dict[str, Any]
+    inputs: tuple[str, ...]
     _opened: _Opened = field(repr=False)
     _order: tuple[int, ...] = field(repr=False)
     _files: tuple[CorpusFile, ...] = field(default=(), repr=False)
@@ -272,6 +275,28 @@ def open_corpus(source: CorpusSource, seed: int = 0) -> OpenCorpus:
     return _open_files(source, seed) if looks_local(source.location) else _open_dataset(source, seed)
 
 
+def refuse_repeated_inputs(corpora: Sequence[OpenCorpus]) -> None:
+    """Refuse text that is read twice: it would count twice, and what is held out once would be counted all the same.
+
+    Another column of a file is other text. Two revisions of a split are taken for the same.
+
+    Raises:
+        UsageError: a file or split is read twice; the message names it and who reads it.
+    """
+    seen: dict[tuple[str, str], str] = {}
+    for corpus in corpora:
+        for name in corpus.inputs:
+            key = (name, corpus.column)
+            if key in seen:
+                first, second = seen[key], corpus.source.name
+                who = f"twice by source {first}" if first == second else f"by source {first} and by source {second}"
+                raise UsageError(
+                    f"{name}: read {who}, so that its text would count twice, and what is held out of it would be "
+                    "counted too. Leave one out; weight=2 gives a source more weight."
+                )
+            seen[key] = corpus.source.name
+
+
 def _order_of(num_shards: int, source: CorpusSource, seed: int) -> tuple[int, ...]:
     order = list(range(num_shards))
     if source.shuffle:
@@ -319,6 +344,7 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
         size=sum(file.size for file in files),
         identity={"files": [[file.path, file.size, file.modified_ns] for file in files]},
         origin={"column": column or None},
+        inputs=tuple(os.path.realpath(file.path) for file in files),
         _opened=_Files(files),
         _order=_order_of(len(files), source, seed),
         _files=tuple(files),
@@ -347,6 +373,8 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
         size=None,
         identity=origin if dataset.state is None else {**origin, "state": dataset.state},
         origin=origin,
+        # The Hub finds its datasets in upper and lower case.
+        inputs=dataset.urls or (f"{source.location.lower()}, config {dataset.config}, split {dataset.split}",),
         _opened=dataset,
         _order=_order_of(dataset.num_shards, source, seed),
     )

@@ -39,6 +39,7 @@ class HubDataset:
         config: the configuration that was opened.
         commit: commit of the repository, or None where `datasets` does not say.
         num_shards: number of shards, read one after the other.
+        urls: the files behind a URL; () for a dataset of the Hub.
     """
 
     def __init__(self, dataset_id: str, config: str | None, split: str | None, revision: str | None) -> None:
@@ -46,6 +47,7 @@ class HubDataset:
 
         self._id = dataset_id
         self.state: list[Any] | None = None
+        self.urls: tuple[str, ...] = ()
         self._stream: Any
         self.num_shards: int
         self.commit: str | None
@@ -76,6 +78,7 @@ class HubDataset:
         with _readable_errors(url):
             builder = datasets.load_dataset_builder(_BUILDERS[suffix], data_files={"train": url})
             self._stream = builder.as_streaming_dataset(split="train")
+            self.urls = tuple(builder.config.data_files["train"])
             self.state = [list(entry) for entry in builder.config.data_files["train"].origin_metadata]
         self.commit, self.config, self.split = None, builder.config.name, "train"
         self.num_shards = self._stream.num_shards

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .checkpoint import SourceState, load_checkpoint, save_checkpoint
-from .corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus
+from .corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus, refuse_repeated_inputs
 from .count_block import BlockCounts, CountPlan, PartialCounts, merge_partial
 from .count_engines import CountEngine, InProcess, Processes
 from .count_plan import identity_of, make_plan
@@ -84,7 +84,8 @@ def count_tokens(
         notify: called with messages for the user, such as skipped records.
 
     Raises:
-        UsageError: no sources, names that repeat, a setting that fits no source, or the checkpoint of another count.
+        UsageError: no sources, names or inputs that repeat, a setting that fits no source, or the checkpoint of another
+            count.
         CorpusError: a source or record cannot be read, or a file changed meanwhile.
         TokenizerError: the tokenizer or its chat template cannot be used.
         CountingInterruptedError: Ctrl-C.
@@ -97,6 +98,7 @@ def count_tokens(
     if restart and checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     corpora = [open_corpus(source, seed) for source in sources]
+    refuse_repeated_inputs(corpora)
     plan = make_plan(corpora, tokenizer, tokenizer_engine, chat_template, seed, rule, on_error == "skip", say)
     library = engine_name(plan.encoder.engine)
     identity = identity_of(corpora, tokenizer, plan, library, seed)

@@ -102,6 +102,36 @@ def test_counts_and_resumes_to_the_same_bytes(hub: HubServer, tmp_path: Path, mo
     assert resumed.to_bytes() == whole.to_bytes()
 
 
+@pytest.mark.parametrize(
+    "second",
+    [
+        CorpusSource("org/texts", name="b"),
+        CorpusSource("org/texts", name="b", config="default", split="train", revision="main", max_documents=5),
+    ],
+)
+def test_a_split_that_is_named_twice(hub: HubServer, second: CorpusSource) -> None:
+    with pytest.raises(
+        UsageError, match="org/texts, config default, split train: read by source texts and by source b"
+    ):
+        count_tokens([CorpusSource("org/texts"), second], llama3_like(), workers=0)
+
+
+def test_a_url_that_is_named_twice(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text of {name}"}))
+    sources = [
+        CorpusSource(f"file://{tmp_path}/{name}.jsonl", name=kind) for name, kind in (("*", "all"), ("b", "one"))
+    ]
+    with pytest.raises(UsageError, match=r"/b.jsonl: read by source all and by source one"):
+        count_tokens(sources, llama3_like(), workers=0)
+
+
+def test_two_splits_are_two_sources(hub: HubServer) -> None:
+    sources = [CorpusSource("org/texts", name=split, split=split) for split in ("train", "test")]
+    counts = count_tokens(sources, llama3_like(), workers=0, held_out=HeldOutRule(0))
+    assert [source.provenance["documents"] for source in counts.sources] == [3 * ROWS, ROWS]
+
+
 def test_only_what_a_limit_needs_is_fetched(hub: HubServer) -> None:
     hub.reset_counts()
     count_tokens([CorpusSource("org/texts", max_documents=10)], llama3_like(), workers=0)

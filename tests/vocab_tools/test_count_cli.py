@@ -62,6 +62,7 @@ def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["{corpus}", "--max-tokens", "some"], 2, "'some' is no number above 0"),
         (["{corpus}", "--held-out", "1.5"], 2, "held-out fraction"),
         (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: the chat template cannot be read"),
+        (["{corpus}", "other={corpus}"], 2, "read by source mine and by source other"),
         (["{corpus}", "--column", "body"], 2, "no column 'body'; the records have text"),
     ],
 )

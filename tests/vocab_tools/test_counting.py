@@ -279,6 +279,38 @@ RUN = """
 """
 
 
+@pytest.mark.parametrize(
+    ("second", "who"),
+    [
+        ("a.jsonl", "by source a and by source again"),
+        ("sub/../a.jsonl", "by source a and by source again"),
+        ("link.jsonl", "by source a and by source again"),
+        ("*.jsonl", "by source a and by source again"),
+        ("sub", "twice by source again"),
+    ],
+)
+def test_a_file_that_is_named_twice(tmp_path: Path, second: str, who: str) -> None:
+    (tmp_path / "sub").mkdir()
+    write_jsonl(tmp_path / "a.jsonl", some_texts(20))
+    write_jsonl(tmp_path / "sub" / "b.jsonl", some_texts(20, 1))
+    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
+    (tmp_path / "sub" / "link.jsonl").symlink_to("b.jsonl")
+    sources = [CorpusSource(str(tmp_path / "a.jsonl")), CorpusSource(str(tmp_path / second), name="again")]
+    name = "b.jsonl" if second == "sub" else "a.jsonl"
+    with pytest.raises(UsageError, match=rf"/{name}: read {who}, so that its text would count twice"):
+        count_tokens(sources, llama3_like(), workers=0)
+
+
+def test_two_columns_of_a_file_are_two_sources(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(
+        "".join(json.dumps({"question": f"What is {n}?", "answer": f"It is {n}."}) + "\n" for n in range(9))
+    )
+    sources = [CorpusSource(str(path), name=column, column=column) for column in ("question", "answer")]
+    counts = count_tokens(sources, llama3_like(), workers=0, held_out=NOTHING_HELD_OUT)
+    assert [source.provenance["documents"] for source in counts.sources] == [9, 9]
+
+
 @pytest.fixture
 def corpus_folder(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "1.jsonl", some_texts(120))
