@@ -117,7 +117,7 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
         except OSError as error:
             # The error for a file that the Hub does not have has no cause; where the Hub gave no answer, it has.
             is_absent = type(error) is OSError and error.errno is None and error.__cause__ is None
-            if is_absent or (only_cache and type(error.__cause__).__name__ == _NOT_CACHED):
+            if is_absent or _was_not_asked(error, only_cache):
                 return None
             raise _hub_error(source, revision, error, name) from error
         except Exception as error:
@@ -143,6 +143,16 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
     any_file = tokenizer_file or next(iter(side.values()))
     commit = extract_commit_hash(str(any_file), None)
     return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
+
+
+def _was_not_asked(error: BaseException, only_cache: bool) -> bool:
+    """Whether a file is not in the cache, and the Hub was not to be asked for it."""
+    kinds = []
+    cause: BaseException | None = error
+    while cause is not None:
+        kinds.append(type(cause).__name__)
+        cause = cause.__cause__
+    return _NOT_CACHED in kinds and (only_cache or "OfflineModeIsEnabled" in kinds)
 
 
 def _is_broken_connection(error: BaseException) -> bool:
