@@ -145,8 +145,11 @@ def prefill_drafter(
 def _check_features(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...]) -> None:
     taps = (X,) if isinstance(X, Tensor) else X
     width = sum(tap.shape[-1] for tap in taps)
-    if len(taps) not in (1, 3) or len({(tap.shape, tap.stride(), tap.dtype) for tap in taps}) != 1:
+    separate = not isinstance(X, Tensor)
+    if (separate and len(taps) != 3) or len({(tap.shape, tap.stride(), tap.dtype) for tap in taps}) != 1:
         raise UsageError("Features are one tensor, or three of equal shape, strides and dtype.")
+    if separate and not (cfg.kind == "eagle3" and cfg.has_fc):
+        raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
     slots, new = taps[0].shape[:2]
     if taps[0].dim() != 3 or slots != cfg.num_slots or new > MAX_NEW_TOKENS or width != cfg.feature_width:
         raise UsageError(
@@ -232,6 +235,7 @@ class TritonDrafter:
     def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
         """See `Drafter.draft`."""
         packed, bufs, features = self._ready()
+        check_finished(bufs)  # of the draft before, whose tree has been read by now
         width = pairs.features.shape[1]
         for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
             check_room(slot, self.lengths[slot], count, bufs.tree_rows, bufs.keys.shape[2])

@@ -56,7 +56,8 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
         if name in constants:
             result[name] = "constexpr"
         else:
-            result[name] = types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+            wide = "i64" if name.startswith("tap_offset") else "i32"
+            result[name] = types.get(name, "*i32" if name.endswith("_ptr") else wide)
     return result
 
 
@@ -68,7 +69,7 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None =
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(draft_kernel.arg_names)
-        if types[name].startswith("*") or name.startswith(("stride", "tap_offset"))
+        if types[name].startswith("*") or name.startswith("stride")
     }
     by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)

@@ -28,7 +28,7 @@ from .launch_params import (
     in_features,
     out_features,
 )
-from .lm_topk import empty_lists, head_tiles, len_lists
+from .lm_topk import empty_lists, head_tiles, len_lists, merge_blocks
 from .persistent import draft_kernel
 from .weight_stream import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 
@@ -229,7 +229,7 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
         **{name: torch.full(shape, nan, dtype=torch.float32, device=device) for name, shape in floats.items()},
         **{name: torch.zeros(shape, dtype=torch.int32, device=device) for name, shape in ints.items()},
         "best_key": empty_lists(programs, rows, cfg.max_k, device),
-        "child_key": torch.zeros(slot_rows, cfg.max_k, dtype=torch.int64, device=device),
+        "child_key": empty_lists(slot_rows, 1, cfg.max_k, device),
     }
 
 
@@ -294,14 +294,14 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     block_d = triton.next_power_of_2(cfg.head_dim)
     finished = triton.next_power_of_2(max(layout.rows["o"], layout.rows["qkv"]))
     return {
-        "NUM_CTAS": programs, "CTAS": max(2, triton.next_power_of_2(programs)), "LISTS": len_lists(programs),
+        "NUM_CTAS": programs, **merge_blocks(programs), "LISTS": len_lists(programs),
         "SLOTS": cfg.num_slots, "BLOCK_M": rows,
         "FUSED_EVERY_LEVEL": cfg.kind == "eagle", "HAS_FC": cfg.has_fc, "HAS_FC_BIAS": cfg.has_fc_bias,
         "HAS_QKV_BIAS": cfg.has_qkv_bias, "SCALED": cfg.weight_dtype != cfg.dtype, "HIDDEN": cfg.hidden,
         "TAPS": separate, "TAP_SIZE": cfg.feature_width // separate, "INTERMEDIATE": cfg.intermediate,
         "HEADS": cfg.num_heads, "KV_HEADS": cfg.num_kv_heads, "HEAD_DIM": cfg.head_dim, "EPS": cfg.norm_eps,
         "TOP_K": cfg.top_k, "MAX_K": cfg.max_k,
-        "PAIRS": cfg.max_k**2, "DEPTH": cfg.depth, "TOTAL": cfg.total_tokens, "MAX_DEPTH": MAX_DEPTH,
+        "DEPTH": cfg.depth, "TOTAL": cfg.total_tokens, "MAX_DEPTH": MAX_DEPTH,
         "CANDIDATES": cfg.tree.num_candidates, "BLOCK_C": triton.next_power_of_2(cfg.tree.num_candidates),
         "BLOCK_T": max(16, triton.next_power_of_2(cfg.total_tokens)),
         "BLOCK_W": triton.next_power_of_2(cfg.tree.path_width), "EMBED_ROWS": cfg.embed_rows,
@@ -326,7 +326,7 @@ def compile_options(params: LaunchParams) -> dict[str, Any]:
 
 def tap_segments(cfg: DrafterConfig) -> int:
     """Segments in which the kernel can read the features: three equal taps, otherwise one piece."""
-    return 3 if cfg.kind == "eagle3" and cfg.has_fc and cfg.feature_width % 48 == 0 else 1
+    return 3 if cfg.kind == "eagle3" and cfg.has_fc and cfg.feature_width % 3 == 0 else 1
 
 
 def kernel_arguments(
@@ -391,9 +391,10 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
 
 
 def check_finished(bufs: Buffers) -> None:
-    """Wait for the last draft and raise `DrafterError` if its grid barrier timed out."""
+    """Wait for the last draft and raise `DrafterError` if its grid barrier timed out; the next draft starts afresh."""
     if int(bufs.workspace["barrier"][ERROR]):
-        bufs.workspace["barrier"].zero_()
+        for name in ("barrier", "node_arrivals"):
+            bufs.workspace[name].zero_()
         raise DrafterError(
             "The drafter's grid barrier timed out: not all programs were running at once, or one of them failed. The "
             "draft is undefined. Is another process using the GPU's SMs exclusively?"

@@ -22,6 +22,8 @@ from .weight_stream import chunk_size, rows_per_program
 MATRICES = ("fc", "qkv", "o", "mlp", "down", "head")
 PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""
+MAX_SPLIT = 4
+"""Most programs to a group: the terms of `projections.sum_parts`."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,11 @@ class LaunchParams:
     bulk_prefetch: bool
     part_keys: int
     block_keys: int
+
+    def __post_init__(self) -> None:
+        """Raise `DrafterError` for what the kernel would compute wrongly."""
+        if not all(1 <= split <= MAX_SPLIT for split in self.split.values()):
+            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -164,8 +171,8 @@ WORTH_SPLITTING = 8 << 20
 """Bytes of an operand that all programs together read of it, from which groups save more than their barrier costs."""
 
 
-def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = 4) -> int:
-    """Programs to a group, at most ``most`` <= 4, whose rows fit one tile of 128; 1 where operands are small."""
+def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = MAX_SPLIT) -> int:
+    """Programs to a group, at most ``most``, whose rows fit one tile of 128; 1 where operands are small."""
     if chip.num_sms == 1:
         return min(2, most)
     operand = cfg.num_slots * cfg.top_k * in_features(cfg)[name] * cfg.dtype.itemsize

@@ -21,6 +21,7 @@ from .selection import (
     LANES,
     LOWEST_KEY,
     NO_INDEX,
+    THREADS,
     count_ahead,
     each_thread,
     key_index,
@@ -190,7 +191,7 @@ def merge_best(
     CTAS: tl.constexpr,  # power of two, at least the number of programs
     TOP_K: tl.constexpr,
     MAX_K: tl.constexpr,
-    PAIRS: tl.constexpr,  # MAX_K squared
+    PAIRS: tl.constexpr,  # power of two, at least MAX_K squared
 ):
     """Merge all programs' lists of one node.
 
@@ -268,6 +269,12 @@ def _merge_kernel(
     tl.store(out_lse_ptr + row, lse)
 
 
+def merge_blocks(num_programs: int) -> dict[str, int]:
+    """Sizes of what `merge_best` ranks: programs, and pairs of at most 16 of them and 16 ranks."""
+    threads = int(THREADS.value)
+    return {"CTAS": max(threads, triton.next_power_of_2(num_programs)), "PAIRS": threads}
+
+
 def len_lists(num_programs: int) -> int:
     """Lists that hold those of all programs in whole batches."""
     return -(-num_programs // int(LIST_BATCH.value)) * int(LIST_BATCH.value)
@@ -328,8 +335,8 @@ def lm_head_topk(
     owner = torch.empty(rows, max_k, dtype=torch.int32, device=x.device)
     _merge_kernel[(rows,)](
         keys, maxima, sums, owner, *out, min(num_programs, vocab),
-        BLOCK_M=block_m, CTAS=max(2, triton.next_power_of_2(num_programs)), TOP_K=top_k, MAX_K=max_k,
-        PAIRS=max_k**2, num_warps=num_warps,
+        BLOCK_M=block_m, **merge_blocks(num_programs), TOP_K=top_k, MAX_K=max_k,
+        num_warps=num_warps,
     )  # fmt: skip
     return out
 

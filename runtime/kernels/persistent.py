@@ -211,10 +211,12 @@ def choose_frontier(
     tl.store(next_chain_ptr + offs_k[:, None] * MAX_DEPTH + offs_e[None, :], chain, mask=mask_k[:, None])
 
 
-@triton.jit
+# Separate taps lie anywhere: their distances must not make another kernel.
+@triton.jit(do_not_specialize=["tap_offset_1", "tap_offset_2"])
 def draft_kernel(
     # what the target handed over, per slot
-    tap_ptr, tap_offset_1, tap_offset_2, stride_tap_slot, stride_tap_row,  # taps of the new tokens [slots, 16, taps]
+    tap_ptr,  # taps of the new tokens [slots, 16, taps]
+    tap_offset_1: tl.int64, tap_offset_2: tl.int64, stride_tap_slot, stride_tap_row,
     new_token_ptr,  # int32 [slots, 16]: the token after each feature; the last one is the root
     num_new_ptr, prefix_ptr,  # int32 [slots]
     active_slots_ptr, active_inverse_ptr, active_count_ptr,  # int32 [slots], [slots] (-1: inactive), [1]
@@ -342,11 +344,9 @@ def draft_kernel(
         child = tl.load(frontier_child_ptr + offs_m, mask=known, other=0)
         embed_row = (seq * EMBED_ROWS + tl.where(extend, node, parent_row * TOP_K + child)).to(tl.int64) * HIDDEN
         hidden_row = (FEATURES + seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
-        # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from.
+        # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from,
+        # which the extend pass knows only after `norm_features`.
         x_scale = tl.full([BLOCK_M], 1.0, tl.float32)
-        if SCALED:
-            source = FEATURES + seq * ROWS + tl.where(extend, row_new - 1, parent_row)
-            x_scale = tl.load(factor_ptr + source, mask=mask_m, other=1.0)
 
         # Rows of the extend pass each have a feature of their own.
         fused_scale = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -443,6 +443,9 @@ def draft_kernel(
                     NUM_CTAS, HEADS, KV_HEADS, HEAD_DIM, PART_KEYS, MAX_PARTS, QUERIES, HEADS_PER_UNIT, BLOCK_D,
                 )  # fmt: skip
             elif which == O_PASS:
+                if SCALED:
+                    origin = FEATURES + seq * ROWS + tl.where(extend, row_new - 1, parent_row)
+                    x_scale = tl.load(factor_ptr + origin, mask=mask_m, other=1.0)
                 source = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED_EVERY_LEVEL else parent_row)
                 finish_residual(
                     partial_ptr, split, group_rows, mask_m, my_scale + R_HIDDEN + R_QKV, hidden_ptr, source,

@@ -15,9 +15,6 @@ import triton.language as tl
 
 from .weight_stream import hidden_zero, store_activation, stream_matmul
 
-MAX_SPLIT = tl.constexpr(4)
-"""Most programs to a group."""
-
 
 @triton.jit
 def stream_parts(

@@ -21,6 +21,8 @@ NO_INDEX = tl.constexpr(0x7FFFFFFF)
 """Rank or index of padding: int32 maximum."""
 LOWEST_KEY = tl.constexpr(-9223372036854775807)
 """Key of padding: every real key precedes it."""
+THREADS = tl.constexpr(256)
+"""Threads of a program of 8 warps."""
 LANES = tl.constexpr(16)
 """Threads that share a row in `take_best`; also the most children that a node can have."""
 
@@ -77,7 +79,7 @@ def take_best(key, old_key, lane, TOP_K: tl.constexpr, FOLD: tl.constexpr):
     int64 [rows * LANES].
     """
     best = tl.full(lane.shape, LOWEST_KEY, tl.int64)
-    for k in range(TOP_K):
+    for k in range(0, TOP_K + unaligned_zero()):  # not unrolled
         ahead = tl.max(key, axis=0)
         if FOLD:
             ahead = tl.maximum(ahead, old_key)
@@ -103,8 +105,9 @@ def each_thread(SIZE: tl.constexpr):
 def count_ahead(own, keys_ptr, count, STRIDE: tl.constexpr, BATCH: tl.constexpr):
     """How many of ``count`` keys in memory, STRIDE elements apart, exceed each of ``own``: int64 [N] to int32 [N].
 
-    ``count`` >= 1 is rounded up to a multiple of BATCH: what lies there must be `LOWEST_KEY`. A thread compares one
-    batch while it loads the next; left to itself, the assembler waits for each key in turn.
+    N should be `THREADS` at least, or threads share the keys and exchange what they count. ``count`` >= 1 is rounded
+    up to a multiple of BATCH: what lies there must be `LOWEST_KEY`. A thread compares one batch while it loads the
+    next; left to itself, the assembler waits for each key in turn.
     """
     ahead = tl.zeros(own.shape, tl.int32)
     place = tl.arange(0, BATCH)[:, None] * STRIDE + each_thread(own.shape[0])[None, :]

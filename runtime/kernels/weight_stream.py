@@ -27,7 +27,7 @@ _BULK = """{
     .reg .u32 %t;
     mov.u32 $0, 0;
     mov.u32 %t, %tid.x;
-    setp.eq.u32 %p, %t, 0;
+    setp.eq.u32 %p, %t, 32;
     @%p cp.async.bulk.prefetch.L2.global [$1], $2;
 }"""
 _BULK_ASM = tl.constexpr(_BULK)
@@ -66,7 +66,8 @@ def hidden_zero():
 def prefetch_l2(pointer, NUM_BYTES: tl.constexpr, BULK: tl.constexpr):
     """Ask for NUM_BYTES (a multiple of 128, or 0) from ``pointer`` on in the L2. A hint: nothing waits for it.
 
-    ``BULK`` uses one ``cp.async.bulk.prefetch`` (sm_90 and later); otherwise each lane asks for one 128-byte line.
+    ``BULK`` uses one ``cp.async.bulk.prefetch`` (sm_90 and later), from another warp than the one that will wait at the
+    barrier; otherwise each lane asks for one 128-byte line.
     """
     if NUM_BYTES > 0:
         address = pointer.to(tl.int64)

@@ -10,9 +10,11 @@ import torch
 from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter_config import DrafterConfig
+from eagle_slim.runtime.errors import DrafterError
 from eagle_slim.runtime.kernels.drafter import allocate_workspace, chip_of, pack_head
+from eagle_slim.runtime.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.kernels.launch_params import LaunchParams, Tile, choose_launch
-from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, launch_drafter
+from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
@@ -56,6 +58,14 @@ def test_lower_precision(kind: str, weight_dtype: torch.dtype, device: str) -> N
     assert_agrees(drafted)
     # The replay did not just accept anything: the error is that of rounding.
     assert drafted.agreement.rms_error > 1e-5
+
+
+@pytest.mark.parametrize("size", [0.01, 300.0])
+def test_fp8_with_features_of_any_size(size: float, device: str) -> None:
+    """Pairs of FP8 numbers hold values of order one: taps and hidden states are scaled to it, each by its own."""
+    head = random_head(dtype=torch.float16, device=device)
+    cfg, features, weights, bufs = problem(head, TreeConfig(2, 3, 15), [9, 4], [2, 5], [1], torch.float8_e4m3fn)
+    assert_agrees(run(cfg, features * size, weights, bufs))
 
 
 def test_separate_taps_are_the_concatenated_ones(device: str) -> None:
@@ -153,6 +163,17 @@ def test_drafts_follow_each_other(device: str) -> None:
     assert_equal_trees(second.tree, second.reference_tree())
 
 
+def test_a_draft_after_a_timeout_is_whole(device: str) -> None:
+    """A barrier that timed out can leave counts of arrivals behind."""
+    first = draft(random_head(device=device), (2, 3, 12), [6], [2])
+    first.bufs.workspace["barrier"][ERROR] = 1
+    first.bufs.workspace["node_arrivals"][0] = 2
+    with pytest.raises(DrafterError, match="barrier timed out"):
+        check_finished(first.bufs)
+    again = run(first.cfg, first.features, first.weights, first.bufs)
+    assert_equal_trees(again.tree, first.tree)
+
+
 def test_inactive_slots_are_blank(device: str) -> None:
     drafted = draft(random_head(device=device), (1, 2, 5), [4, 4, 4], [1, 1, 1], [1])
     assert_agrees(drafted)
@@ -241,7 +262,6 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:
     """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
-    from eagle_slim.runtime.kernels.drafter import allocate_workspace
     from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
 
     def workspace_bytes(draft_vocab: int) -> int:

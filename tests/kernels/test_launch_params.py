@@ -83,6 +83,12 @@ def test_the_cache_round_trips(tmp_path: Path) -> None:
     assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json()))) == tuned
 
 
+def test_groups_beyond_the_kernels_are_refused() -> None:
+    params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
+    with pytest.raises(DrafterError, match=r"split must be 1 to 4; got .*'o': 8"):
+        LaunchParams.from_json({**params.to_json(), "split": {**params.split, "o": 8}})
+
+
 def test_the_key_holds_what_speed_depends_on() -> None:
     base = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
     chip = KNOWN_CHIPS[90]

@@ -1,0 +1,36 @@
+"""The whole kernel with 3 to 8 programs at once, see `many_programs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+NAMES = [
+    "groups of four", "alone", "mixed, programs left out", "more parts than programs", "eagle",
+    "fewer rows than programs", "widest", "fp8", "eagle, fp8",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, object]]:
+    """One process for all: it forks, which needs every thread but the first to be absent."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-W", "ignore", "-m", "kernels.many_programs", *NAMES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line.pop("case"): line for line in lines}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference(results: dict[str, dict[str, object]], name: str) -> None:
+    result = results[name]
+    assert result["agrees"], result["is"]
+    assert result["different"] == []
+    assert result["left"] == []
