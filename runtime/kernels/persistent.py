@@ -294,6 +294,7 @@ def draft_kernel(
     if RAW_IN:
         x_in_ptr = x_raw_ptr
 
+    prefetch_l2(my_stream if HAS_FC else my_stream + AT_QKV, P_FC if HAS_FC else P_QKV, BULK)
     for index in range(NUM_CTAS + pid, LISTS, NUM_CTAS):
         clear_lists(best_key_ptr + index * BLOCK_M * MAX_K, BLOCK_M, MAX_K)
     for index in tl.range(pid, SLOTS, NUM_CTAS, disable_licm=True):
