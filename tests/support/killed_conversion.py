@@ -9,6 +9,7 @@ found after each.
 
 import contextlib
 import json
+import mmap
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ def main() -> None:
 
     request = VocabRequest(token_map=token_map)
     moment = {"count": -1, "at": None}
+    sent = mmap.mmap(-1, 1)  # shared with the child: whether the moment came
 
     folder = str(Path(out).parent)
 
@@ -37,6 +39,7 @@ def main() -> None:
             return
         moment["count"] += 1
         if moment["count"] == moment["at"]:
+            sent[0] = 1
             os.kill(os.getpid(), getattr(signal, name))
 
     sys.addaudithook(audit)
@@ -60,6 +63,7 @@ def main() -> None:
     while True:
         convert_head(head, draft_vocab=5, vocabulary=request, out=out, force=True)
         at += 1
+        sent[0] = 0
         child = os.fork()
         if child == 0:
             silent = os.open(os.devnull, os.O_WRONLY)
@@ -84,7 +88,7 @@ def main() -> None:
                 "leftovers": leftovers,
             }
         )
-        if os.waitstatus_to_exitcode(status) == 0 or at > 500:
+        if not sent[0] or at > 500:
             break
     print(json.dumps({"moments": at, "found": found}))
 
