@@ -98,6 +98,7 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         "prefetch only where memory is idle": with_prefetch(0, [name for name in MATRICES if name not in idle]),
         "two programs to a group": with_split(2),
         "no groups": with_split(1),
+        "qkv alone": replace(params, split={**params.split, "qkv": 1}) if params.split["qkv"] > 1 else None,
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
