@@ -489,7 +489,7 @@ def draft_kernel(
         # Several programs merge the same node; the first records it, the others gather its children's embeddings.
         last = level == DEPTH
         num_rows = num_active * num_nodes
-        copies = tl.minimum(tl.maximum(NUM_CTAS // num_rows, 1), TOP_K + 2)
+        copies = tl.where(last, 1, tl.minimum(tl.maximum(NUM_CTAS // num_rows, 1), TOP_K + 2))
         first_candidate = tl.where(extend, 0, TOP_K + (level - 1) * TOP_K * TOP_K)
         for index in tl.range(pid, num_rows * copies, NUM_CTAS, disable_licm=True):
             unit = index + zero
