@@ -26,6 +26,7 @@ from .launch_params import (
     block_rows,
     group_rows,
     in_features,
+    num_groups,
     out_features,
 )
 from .lm_topk import empty_lists, head_tiles, len_lists, merge_blocks
@@ -94,7 +95,7 @@ class StreamLayout:
         for name, size in in_features(cfg).items():
             if name in PROJECTIONS:
                 split, block_k = params.split[name], params.tiles["layer"].block_k
-                units = -(-max(1, programs // split) * split // programs)
+                units = -(-num_groups(split, programs) * split // programs)
                 stored[name] = units * -(-size // block_k // split) * block_k * grouped[name]
                 stored[name] *= cfg.has_fc if name == "fc" else 1
             else:
@@ -144,7 +145,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
                 scales.append(assign_rows(scale, programs, name == "head", layout.rows[name]))
             if name in PROJECTIONS:
                 split = params.split[name]
-                grouped = assign_rows(matrix, max(1, programs // split), rows=layout.group_rows[name])
+                grouped = assign_rows(matrix, num_groups(split, programs), rows=layout.group_rows[name])
                 parts.append(cut_parts(grouped, split, tiles["layer"].block_k, programs))
             elif name == "mlp":
                 parts.append(cut_chunks(assign_rows(matrix, programs), tiles["mlp"].block_k))
@@ -202,10 +203,8 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
     layout = OperandLayout.of(cfg)
     raw = (in_rows, cfg.hidden) if layout.raw_input else (1, 1)
     partial = max(
-        max(1, programs // params.split[name])
-        * params.split[name]
-        * group_rows(cfg, name, params.split[name], programs)
-        for name in PROJECTIONS
+        num_groups(split, programs) * split * group_rows(cfg, name, split, programs)
+        for name, split in params.split.items()
     )
     floats = {
         "partial": (partial, rows), "hidden": (slot_rows, cfg.hidden), "middle": (slot_rows, cfg.hidden),
@@ -216,8 +215,7 @@ def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.d
         "frontier_score": (slot_rows,), "part_stat": (2 * parts,), "part_acc": (parts * block_d,), "factor": (in_rows,),
     }  # fmt: skip
     ints = {
-        "owner": (programs, cfg.max_k), "token": (slots, candidates),
-        "parent": (slots, candidates),
+        "owner": (programs, cfg.max_k), "token": (slots, candidates), "parent": (slots, candidates),
         "node_of": (slots, candidates), "chosen": (slots, cfg.total_tokens), "frontier_candidate": (slot_rows,),
         "frontier_parent": (slot_rows,), "frontier_child": (slot_rows,), "chain": (2, slot_rows, MAX_DEPTH),
         "node_arrivals": (slots,), "barrier": (4,),
@@ -333,7 +331,7 @@ def kernel_arguments(
     cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers
 ) -> dict[str, Any]:
     """Run-time arguments of `persistent.draft_kernel`, by name."""
-    taps, offsets = _tap_addresses(cfg, features)
+    taps, offsets = _tap_addresses(features)
     ws = bufs.workspace
     names = (
         "x", "x_raw", "partial", "hidden", "middle", "qkv", "squares_post", "squares_out", "scratch", "best_max",
@@ -361,7 +359,7 @@ def kernel_arguments(
     }  # fmt: skip
 
 
-def _tap_addresses(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
+def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple[int, int]]:
     """Turn concatenated or separate taps into one base tensor and the element offsets of the second and third tap."""
     if isinstance(features, Tensor):
         width = features.shape[-1]

@@ -122,9 +122,14 @@ def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
     }  # fmt: skip
 
 
+def num_groups(split: int, num_programs: int) -> int:
+    """Groups of ``split`` programs; the last few programs may be in none, and fewer programs than that make one."""
+    return max(1, num_programs // split)
+
+
 def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
     """Rows of a projection that ``split`` programs own together."""
-    return rows_per_program(out_features(cfg)[name], max(1, num_programs // split))
+    return rows_per_program(out_features(cfg)[name], num_groups(split, num_programs))
 
 
 def stage_bytes(cfg: DrafterConfig, name: str, tile: Tile) -> int:

@@ -287,6 +287,7 @@ def draft_kernel(
     row_new = tl.load(num_new_ptr + row_slot, mask=in_use, other=0)
     row_prefix = tl.load(prefix_ptr + row_slot, mask=in_use, other=0)
     own_row = offs_m.to(tl.int64)
+    ones = tl.full([BLOCK_M], 1.0, tl.float32)
     my_vocab = (draft_vocab - pid + NUM_CTAS - 1) // NUM_CTAS
     zero = pid * 0  # added to loop counters: the interpreter's are Python integers, a program's are tensors
     round = 0
@@ -347,10 +348,10 @@ def draft_kernel(
         hidden_row = (FEATURES + seq * ROWS + tl.where(extend, node, parent_row)).to(tl.int64) * HIDDEN
         # FP8 pairs want operands of order one: rows not yet normalised take the factor of the feature they came from,
         # which the extend pass knows only after `norm_features`.
-        x_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+        x_scale = ones
 
         # Rows of the extend pass each have a feature of their own.
-        fused_scale = tl.full([BLOCK_M], 1.0, tl.float32)
+        fused_scale = ones
         if FUSED_EVERY_LEVEL and SCALED:
             source = FEATURES + seq * ROWS + tl.where(extend, node, parent_row)
             fused_scale = tl.load(factor_ptr + source, mask=mask_in, other=1.0)
@@ -358,7 +359,7 @@ def draft_kernel(
         if RAW_IN:
             stream_parts(
                 x_raw_ptr, embed_row, hidden_row, mask_in, my_stream, partial_ptr, SPLIT_FC, G_FC,
-                FC_IN // K_LAYER, HIDDEN // K_LAYER, HIDDEN, NUM_CTAS, True, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
+                FC_IN // K_LAYER, HIDDEN // K_LAYER, HIDDEN, NUM_CTAS, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
             )  # fmt: skip
             if SPLIT_FC > 1:
                 round += 1
@@ -366,7 +367,7 @@ def draft_kernel(
             else:
                 tl.debug_barrier()
             finish_rows(
-                partial_ptr, SPLIT_FC, G_FC, mask_in, my_scale, fused_scale * 0 + 1, fc_bias_ptr, hidden_ptr,
+                partial_ptr, SPLIT_FC, G_FC, mask_in, my_scale, ones, fc_bias_ptr, hidden_ptr,
                 x_ptr + X_FC, fused_scale, HIDDEN, R_HIDDEN, SCALED, HAS_FC_BIAS, True, BLOCK_R, BLOCK_M,
             )  # fmt: skip
             round += 1
@@ -391,7 +392,7 @@ def draft_kernel(
                 tl.where(which <= QKV_PASS, mask_in, mask_m),
                 my_stream + select(which, 0, AT_QKV, AT_O, AT_DOWN), partial_ptr, split, group_rows,
                 in_features // K_LAYER, tl.where(pairs, HIDDEN // K_LAYER, in_features), row_size,
-                NUM_CTAS, True, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
+                NUM_CTAS, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
             )  # fmt: skip
             if which == FC_PASS:
                 prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
@@ -409,7 +410,7 @@ def draft_kernel(
 
             if FC_IN_LOOP:  # noqa: SIM102 - this one is decided by the compiler
                 if which == FC_PASS:
-                    row_factor = tl.full([BLOCK_M], 1.0, tl.float32)
+                    row_factor = ones
                     if SCALED:
                         row_factor = tl.load(factor_ptr + FEATURES + offs_m, mask=mask_in, other=0.0)
                     finish_rows(

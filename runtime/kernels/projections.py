@@ -23,8 +23,7 @@ def stream_parts(
     partial_ptr, split, group_rows,
     num_chunks,  # in_features / BLOCK_K, of all parts together
     segment, row_size,
-    NUM_CTAS: tl.constexpr, SEGMENTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    NUM_CTAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Multiply this program's share and leave its partial sums. Fewer programs than parts do several in turn."""
     zero = hidden_zero()
@@ -41,7 +40,7 @@ def stream_parts(
             acc = stream_matmul(
                 x_ptr, x_row_0, x_row_1, mask_m, unit_ptr + n0 * BLOCK_K, group_rows - n0, group_rows * BLOCK_K,
                 first_chunk, (part + 1) * num_chunks // split - first_chunk, segment, row_size,
-                SEGMENTED, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
+                True, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
             )  # fmt: skip
             row = unit * group_rows + n0 + offs_n
             mask = (n0 + offs_n < group_rows)[:, None] & mask_m[None, :]

@@ -21,7 +21,7 @@ def _stream_kernel(
     stream_parts(
         x_ptr, offs_m * SEGMENT, 16 * SEGMENT + offs_m * (K - SEGMENT), offs_m < num_rows,
         stream_ptr + tl.program_id(0) * region, partial_ptr, split, group_rows, num_chunks, SEGMENT // BLOCK_K, K,
-        NUM_CTAS, True, BLOCK_N, BLOCK_K, 16, 2,
+        NUM_CTAS, BLOCK_N, BLOCK_K, 16, 2,
     )  # fmt: skip
 
 
