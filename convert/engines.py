@@ -411,7 +411,12 @@ def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "norm_before_residual is not known, so it trains another layer",
             "train the head with speculators",
         )
-    yield from _window_unknown(head, "train the head with speculators")
+    if head.sliding_window is not None:
+        yield (
+            "warning",
+            f"the layer's sliding window of {head.sliding_window} tokens is not known, so it trains another layer",
+            "train the head with speculators",
+        )
 
 
 def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:

@@ -76,7 +76,7 @@ def choose_target(
         return TargetChoice(given, "given")
     if head is None:
         return TargetChoice(None, "the built-in head's")
-    if opened.target_name is not None and not _is_elsewhere(opened.target_name):
+    if opened.target_name is not None and not is_missing_folder(opened.target_name):
         return TargetChoice(opened.target_name, "named in the head's config.json")
     manifest = opened.source.folder / MANIFEST_NAME if opened.source else None
     if manifest is not None and manifest.is_file():
@@ -93,8 +93,8 @@ def choose_target(
     return None
 
 
-def _is_elsewhere(name: str) -> bool:
-    """Whether a name is a path of the machine that trained the head, and nothing here."""
+def is_missing_folder(name: str) -> bool:
+    """Whether a name is spelled as a path and no such folder is here: one of the machine that trained a head, say."""
     return name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir()
 
 

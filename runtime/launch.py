@@ -233,9 +233,10 @@ class TritonDrafter:
         self.lengths[slot] += len(next_tokens)
 
     def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
-        """See `Drafter.draft`."""
+        """See `Drafter.draft`. Raises `DrafterError` when the draft before this one did not finish."""
         packed, bufs, features = self._ready()
-        check_finished(bufs)  # of the draft before, whose tree has been read by now
+        # Here, as that draft's tree has been read by now: right after the launch the host would wait for it.
+        check_finished(bufs)
         width = pairs.features.shape[1]
         for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
             check_room(slot, self.lengths[slot], count, bufs.tree_rows, bufs.keys.shape[2])

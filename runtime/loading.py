@@ -14,7 +14,7 @@ from eagle_slim.convert.embedded import EMBEDDED_TARGET_REPO, embedded_target_fo
 from eagle_slim.convert.head import DraftHead, open_head
 from eagle_slim.convert.manifest import MANIFEST_NAME
 from eagle_slim.convert.source import open_head_source
-from eagle_slim.convert.target import choose_target
+from eagle_slim.convert.target import choose_target, is_missing_folder
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from torch import nn
@@ -197,12 +197,10 @@ def target_location(opened: OpenedHead, given: str | Path | None) -> str | Path:
     Raises `UsageError` when neither says, and for a folder that is not there.
     """
     if given is not None:
-        if str(given).startswith(("/", "./", "../", "~")):
-            folder = Path(given).expanduser()
-            if not folder.is_dir():
-                raise UsageError(f"Target {given}: no such folder. Expected one, or a Hub repository (name/model).")
-            return folder
-        return given
+        if is_missing_folder(str(given)):
+            raise UsageError(f"Target {given}: no such folder. Expected one, or a Hub repository (name/model).")
+        folder = Path(given).expanduser()
+        return folder if folder.is_dir() else given
     if opened.target_name is None:
         raise UsageError(f"Head {opened.head.location} does not say which target it belongs to; give the target.")
     return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name

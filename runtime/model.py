@@ -309,8 +309,12 @@ class SpeculativeModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def _prompts(self, given: Prompts, attention_mask: Any | None) -> list[tuple[int, ...]]:
+    def _prompts(self, given: Prompts, attention_mask: Any) -> list[tuple[int, ...]]:
         if isinstance(given, Mapping):
+            if "input_ids" not in given:
+                raise UsageError(
+                    "This is no prompt: give token ids or text; model.encode_chat(messages) makes a prompt of messages."
+                )
             attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
             given = given["input_ids"]
         values = [given] if isinstance(given, str) else _plain(given)
@@ -324,7 +328,9 @@ class SpeculativeModel:
                 raise UsageError("attention_mask goes with token ids; texts have no padding.")
             values = [self._encode(str(text)) for text in values]
         elif isinstance(values[0], (int, float)):
-            values, mask = [values], mask if mask is None or isinstance(mask[0], list) else [mask]
+            values = [values]
+        if mask and isinstance(mask[0], (int, float)):
+            mask = [mask]
         prompts = [tuple(int(token) for token in row) for row in values]
         return prompts if mask is None else _without_padding(prompts, mask)
 

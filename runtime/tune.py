@@ -65,7 +65,7 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         fit_split,
         group_rows,
         stage_bytes,
-    )  # fmt: skip
+    )
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -145,7 +145,6 @@ def load_head_weights(
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
         embedding = target.embedding.detach().to(device, dtype)
-    eagle_config = config.get("eagle_config") or {}
     return HeadWeights(
         kind=head.kind,
         tensors=tensors,
@@ -160,8 +159,8 @@ def load_head_weights(
         norm_eps=float(config["rms_norm_eps"]),
         activation=str(config["hidden_act"]),
         feature_width=target.feature_width,
-        norm_before_residual=_flag(config, eagle_config, "norm_before_residual"),
-        norm_output=_flag(config, eagle_config, "norm_output", "return_hidden_post_norm"),
+        norm_before_residual=bool(config.get("norm_before_residual")),
+        norm_output=bool(config.get("norm_output")),
         sliding_window=sliding_window(config),
     )
 
@@ -179,7 +178,3 @@ def gather_lm_head_rows(
         )
     rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(device, dtype)
-
-
-def _flag(config: Mapping[str, Any], nested: Mapping[str, Any], *names: str) -> bool:
-    return any(bool(config.get(name) or nested.get(name)) for name in names)

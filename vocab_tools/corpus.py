@@ -111,11 +111,15 @@ def amount(text: str) -> int:
     return int(number)
 
 
+def _limit(text: str) -> int:
+    # Plain numbers, 0 too, are judged by `CorpusSource`.
+    return int(text) if text.isdecimal() else amount(text)
+
+
 _CONVERTERS: Mapping[str, Any] = {
     "weight": float,
-    # A plain number is judged by `CorpusSource`.
-    "max_documents": lambda text: int(text) if text.isdecimal() else amount(text),
-    "max_tokens": lambda text: int(text) if text.isdecimal() else amount(text),
+    "max_documents": _limit,
+    "max_tokens": _limit,
     "sample": float,
     "shuffle": lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text],
 }

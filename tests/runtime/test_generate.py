@@ -132,6 +132,7 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         (np.array(prompts[0]), None),
         (list(np.array(prompts[0])), None),
         (torch.tensor(padded[0]), torch.tensor(mask[0])),
+        (torch.tensor([padded[0]]), torch.tensor(mask[0])),
     ):
         assert model.generate(one, attention_mask=keep, max_new_tokens=0).results[0].prompt_ids == prompts[0], one
 
@@ -139,6 +140,7 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "mask", "message"),
     [
+        ({"role": "user", "content": "Hi"}, None, "This is no prompt"),
         ([[1, 2], [3]], [[1, 1], [1, 1]], r"\[2, 2\] entries, input_ids of \[2, 1\]"),
         ([[1, 2], [3]], [[1, 1]], "expected the same"),
         ("text", [[1, 1]], "texts have no padding"),
