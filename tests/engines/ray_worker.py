@@ -9,6 +9,7 @@ A job: ``{"sources": [specs], "tokenizer": folder, "engine": "ray" or "local", "
 import hashlib
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,8 +22,13 @@ from protocol import Json, serve
 
 def workers_alive() -> list[int]:
     """Process ids of the counting actors that this process's cluster runs."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if any("UnitCounter" in word for word in child.cmdline())]
+    alive = []
+    for child in psutil.Process().children(recursive=True):
+        # Ray ends processes as it likes: one may be gone, or a zombie, between the listing and the question.
+        with suppress(psutil.NoSuchProcess):
+            if any("UnitCounter" in word for word in child.cmdline()):
+                alive.append(child.pid)
+    return alive
 
 
 def run(job: Json) -> Json:
