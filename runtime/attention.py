@@ -5,7 +5,9 @@ a tree without branches). Node n attends to the whole prefix and to its own ance
 allows a key only if ``query position - key position < w``; positions count from the root along the path, so two nodes
 of one depth share a position. The mask is built once per forward and window, from positions, never from row numbers.
 
-transformers passes keyword arguments of ``forward`` down to the attention function: so `TreeContext` gets here.
+transformers passes keyword arguments of ``forward`` down to the attention function: so `TreeContext` gets here. Which
+window a layer has is said by its mask, not by the layer: transformers' own mask functions make it, and some models hand
+no other word of it down. So our mask function hands down a mark for each window, in the mask's place.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from .errors import UnsupportedModelError
 
 ATTENTION_NAME = "eagle_slim_tree"
 CONTEXT_ARGUMENT = "tree_context"
+
+_WINDOW_MARKS: dict[int, Tensor] = {}
 
 
 @dataclass
@@ -135,7 +139,8 @@ def tree_attention_forward(
 ) -> tuple[Tensor, None]:
     """Serve one attention layer of the target; transformers' attention-function signature.
 
-    Raises `UnsupportedModelError` if the model does not hand keyword arguments down, or adds a position bias.
+    Raises `UnsupportedModelError` if the model does not hand keyword arguments down, adds a position bias, or computes
+    a mask of its own.
     """
     context = kwargs.get(CONTEXT_ARGUMENT)
     if not isinstance(context, TreeContext):
@@ -148,14 +153,32 @@ def tree_attention_forward(
             f"{type(module).__name__} adds a position bias to its scores, which counts rows, not positions on a path; "
             "tree verification needs rotary positions."
         )
+    if attention_mask is not None:
+        sliding_window = _marked_window(attention_mask, module)
     context.calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = masked_attention(query, key, value, context.mask(sliding_window), scale, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
+def mark_window(local_size: int | None = None, **_: Any) -> Tensor | None:
+    """Stand in for a mask that transformers asks for: None, or the mark of its sliding window (bool [1, 1, 1, 1])."""
+    return None if local_size is None else _WINDOW_MARKS.setdefault(local_size, torch.ones(1, 1, 1, 1).bool())
+
+
+def _marked_window(attention_mask: Tensor, module: nn.Module) -> int:
+    for window, mark in _WINDOW_MARKS.items():
+        if mark is attention_mask:
+            return window
+    raise UnsupportedModelError(
+        f"{type(module).__name__} computes an attention mask of its own, by rows of the cache; tree verification needs "
+        "a causal mask, with or without a sliding window."
+    )
+
+
 def register() -> None:
-    """Make the function known to transformers; calling it again changes nothing."""
-    from transformers import AttentionInterface
+    """Make the functions known to transformers; calling it again changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, tree_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, mark_window)

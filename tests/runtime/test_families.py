@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import transformers
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
 from support.tiny_models import SIZES, WINDOW, plain_greedy, random_prompts, widen, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -23,6 +23,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
                {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
                 "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
                 "qk_nope_head_dim": 8, "v_head_dim": 8, "moe_intermediate_size": 32, "first_k_dense_replace": 1}),
+    "window in the mask alone": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": WINDOW, **EXPERTS}),
+    "windows in some masks alone": (
+        "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_experts": 4,
+         "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
 }  # fmt: skip
 
 
@@ -37,3 +42,10 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
     output = model.generate(prompts, max_new_tokens=16, ignore_eos=True)
     assert output.token_ids == [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
     assert max(output.stats.accepted_lengths) > 1
+
+
+def test_a_mask_of_the_models_own_is_refused(tmp_path: Path) -> None:
+    target = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES)).eval()
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    with pytest.raises(UnsupportedModelError, match="DogeAttention computes an attention mask of its own"):
+        model.generate(random_prompts([9])[0], max_new_tokens=4)
