@@ -41,7 +41,6 @@ class GenerationLoop:
         on_tokens: OnTokens | None = None,
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.timer = PhaseTimer(target.device)
         self.states = [self._start(request, place, on_tokens) for place, request in enumerate(requests)]
         self.waiting = deque(state for state in self.states if state.finish_reason is None)
         self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
@@ -53,10 +52,11 @@ class GenerationLoop:
         """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
         # Kernels and events go to the current GPU, which need not be the model's.
         device = self.target.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with self.target.turns.take(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return self._run()
 
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
+        self.timer = PhaseTimer(self.target.device)
         if self.waiting:
             capacity = max(state.request.max_tokens for state in self.waiting)
             nodes = 1 if self.drafter is None else self.drafter.tree.total_tokens

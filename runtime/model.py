@@ -241,7 +241,7 @@ class SpeculativeModel:
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
     ) -> GenerationOutput:
-        """Continue one prompt or many.
+        """Continue one prompt or many. Calls from several threads take turns.
 
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or what a

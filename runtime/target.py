@@ -21,6 +21,7 @@ from .cache import SlotCache
 from .errors import PairingError, UnsupportedModelError
 from .slots import ActiveSlots
 from .tree import DraftTree
+from .turns import turns_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_MARKS = (
@@ -60,6 +61,7 @@ class TargetModel:
         check_supported(model)
         attention.register()
         self.model = model.eval()
+        self.turns = turns_of(model)
         self.config: Any = model.config
         self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layers = find_decoder_layers(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,36 @@ def test_the_target_keeps_its_own_generate(tmp_path: Path) -> None:
     model.generate(PROMPTS[2], max_new_tokens=8)
     assert target.config._attn_implementation == implementation
     assert plain_greedy(target, PROMPTS[2], 8) == before
+
+
+def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    head = write_head(tmp_path / "other", kind="eagle")
+    other = SpeculativeModel.from_pretrained(model.target.model, head, **TREES["chain"])
+    alone = [model.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(one.generate, prompt, max_new_tokens=24, ignore_eos=True)
+            for one, prompt in itertools.product((model, other, model), PROMPTS)
+        ]
+    assert [job.result().token_ids for job in jobs] == alone * 3
+    assert model.target.config._attn_implementation == "sdpa"
+
+
+def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
+    model = build(tmp_path)
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            if value.dim() == 1:
+                model.generate(PROMPTS[1], max_new_tokens=2)
+
+        def end(self) -> None:
+            pass
+
+    with pytest.raises(UsageError, match="from its own streamer"):
+        model.generate(PROMPTS[0], max_new_tokens=8, streamer=Streamer())
+    assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
 
 
 def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
