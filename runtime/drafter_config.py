@@ -54,6 +54,8 @@ class DrafterConfig:
         bounds = {
             "hidden": (16, 8192),
             "intermediate": (16, 65536),
+            "num_heads": (1, 1024),
+            "num_kv_heads": (1, self.num_heads),
             "head_dim": (2, 256),
             "draft_vocab": (self.top_k, 262144),
             "depth": (1, 10),
@@ -183,6 +185,8 @@ class Buffers:
     num_leaves: Tensor
     tree_rows: int
     """KV rows that a tree takes behind its prefix: depth * top_k."""
+    target_vocab: int
+    """New tokens are below it."""
     workspace: dict[str, Tensor]
 
     @classmethod
@@ -208,21 +212,30 @@ class Buffers:
             retrieve_indices=torch.full((slots, total, cfg.tree.path_width), -2, **int64),
             num_leaves=torch.full((slots,), -2, **int64),
             tree_rows=cfg.depth * cfg.top_k,
+            target_vocab=cfg.target_vocab,
             workspace={},
         )
 
     def set_step(self, active: list[int], new_tokens: list[list[int]], prefix: list[int]) -> None:
         """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
 
-        Raises `UsageError` for no or more than 16 new tokens, a slot out of range or twice, and a sequence that the KV
-        cache cannot hold together with its tree; nothing is written then.
+        Raises `UsageError` for no or more than 16 new tokens, ids outside the target's vocabulary, a slot out of range
+        or twice, and a sequence that the KV cache cannot hold together with its tree; nothing is written then.
         """
+        if not len(active) == len(new_tokens) == len(prefix):
+            raise UsageError(
+                f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
+                f"lists of tokens and {len(prefix)} prefixes."
+            )
         slots, positions = self.keys.shape[0], self.keys.shape[2]
         if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
             raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
             if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
                 raise UsageError(f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.")
+            wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
+            if wrong:
+                raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.")
             check_room(slot, past, len(tokens), self.tree_rows, positions)
         blank = [-1] * slots
         inverse, rows, counts, pasts = list(blank), [[0] * MAX_NEW_TOKENS for _ in blank], [1] * slots, [0] * slots

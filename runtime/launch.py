@@ -29,10 +29,21 @@ __all__ = [
     "DrafterConfig",
     "TritonDrafter",
     "Weights",
+    "allocate_buffers",
     "check_finished",
     "launch_drafter",
     "prefill_drafter",
 ]
+
+# What a `DraftTree` holds for inactive slots.
+_BLANK = {
+    "draft_tokens": -1,
+    "parents": -1,
+    "tree_mask": False,
+    "tree_position_ids": 0,
+    "retrieve_indices": -1,
+    "num_leaves": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,11 @@ def launch_drafter(
     are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
-    PyTorch and waits. Raises `UsageError` for shapes that do not fit and an unknown backend.
+    PyTorch and waits. Raises `UsageError` for features, weights or buffers that are not of this configuration, and an
+    unknown backend.
     """
     _check_features(cfg, X)
+    _check_parts(cfg, weights, bufs)
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
     if backend == "triton":
@@ -134,8 +147,16 @@ def prefill_drafter(
     """Fill a slot's KV cache with a prompt's pairs, by PyTorch, in chunks.
 
     ``X`` [seq, feature_width], ``next_tokens`` int64 [seq]: the token after each feature; pairs take the positions from
-    ``start`` on. Raises `UsageError` when they and a tree do not fit.
+    ``start`` on. Raises `UsageError` when they and a tree do not fit, and for other shapes and slots.
     """
+    _check_parts(cfg, weights, bufs)
+    if not 0 <= slot < cfg.num_slots:
+        raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
+    if next_tokens.dim() != 1 or X.shape != (len(next_tokens), cfg.feature_width):
+        raise UsageError(
+            f"A prompt has features [seq, {cfg.feature_width}] and next tokens [seq]; got {tuple(X.shape)} and "
+            f"{tuple(next_tokens.shape)}."
+        )
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
     drafter = _reference_on(cfg, weights.head, bufs)
     drafter.lengths[slot] = start
@@ -160,6 +181,31 @@ def _check_features(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...]) -> None:
         raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
 
 
+def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+    """Refuse parts of another configuration: the kernel would read and write beyond them."""
+    head, slots, total = weights.head, cfg.num_slots, cfg.total_tokens
+    for name in ("kind", "hidden", "num_heads", "num_kv_heads", "head_dim", "feature_width", "dtype"):
+        if getattr(head, name) != getattr(cfg, name):
+            raise UsageError(
+                f"The head has {name} = {getattr(head, name)}, the configuration {getattr(cfg, name)}; make it with "
+                "DrafterConfig.of(head, ...)."
+            )
+    cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
+    wanted = {"draft_tokens": (slots, total), "retrieve_indices": (slots, total, cfg.tree.path_width), "keys": cache}
+    for name, shape in wanted.items():
+        found = tuple(getattr(bufs, name).shape)
+        if found != shape:
+            raise UsageError(
+                f"The buffers hold {name} {found}, the configuration needs {shape}; allocate them with "
+                "allocate_buffers(cfg, weights)."
+            )
+    if weights.packed is not None and weights.packed.cos.shape[0] < cfg.max_positions:
+        raise UsageError(
+            f"The weights are packed for {weights.packed.cos.shape[0]} positions, the configuration has "
+            f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions})."
+        )
+
+
 def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> ReferenceDrafter:
     """Build a reference drafter whose KV cache is the buffers' own."""
     drafter = ReferenceDrafter(head, cfg.tree)
@@ -170,19 +216,20 @@ def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> Refer
 
 def _launch_reference(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...], head: HeadWeights, bufs: Buffers) -> None:
     features = X if isinstance(X, Tensor) else torch.cat(X, -1)
-    active = ActiveSlots.of(bufs.active_slots[: int(bufs.active_count)].tolist(), cfg.num_slots, features.device)
     drafter = _reference_on(cfg, head, bufs)
     drafter.lengths = bufs.prefix.tolist()
-    new = bufs.num_new.long()
-    used = features.shape[1]
-    pairs = NewPairs(features, bufs.new_tokens[:, :used].long(), new, tuple(new[list(active.indices)].tolist()))
-    copy_tree(drafter.draft(active, pairs), bufs)
-
-
-def copy_tree(tree: DraftTree, bufs: Buffers) -> None:
-    """Copy a tree into the buffers' outputs."""
-    for name in ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves"):
-        getattr(bufs, name).copy_(getattr(tree, name))
+    counts = bufs.num_new.tolist()
+    for name, blank in _BLANK.items():
+        getattr(bufs, name).fill_(blank)
+    # One slot after the other, as each has its own number of new tokens and room for no more rows than those.
+    for slot in bufs.active_slots[: int(bufs.active_count)].tolist():
+        new = counts[slot]
+        if new > features.shape[1]:
+            raise UsageError(f"Slot {slot} has {new} new tokens, but features of {features.shape[1]}.")
+        pairs = NewPairs(features[:, :new], bufs.new_tokens[:, :new].long(), bufs.num_new.long(), (new,))
+        tree = drafter.draft(ActiveSlots.of([slot], cfg.num_slots, features.device), pairs)
+        for name in _BLANK:
+            getattr(bufs, name)[slot] = getattr(tree, name)[slot]
 
 
 class TritonDrafter:
