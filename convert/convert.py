@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking import rank_by_order
@@ -159,6 +160,8 @@ def convert_head(
         CorpusError, TokenizerError, VocabularyError: the vocabulary (see vocab_tools/errors.py).
         OutputError: the result cannot be written.
     """
+    if flavour not in get_args(Flavour):
+        raise UsageError(f"flavour: expected one of {', '.join(get_args(Flavour))}, found {flavour!r}")
     request = vocabulary or VocabRequest()
     sizes = _sizes(draft_vocab, coverage)
     head_name = None if head is None else str(head)
@@ -431,13 +434,21 @@ def _sizes(
         return [None]
     if draft_vocab is None:
         raise UsageError("give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one")
-    sizes = [draft_vocab] if isinstance(draft_vocab, (int, str)) else list(draft_vocab)
+    several = isinstance(draft_vocab, Iterable) and not isinstance(draft_vocab, str)
+    sizes: list[Any] = list(draft_vocab) if several else [draft_vocab]  # type: ignore[arg-type]  # not a size
     if not sizes:
         raise UsageError("--draft-vocab: no size given")
-    for size in sizes:
-        if size != "full" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}")
-    return list(dict.fromkeys(sizes))
+    return list(dict.fromkeys("full" if size == "full" else _number_of_ids(size) for size in sizes))
+
+
+def _number_of_ids(size: Any) -> int:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(size, bool):
+        raise UsageError(f"--draft-vocab: expected a number of ids or 'full', found {size!r}")
+    return number
 
 
 def default_name(

@@ -7,13 +7,14 @@ Nothing but small tensors (the map) is read when a head is opened.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
-from eagle_slim.vocab_tools.errors import VocabularyError
+from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
 from eagle_slim.vocab_tools.token_map import ids_from_d2t
 
 from . import head_config, names
@@ -202,7 +203,7 @@ def open_head(
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
     Raises:
-        UsageError: a sub-folder that would lead out.
+        UsageError: a sub-folder that would lead out, an unknown form.
         SourceError: the folder or repository cannot be had, or has no such sub-folder.
         CheckpointError: a damaged, incomplete or unsafe weights file.
         UnsupportedHeadError: a kind of head, or a tensor, that is not converted.
@@ -249,12 +250,20 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
+    if d2t_form not in get_args(D2tForm):
+        raise UsageError(f"d2t_form: expected one of {', '.join(get_args(D2tForm))}, found {d2t_form!r}")
     # The configuration first: an MLA or quantised head is refused by its name rather than by a tensor.
     flat = head_config.normalise_config(config, location)
     table = names.canonical_names(checkpoint.names, location)
+    if table.kind == "eagle3" and flat.get("tie_word_embeddings") and names.EMBEDDING in table.stored:
+        # Of two tied matrices transformers stores the embedding alone.
+        table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     warnings: list[str] = []
     _check_dtypes(tensors, location)
+    if flat["attention_bias"] is None:
+        # Qwen2's configuration has no key for it: its layers always have biases of q, k and v.
+        flat["attention_bias"] = any(name in tensors for name in names.EAGLE3_ATTENTION_BIASES)
     if flat.get("mlp_bias"):
         # A tensor of that kind is refused by its name, so there is none.
         raise MismatchError(
@@ -324,7 +333,7 @@ def _map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm
             )
         if stated not in (None, vocab):
             raise MismatchError(
-                f"{where}: draft_vocab_size: expected {vocab}, the rows of lm_head.weight; found {stated}"
+                f"{where}: draft_vocab_size: expected {vocab}, the rows of lm_head.weight; found {stated!r}"
             )
         config["draft_vocab_size"] = vocab
         return None
@@ -412,9 +421,12 @@ def _check_eagle3(
             "embed_tokens.weight of its own, which is missing; fetch the complete head"
         )
     if any(name in tensors for name in names.EAGLE3_ATTENTION_BIASES) and not config.get("attention_bias"):
-        raise MismatchError(f"{where}: attention biases in the file, but attention_bias is not set in config.json")
+        raise MismatchError(f"{where}: attention biases in the file, but attention_bias is false in config.json")
     if config.get("attention_bias") and not all(name in tensors for name in names.EAGLE3_ATTENTION_BIASES[:3]):
-        raise MismatchError(f"{where}: attention_bias is set in config.json, but the q, k and v biases are missing")
+        raise MismatchError(
+            f"{where}: attention_bias is set in config.json, or another bias in the file shows it, but the q, k and v "
+            "biases are missing"
+        )
 
     if config.get("num_hidden_layers") not in (None, 1):
         warnings.append(
@@ -441,7 +453,7 @@ def _taps(
         return (), None
     if names.FC not in tensors:
         raise CheckpointError(f"{where}: incomplete EAGLE-3 head: fc.weight missing; fetch the checkpoint again")
-    taps, warning = head_config.tap_layers(config, None if given is None else tuple(given), where)
+    taps, warning = head_config.tap_layers(config, None if given is None else tuple(map(operator.index, given)), where)
     rows, columns = tensors.shape(names.FC)
     if rows != hidden or columns % target_hidden:
         raise MismatchError(

@@ -42,8 +42,9 @@ _NORM_FLAGS = {
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
 
-    Sizes that only the tensors know (vocabularies, dtype) are left to `open_head`. `norm_before_residual` is written
-    out for the speculators form, whose default (true) differs from that of the flat form (false).
+    What only the tensors know (vocabularies, dtype, and `attention_bias`, None here, where no key says it) is left to
+    `open_head`. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that
+    of the flat form (false).
 
     Raises:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
@@ -78,7 +79,8 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         config["head_dim"] = config["hidden_size"] // heads
     config.setdefault("hidden_act", "silu")
     config.setdefault("rms_norm_eps", 1e-6)
-    config.setdefault("attention_bias", bool(config.get("qkv_bias", False)))
+    if config.get("attention_bias") is None:
+        config["attention_bias"] = config.get("qkv_bias")
     config.setdefault("mlp_bias", False)
     return config
 
@@ -122,15 +124,15 @@ def tap_layers(
     None means the default of all engines, (2, n // 2, n - 3) of a target with n layers.
 
     Raises:
-        MismatchError: both are present and disagree, or one is not a list of layer numbers.
+        MismatchError: both are present and disagree, or a list holds something else than numbers of layers.
     """
     top = _layer_ids(config.get(AUX_LAYER_KEY), where, AUX_LAYER_KEY)
     eagle_config = config.get("eagle_config")
     raw = eagle_config.get(AUX_LAYER_KEY) if isinstance(eagle_config, Mapping) else None
-    nested = _layer_ids(raw, where, f"eagle_config.{AUX_LAYER_KEY}")
+    nested = _layer_ids(raw, where, f"eagle_config.{AUX_LAYER_KEY}", lowest=-1)
     shifted = None if nested is None else tuple(layer + 1 for layer in nested)
     if given is not None:
-        return given, None
+        return _layer_ids(list(given), where, "--tap-layers") or (), None
     if top is not None and shifted is not None and top != shifted:
         raise MismatchError(
             f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
@@ -266,11 +268,11 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
     return values[0]
 
 
-def _layer_ids(value: Any, where: str, key: str) -> tuple[int, ...] | None:
+def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, ...] | None:
     if value is None or value == []:
         return None
     if not isinstance(value, list) or not all(
-        isinstance(layer, int) and not isinstance(layer, bool) for layer in value
+        isinstance(layer, int) and not isinstance(layer, bool) and layer >= lowest for layer in value
     ):
-        raise MismatchError(f"{where}: {key}: expected a list of layer numbers, found {value!r}")
+        raise MismatchError(f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}")
     return tuple(value)

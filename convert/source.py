@@ -343,9 +343,10 @@ def _repository_id(source: str | Path) -> str:
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 
     text = str(source)
+    is_file = Path(text).expanduser().is_file()
     path_like = isinstance(source, Path) or text.startswith(("/", ".", "~")) or text.count("/") > 1 or not text
-    if path_like:
-        kind = "is a file" if Path(text).expanduser().is_file() else "no such folder"
+    if path_like or is_file:
+        kind = "is a file" if is_file else "no such folder"
         raise SourceError(f"{text or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.")
     try:
         validate_repo_id(text)

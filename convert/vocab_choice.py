@@ -74,6 +74,11 @@ class VocabRequest:
         used = [name for name, is_used in given.items() if is_used]
         if len(used) > 1:
             raise UsageError(f"{' and '.join(used)} exclude each other: each says by itself which tokens are kept")
+        if self.order not in (None, "ids"):
+            raise UsageError(f"order: expected 'ids' or None, found {self.order!r}")
+        for name in ("counts", "corpus"):
+            if not isinstance(getattr(self, name), (tuple, list)):
+                raise UsageError(f"{name}: expected a tuple, found one {type(getattr(self, name)).__name__} alone")
         if self.smooth is not None and (self.token_map is not None or self.order is not None):
             raise UsageError(
                 "--smooth mixes counts with the order of the ids; a token map or --order ids has no counts"

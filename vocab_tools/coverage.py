@@ -271,7 +271,7 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
         wrong = [size for size in sizes if not smallest <= size <= vocab.size]
         if wrong:
             raise UsageError(f"size {wrong[0]}: this vocabulary has sizes from {smallest} to {vocab.size}")
-        shown = tuple(sorted({*sizes}))
+        shown = tuple(sorted({int(size) for size in sizes}))
     else:
         powers = {1 << exponent for exponent in range(10, 21) if smallest <= 1 << exponent < vocab.size}
         shown = tuple(sorted({*powers, vocab.size}))

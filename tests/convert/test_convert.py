@@ -319,12 +319,60 @@ def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_pat
     assert found["output"] == ["vllm serve", "sglang.launch_server", "trtllm-serve", "eagle-generate HEAD"]
 
 
+@pytest.mark.parametrize("sizes", [np.int64(8), np.array([8, 8]), range(8, 9)])
+def test_sizes_of_any_integer_type(tmp_path, sizes):
+    done = convert_head(
+        write_eagle3(tmp_path / "head"), draft_vocab=sizes, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out"
+    )
+    assert [(conversion.draft_vocab, type(conversion.draft_vocab)) for conversion in done] == [(8, int)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"draft_vocab": 8.0}, "'full', found 8.0"),
+        ({"draft_vocab": True}, "'full', found True"),
+        ({"flavour": "trt"}, "flavour: expected one of default, sglang, lmdeploy, found 'trt'"),
+        ({"d2t_form": "abs"}, "d2t_form: expected one of auto, offset, absolute, found 'abs'"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(tmp_path, arguments, message):
+    head = write_eagle3(tmp_path / "head", ids=trained_ids())
+    with pytest.raises(UsageError, match=message):
+        convert_head(head, **({"draft_vocab": 6, "vocabulary": VocabRequest(order="ids")} | arguments))
+
+
+def test_requests_that_mean_nothing_are_refused():
+    with pytest.raises(UsageError, match="order: expected 'ids' or None, found 'frequency'"):
+        VocabRequest(order="frequency")
+    with pytest.raises(UsageError, match="counts: expected a tuple, found one str alone"):
+        VocabRequest(counts="chat.counts.safetensors")
+
+
+@pytest.mark.parametrize("target_hidden", [HIDDEN, 2 * HIDDEN])
+def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidden):
+    tensors = eagle3_tensors(rows=None, target_hidden=target_hidden, embedding=True)
+    head = write_eagle3(
+        tmp_path / "head", tensors=tensors, tie_word_embeddings=True, target_hidden_size=target_hidden,
+        draft_vocab_size=None,
+    )  # fmt: skip
+    assert target_hidden != HIDDEN or not torch.equal(target_lm_head(target), tensors["embed_tokens.weight"])
+    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = written(done.folder)
+    assert torch.equal(found["lm_head.weight"], tensors["embed_tokens.weight"][sorted(RANKED[:8])])
+    assert ("embed_tokens.weight" in found) == (target_hidden != HIDDEN)
+    assert config_of(done.folder)["tie_word_embeddings"] is False
+    assert (done.manifest.lm_head["from"], done.manifest.lm_head["tensor"]) == ("head", "embed_tokens.weight")
+    assert verify_artifact(done.folder, head=head).ok
+
+
+@pytest.mark.parametrize("said", [{"qkv_bias": True}, {"model_type": "qwen2"}])
 @pytest.mark.parametrize("output_bias", [True, False])
-def test_one_switch_for_all_attention_biases(tmp_path, output_bias):
+def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
     sizes = {"q": HIDDEN, "k": 16, "v": 16, **({"o": HIDDEN} if output_bias else {})}
     biases = {f"midlayer.self_attn.{name}_proj.bias": random((size,), 70 + size) for name, size in sizes.items()}
     tensors = eagle3_tensors(rows=VOCAB) | biases
-    head = write_eagle3(tmp_path / "head", tensors=tensors, attention_bias=..., qkv_bias=True)
+    head = write_eagle3(tmp_path / "head", tensors=tensors, attention_bias=..., **said)
     (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     found = written(done.folder)
     assert all(torch.equal(found[name], bias) for name, bias in biases.items())

@@ -131,6 +131,9 @@ def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
     assert head.config["eagle_config"][NESTED] == [1, 3, 4]
     with pytest.raises(MismatchError, match="3 captured layers"):
         open_head(folder, tap_layers=(2, 4))
+    with pytest.raises(MismatchError, match=r"--tap-layers: expected.*from 0 on, found \[-1, 4, 5\]"):
+        open_head(folder, tap_layers=(-1, 4, 5))
+    assert open_head(folder, tap_layers=np.array([2, 4, 5])).config[NESTED] == [2, 4, 5]
 
 
 def test_rope_parameters_are_flattened(tmp_path):
@@ -300,6 +303,12 @@ def ones(*shape):
         ({"norm_before_fc": True}, MismatchError, "input_norm.weight"),
         ({"fc_norm": True}, MismatchError, "fc_norm"),
         ({"attention_bias": True}, MismatchError, "biases are missing"),
+        ({"extra": {"midlayer.self_attn.q_proj.bias": ones(HIDDEN)}}, MismatchError, "attention_bias is false"),
+        (
+            {"extra": {"midlayer.self_attn.q_proj.bias": ones(HIDDEN)}, "attention_bias": None},
+            MismatchError,
+            "k and v biases are missing",
+        ),
         ({"mlp_bias": True}, MismatchError, "mlp_bias"),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
@@ -314,6 +323,7 @@ def ones(*shape):
             "use_sliding_window is false",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MismatchError, "captured layers"),
+        ({"eagle_aux_hidden_state_layer_ids": [-2, 2, 5]}, MismatchError, "layer numbers from 0 on"),
         ({"d2t": None}, MismatchError, "t2d without d2t"),
         ({"d2t": None, "t2d": False}, MismatchError, "no d2t"),
         ({"lm_head": False}, MismatchError, "without lm_head"),

@@ -71,7 +71,12 @@ def test_paths_that_are_not_there(name: str) -> None:
         open_head_source(name)
 
 
-def test_a_file_instead_of_a_folder(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head/model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SourceError, match="is a file"):
+        open_head_source("head/model.safetensors")
     (tmp_path / "x").touch()
     with pytest.raises(SourceError, match="is a file"):
         open_head_source(tmp_path / "x")

@@ -146,7 +146,8 @@ def test_sizes() -> None:
 
 
 def test_json_and_table() -> None:
-    report = measure_coverage(vocab([5, 0, 7, 3]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]]), sizes=[2, 4])
+    sizes = list(np.array([2, 4]))
+    report = measure_coverage(vocab([5, 0, 7, 3]), token_counts([1] * 10, [[5, 5, 7, 9], [0, 3]]), sizes=sizes)
     value = json.loads(json.dumps(report.to_json()))
     assert value["sizes"] == [2, 4]
     assert value["sources"][0]["coverage"] == [0.5, 0.833333]
