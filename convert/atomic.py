@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+from eagle_slim.vocab_tools.files import expand_home
+
 from .errors import OutputError, OutputExistsError
 
 __all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "require_space"]
@@ -175,7 +177,7 @@ def clean_leftovers(out: Path | str) -> None:
 
 
 def _real(path: Path | str) -> Path:
-    real = Path(os.path.realpath(Path(path).expanduser()))
+    real = Path(os.path.realpath(expand_home(path)))
     if not real.name:
         raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.")
     return real

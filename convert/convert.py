@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking import rank_by_order
 from eagle_slim.vocab_tools.tokenizer import forced_ids
 
@@ -459,7 +460,7 @@ def default_name(
     subfolder: str = "",
 ) -> str:
     """Name of the output folder: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
-    base = EMBEDDED_HEAD_NAME if head is None else Path(head).expanduser().resolve().name
+    base = EMBEDDED_HEAD_NAME if head is None else expand_home(head).resolve().name
     base = "-".join([base, *PurePosixPath(subfolder).parts])
     endings: dict[DraftVocabSize | None, str] = {None: f"coverage{coverage}", "full": "full"}
     ending = endings.get(size, f"v{size}")

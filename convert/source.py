@@ -22,6 +22,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, cast
 from urllib.parse import quote
 
+from eagle_slim.vocab_tools.files import expand_home
+
 from .atomic import atomic_file
 from .checkpoint import Checkpoint, open_weights_file
 from .checkpoint_lm_head import (
@@ -313,7 +315,7 @@ def _resolve(
     notify: Notify,
     subfolder: str = "",
 ) -> ResolvedSource:
-    folder = Path(source).expanduser()
+    folder = expand_home(source)
     if str(source) and folder.is_dir():
         if revision is not None:
             raise SourceError(f"{source}: is a folder and has no revision {revision!r}.\nLeave the revision out.")
@@ -343,7 +345,7 @@ def _repository_id(source: str | Path) -> str:
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 
     text = str(source)
-    is_file = Path(text).expanduser().is_file()
+    is_file = expand_home(text).is_file()
     path_like = isinstance(source, Path) or text.startswith(("/", ".", "~")) or text.count("/") > 1 or not text
     if path_like or is_file:
         kind = "is a file" if is_file else "no such folder"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
 from .checkpoint_lm_head import TargetLMHead
@@ -95,7 +96,7 @@ def choose_target(
 
 def is_missing_folder(name: str) -> bool:
     """Whether a name is spelled as a path and no such folder is here: one of the machine that trained a head, say."""
-    return name.startswith(("/", "./", "../", "~")) and not Path(name).expanduser().is_dir()
+    return name.startswith(("/", "./", "../", "~")) and not expand_home(name).is_dir()
 
 
 def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Target:

@@ -36,6 +36,7 @@ from .corpus_blocks import (
     too_long,
 )
 from .errors import CorpusError
+from .files import expand_home
 
 FORMATS: Mapping[str, Literal["jsonl", "parquet", "txt"]] = {
     ".jsonl": "jsonl",
@@ -70,7 +71,7 @@ def looks_local(location: str) -> bool:
         return False
     if location.startswith((".", "/", "~")) or _is_glob(location):
         return True
-    return _format_of(location) is not None or Path(location).expanduser().exists()
+    return _format_of(location) is not None or expand_home(location).exists()
 
 
 def find_files(location: str) -> list[CorpusFile]:
@@ -79,7 +80,7 @@ def find_files(location: str) -> list[CorpusFile]:
     Raises:
         CorpusError: there are none, one cannot be read, or a file has an unknown format.
     """
-    path = Path(location).expanduser()
+    path = expand_home(location)
     if path.is_dir():
         found = [Path(folder) / name for folder, _, names in os.walk(path) for name in names]
         found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]

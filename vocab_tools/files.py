@@ -11,6 +11,11 @@ from typing import Any
 from .errors import EagleSlimError, UsageError
 
 
+def expand_home(path: str | Path) -> Path:
+    """Return a path with `~` and `~user` replaced; a user that is not known here stays, as in a shell."""
+    return Path(os.path.expanduser(path))
+
+
 def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """Return the output path, or refuse it before any work is done.
 
@@ -34,6 +39,15 @@ def write_file(path: str | Path, data: bytes) -> None:
         OSError: the folder is missing or read-only, the disk is full.
     """
     path = Path(path).absolute()
+    try:
+        _replace(path, data)
+    except OSError as error:
+        # The system names the temporary file, or none.
+        error.filename = str(path)
+        raise
+
+
+def _replace(path: Path, data: bytes) -> None:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

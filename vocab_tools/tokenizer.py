@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import TokenizerError
+from .files import expand_home
 from .forced import ForcedIds, forced_ids
 from .loaded_tokenizer import LoadedTokenizer
 
@@ -57,7 +58,7 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     Raises:
         TokenizerError: missing, gated, unreadable, or a tokenizer without a fast (`tokenizers`) form.
     """
-    path = Path(source).expanduser()
+    path = expand_home(source)
     if path.is_file():
         return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
     if path.is_dir():

@@ -65,7 +65,9 @@ def test_folder(tmp_path: Path) -> None:
         open_head_source(tmp_path, revision="main")
 
 
-@pytest.mark.parametrize("name", ["./nothing", "/no/such/folder", "~/no-such-folder-here", "a/b/c", ""])
+@pytest.mark.parametrize(
+    "name", ["./nothing", "/no/such/folder", "~/no-such-folder-here", "~no-such-user/x", "a/b/c", ""]
+)
 def test_paths_that_are_not_there(name: str) -> None:
     with pytest.raises(SourceError, match="no such folder"):
         open_head_source(name)
