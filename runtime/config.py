@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 from .errors import UsageError
 
@@ -54,22 +55,33 @@ class TreeConfig:
 class SamplingConfig:
     """How the target's next token is chosen: the usual warpers, in transformers' order.
 
-    ``temperature`` 0 is greedy (``top_k`` and ``top_p`` are then without effect). ``top_k`` 0 and ``top_p`` 1.0 are
-    off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of range.
+    ``temperature`` 0 is greedy (the others are then without effect). ``top_k`` 0, ``top_p`` 1.0, ``min_p`` 0.0 and
+    ``typical_p`` 1.0 are off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of
+    range.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
 
     def __post_init__(self) -> None:
+        for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+                raise UsageError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature!r}.")
         if self.top_k < 0:
             raise UsageError(f"top_k must be 0 (off) or positive, got {self.top_k!r}.")
         if not 0 < self.top_p <= 1:
             raise UsageError(f"top_p must be in (0, 1], got {self.top_p!r}.")
+        if not 0 <= self.min_p <= 1:
+            raise UsageError(f"min_p must be in [0, 1], got {self.min_p!r}.")
+        if not 0 < self.typical_p <= 1:
+            raise UsageError(f"typical_p must be in (0, 1], got {self.typical_p!r}.")
         if not 0 <= self.seed < 2**63:
             raise UsageError(f"seed must be in [0, 2^63), got {self.seed!r}.")
 

@@ -46,6 +46,8 @@ class GenerationLoop:
         self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
         self.running: dict[int, RunningRequest] = {}
         self.width = 1 if drafter is None else drafter.tree.path_width
+        self.walk: list[Tensor] = []
+        """Tokens of the current walk down the trees, one int64 [requests] per step."""
 
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -165,11 +167,27 @@ class GenerationLoop:
 
     def _choose(self, logits: Tensor, states: Sequence[RunningRequest], step: int) -> Tensor:
         """Choose the token ``step`` places behind what each request has: [requests, vocab] to int64 [requests]."""
+        if any(state.request.process for state in states):
+            logits = self._process(logits, states, step)
         if self.sampling.is_greedy:
-            return choose_tokens(logits, logits.new_empty(0), self.sampling)
-        streams = [state.stream for state in states if state.stream is not None]
-        starts = [len(state.token_ids) + step for state in states]
-        return choose_tokens(logits, stream_window(streams, starts, 1, logits.device)[:, 0], self.sampling)
+            uniforms = logits.new_empty(0)
+        else:
+            streams = [state.stream for state in states if state.stream is not None]
+            starts = [len(state.token_ids) + step for state in states]
+            uniforms = stream_window(streams, starts, 1, logits.device)[:, 0]
+        tokens = choose_tokens(logits, uniforms, self.sampling)
+        self.walk = [*self.walk[:step], tokens]
+        return tokens
+
+    def _process(self, logits: Tensor, states: Sequence[RunningRequest], step: int) -> Tensor:
+        """Apply each request's logits processors, given its tokens and those that this walk has chosen so far."""
+        rows = list(logits.to(torch.float32, copy=True).split(1))
+        for place, state in enumerate(states):
+            if state.request.process is not None:
+                past = torch.tensor([*state.request.prompt_ids, *state.token_ids], device=logits.device)
+                walked = [tokens[place : place + 1] for tokens in self.walk[:step]]
+                rows[place] = state.request.process(torch.cat([past, *walked])[None], rows[place])
+        return torch.cat(rows)
 
 
 def wait_for_tokens(path: AcceptedPath) -> tuple[list[list[int]], list[int]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from eagle_slim.convert.artifact import Artifact
 from eagle_slim.convert.default_counts import load_embedded_counts
@@ -15,6 +16,7 @@ from eagle_slim.convert.head import DraftHead, open_head
 from eagle_slim.convert.manifest import MANIFEST_NAME
 from eagle_slim.convert.source import open_head_source
 from eagle_slim.convert.target import choose_target, is_missing_folder
+from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from torch import nn
@@ -25,7 +27,6 @@ from .errors import DrafterError, UsageError
 from .weights import HeadWeights, choose_draft_ids
 
 if TYPE_CHECKING:
-    import numpy as np
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
@@ -52,8 +53,10 @@ class OpenedHead:
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
 
-    def choose(self, draft_vocab: int | DraftVocab | None) -> NDArray[np.int64]:
+    def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
+        if isinstance(draft_vocab, np.integer):
+            draft_vocab = int(draft_vocab)
         if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab:
             tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
             draft_vocab = rank_vocabulary(
@@ -141,6 +144,32 @@ def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: b
     loaded = load_tokenizer(str(target), revision=revision, offline=offline)
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, local_files_only=offline)
     return tokenizer, loaded.tokenizer_hash
+
+
+def hash_of_source(tokenizer: Any) -> str | None:
+    """Hash of the files that a transformers tokenizer was loaded from; None where they cannot be found here."""
+    source = getattr(tokenizer, "name_or_path", None)
+    try:
+        return load_tokenizer(source, offline=True).tokenizer_hash if source else None
+    except TokenizerError:
+        return None
+
+
+def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
+    """Raise `UsageError` when a loaded target is not of the type or on the device that is asked for."""
+    weight = next(target.parameters())
+    if isinstance(dtype, str):
+        dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)
+    if dtype != weight.dtype:
+        raise UsageError(
+            f"dtype = {dtype} is asked for, but the loaded target is in {weight.dtype}: convert it, or leave dtype out."
+        )
+    place = weight.device if device is None else torch.device(device)
+    if place.type != weight.device.type or place.index not in (None, weight.device.index):
+        raise UsageError(
+            f"device = {str(device)!r} is asked for, but the loaded target is on {weight.device}: move it, or leave "
+            "device out."
+        )
 
 
 def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> Drafter:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,13 +30,16 @@ from .loading import (
     MapForm,
     OpenedHead,
     build_drafter,
+    check_loaded,
     choose_device,
+    hash_of_source,
     load_target,
     load_target_config,
     load_tokenizer_and_hash,
     open_any_head,
     target_location,
 )
+from .options import SAMPLING, build_processors, join_options
 from .pairing import check_pairing, check_tokenizer, resolve_tap_layers
 from .requests import Request, RequestOutput
 from .stats import GenerationStats
@@ -46,9 +50,11 @@ if TYPE_CHECKING:
     from eagle_slim.convert.artifact import Artifact
     from eagle_slim.convert.head import DraftHead
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+    from transformers import GenerationConfig
 
 DEFAULT_TOTAL_TOKENS = 60
 DEFAULT_MAX_SLOTS = 16
+DEFAULT_MAX_NEW_TOKENS = 256
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
@@ -146,8 +152,8 @@ class SpeculativeModel:
                 converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None means 60, or all
                 candidates where there are fewer.
-            dtype: of target and drafter, "auto" for what the target's files hold.
-            device: None is the first GPU where there is one, else the CPU.
+            dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
+            device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "reference", "triton", or a callable of (weights, tree).
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
             max_model_len: most tokens of prompt and answer; None is the model's own limit.
@@ -167,6 +173,7 @@ class SpeculativeModel:
         opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
+            check_loaded(target, dtype, device)
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
         else:
             location = target_location(opened, target)
@@ -181,6 +188,8 @@ class SpeculativeModel:
             tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
             tokenizer = tokenizer or loaded_tokenizer
             model = load_target(location, dtype, place, revision, offline)
+        if tokenizer is not None:
+            check_tokenizer(opened.tokenizer_hash, hash_of_source(tokenizer), opened.head.location, name)
         wrapped = TargetModel(model, resolve_tap_layers(opened.head, int(text_config.num_hidden_layers)))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         built = build_drafter(drafter, weights, tree)
@@ -227,7 +236,7 @@ class SpeculativeModel:
         input_ids: Prompts,
         *,
         attention_mask: Tensor | Sequence[Sequence[int]] | None = None,
-        max_new_tokens: int = 256,
+        max_new_tokens: int | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
@@ -240,6 +249,9 @@ class SpeculativeModel:
         streamer: Streamer | None = None,
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Any] | None = None,
+        **options: Any,
     ) -> GenerationOutput:
         """Continue one prompt or many. Calls from several threads take turns.
 
@@ -247,9 +259,9 @@ class SpeculativeModel:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or what a
                 transformers tokenizer returned, which brings its attention mask along.
             attention_mask: [prompts, seq] beside padded ids: 0 marks padding.
-            max_new_tokens: 0 returns at once with nothing new.
+            max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
             do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
-                above 0 says otherwise. The generation configuration's sampling defaults are not used.
+                above 0 says otherwise. The sampling defaults of the target's own generation configuration are not used.
             seed: with the prompt's place in the call, fixes every draw.
             stop: strings that end an answer, wherever tokens begin and end.
             eos_token_id: instead of the target's own; ``ignore_eos`` runs on beyond any.
@@ -257,31 +269,52 @@ class SpeculativeModel:
             streamer: a transformers streamer, for one prompt.
             max_slots: how many prompts run at a time, each with KV memory of its own; the rest wait for a free slot.
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
+            generation_config: as in transformers, for what no argument says.
+            logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
+                functions of these alone (`options`).
+            options: further fields of a `GenerationConfig`: ``max_length`` (prompt, without padding, and answer),
+                ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``min_p``, ``typical_p``,
+                ``num_return_sequences``, ``stop_strings`` and others (`options.PENALTIES`). The target's own generation
+                configuration gives the defaults of those that act on greedy decoding too, as in transformers.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
-            UsageError: arguments that contradict each other or lack a tokenizer.
+            UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
-        sampling = sampling_config(do_sample, temperature, top_p, top_k, seed)
+        given = {
+            "max_new_tokens": max_new_tokens,
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "eos_token_id": eos_token_id,
+            "pad_token_id": pad_token_id,
+        }
+        own = getattr(self.target.model, "generation_config", None)
+        keywords = {**given, **options}
+        options = join_options(own, generation_config, keywords)
+        sampling = _sampling_of(options, keywords, seed)
         prompts = self._prompts(input_ids, attention_mask)
-        if max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens must be 0 or more, got {max_new_tokens}.")
-        if max_slots < 1:
-            raise UsageError(f"max_slots must be at least 1, got {max_slots}.")
+        repeats = _count("num_return_sequences", options.get("num_return_sequences", 1), 1)
+        if repeats > 1 and sampling.is_greedy:
+            raise UsageError(f"num_return_sequences = {repeats} needs sampling: greedy answers are all the same.")
+        prompts = [prompt for prompt in prompts for _ in range(repeats)]
+        max_slots = _count("max_slots", max_slots, 1)
         if streamer is not None and len(prompts) != 1:
             raise UsageError(f"A streamer follows one prompt, got {len(prompts)}.")
+        stop = options.get("stop_strings") if stop is None else stop
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
         if stops and self.tokenizer is None:
             raise UsageError("Stop strings need a tokenizer; load the model with one.")
-        if any(not text for text in stops):
-            raise UsageError("A stop string is empty.")
-        eos = frozenset() if ignore_eos else self.eos_token_ids if eos_token_id is None else _id_set(eos_token_id)
-        requests = [
-            Request(
-                index, prompt, max_new_tokens, eos, self.max_model_len, stops, self._decode if self.tokenizer else None
-            )
-            for index, prompt in enumerate(prompts)
-        ]
+        if not all(isinstance(text, str) and text for text in stops):
+            raise UsageError(f"Stop strings are texts of at least one letter; got {list(stops)!r}.")
+        eos = frozenset() if ignore_eos else _id_set(options.get("eos_token_id", self.eos_token_ids))
+        requests = []
+        for index, prompt in enumerate(prompts):
+            new = _max_new_tokens(options, len(prompt))
+            process = build_processors(options, len(prompt), new, eos, logits_processor or (), self.target.device)
+            decode = self._decode if self.tokenizer else None
+            requests.append(Request(index, prompt, new, eos, self.max_model_len, stops, decode, process))
         self._check_room(requests)
         if streamer is not None:
             streamer.put(torch.tensor([prompts[0]]))
@@ -292,7 +325,7 @@ class SpeculativeModel:
             streamer.end()
         if speculative:
             _warn_if_nothing_is_accepted(stats, self.drafter)
-        return GenerationOutput(tuple(results), stats, self._pad(pad_token_id))
+        return GenerationOutput(tuple(results), stats, self._pad(options.get("pad_token_id"), eos))
 
     def encode_chat(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
@@ -317,6 +350,8 @@ class SpeculativeModel:
                 )
             attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
             given = given["input_ids"]
+        if not isinstance(given, str) and (not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0):
+            raise UsageError(f"A prompt is text or token ids; got {given!r}. (Embeddings cannot be drafted from.)")
         values = [given] if isinstance(given, str) else _plain(given)
         mask = None if attention_mask is None else _plain(attention_mask)
         if not values:
@@ -329,9 +364,11 @@ class SpeculativeModel:
             values = [self._encode(str(text)) for text in values]
         elif isinstance(values[0], (int, float)):
             values = [values]
+        elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
+            raise UsageError("A batch is token ids [prompts, seq], lists of token ids, or texts; this mixes them.")
         if mask and isinstance(mask[0], (int, float)):
             mask = [mask]
-        prompts = [tuple(int(token) for token in row) for row in values]
+        prompts = [tuple(_token_id(token) for token in row) for row in values]
         return prompts if mask is None else _without_padding(prompts, mask)
 
     def _check_room(self, requests: Sequence[Request]) -> None:
@@ -361,9 +398,11 @@ class SpeculativeModel:
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def _pad(self, given: int | None) -> int:
-        found = given if given is not None else getattr(self.target.text_config, "pad_token_id", None)
-        return 0 if found is None else int(found)
+    def _pad(self, given: int | None, eos: frozenset[int]) -> int:
+        """Choose what pads ``sequences``, in transformers' order: as given, the target's, an end of sequence."""
+        configs = (getattr(self.target.model, "generation_config", None), self.target.text_config)
+        found = [given, *(getattr(config, "pad_token_id", None) for config in configs), *sorted(eos)[:1]]
+        return next((int(token) for token in found if token is not None), 0)
 
 
 def _plain(values: Any) -> list[Any]:
@@ -372,6 +411,29 @@ def _plain(values: Any) -> list[Any]:
         found: list[Any] = values.tolist()
         return found
     return [value.tolist() if hasattr(value, "tolist") else value for value in values]
+
+
+def _token_id(token: Any) -> int:
+    if isinstance(token, bool) or not isinstance(token, Integral):
+        raise UsageError(f"Token ids are integers, in lists or a tensor of at most two dimensions; got {token!r}.")
+    return int(token)
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UsageError(f"{name} must be an integer of at least {least}, got {value!r}.")
+    return int(value)
+
+
+def _max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
+    if "max_new_tokens" in options:
+        return _count("max_new_tokens", options["max_new_tokens"], 0)
+    if "max_length" not in options:
+        return DEFAULT_MAX_NEW_TOKENS
+    length = _count("max_length", options["max_length"], 0)
+    if length < prompt_length:
+        raise UsageError(f"max_length = {length} is less than a prompt of {prompt_length} tokens; it counts both.")
+    return length - prompt_length
 
 
 def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
@@ -388,17 +450,32 @@ def _tree(depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
     return TreeConfig(depth, top_k, total_tokens)
 
 
+def _sampling_of(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int) -> SamplingConfig:
+    """Read how to sample from joined options; the ``keywords`` among them must not contradict each other."""
+    named = {name: keywords.get(name) for name in ("do_sample", *SAMPLING)}
+    if named["do_sample"] is None and named["temperature"] is None:
+        named["do_sample"] = options.get("do_sample")
+    if sampling_config(**named, seed=seed).is_greedy:
+        return SamplingConfig(seed=seed)
+    found = {name: options[name] for name in SAMPLING if name in options}
+    return SamplingConfig(**{"temperature": 1.0, **found}, seed=seed)
+
+
 def sampling_config(
     do_sample: bool | None = None,
     temperature: float | None = None,
     top_p: float | None = None,
     top_k: int | None = None,
     seed: int = 0,
+    min_p: float | None = None,
+    typical_p: float | None = None,
 ) -> SamplingConfig:
     """Read sampling arguments as `SpeculativeModel.generate` does. Raises `UsageError` when they contradict."""
+    cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "typical_p": typical_p}
+    given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
     if do_sample is None:
-        if temperature is None and (top_p is not None or top_k is not None):
-            raise UsageError("top_p and top_k act on sampling only: give do_sample=True or a temperature as well.")
+        if temperature is None and given:
+            raise UsageError(f"{', '.join(given)}: for sampling only: give do_sample=True or a temperature as well.")
         do_sample = bool(temperature)
     if not do_sample:
         if temperature:
@@ -406,9 +483,7 @@ def sampling_config(
         return SamplingConfig(seed=seed)
     if temperature == 0:
         raise UsageError("do_sample=True needs a temperature above 0; leave it out for 1.0.")
-    return SamplingConfig(
-        1.0 if temperature is None else temperature, top_k or 0, 1.0 if top_p is None else top_p, seed
-    )
+    return SamplingConfig(1.0 if temperature is None else temperature, seed=seed, **given)
 
 
 def _listener(streamer: Streamer | None) -> OnTokens | None:
@@ -424,7 +499,8 @@ def _listener(streamer: Streamer | None) -> OnTokens | None:
 def _id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
     if ids is None:
         return frozenset()
-    return frozenset([ids]) if isinstance(ids, int) else frozenset(int(token) for token in ids)
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    return frozenset(_token_id(token) for token in (values if isinstance(values, Iterable) else [values]))
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:

@@ -20,6 +20,7 @@ class Request:
 
     ``index`` fixes the stream of random numbers together with the seed. ``context_limit``: tokens of prompt and answer
     together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text, needed for them.
+    ``process`` changes logits float32 [1, target_vocab] by the tokens before them, int64 [1, seq] (`options`).
     """
 
     index: int
@@ -29,6 +30,7 @@ class Request:
     context_limit: int | None = None
     stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
+    process: Callable[[Tensor, Tensor], Tensor] | None = None
 
     @property
     def max_tokens(self) -> int:

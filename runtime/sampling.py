@@ -5,7 +5,7 @@ position i is chosen with number i of the stream, by inverting the cumulative di
 sampled text depends on neither the drafter, the tree, nor the rest of the batch: speculative and plain decoding give
 the same tokens for the same seed, and the distribution is exactly the target's.
 
-The warpers are transformers' own, in its order: temperature, top-k, top-p.
+The warpers are transformers' own, in its order: temperature, top-k, top-p, min-p, typical.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from .config import SamplingConfig
 
@@ -35,15 +41,19 @@ def uniform_stream(seed: int, request_index: int, length: int) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Apply temperature, top-k and top-p to float [rows, target_vocab]; excluded tokens get -inf. Returns float32."""
+    """Apply temperature and the cuts to float [rows, target_vocab]; excluded tokens get -inf. Returns float32."""
     scores = logits.float()
     ids = torch.empty((scores.shape[0], 0), dtype=torch.int64, device=scores.device)
     if sampling.temperature != 1.0:
         scores = TemperatureLogitsWarper(max(float(sampling.temperature), _COLDEST))(ids, scores)
     if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+        scores = TopKLogitsWarper(int(sampling.top_k))(ids, scores)
     if sampling.top_p < 1.0:
         scores = TopPLogitsWarper(sampling.top_p)(ids, scores)
+    if sampling.min_p > 0:
+        scores = MinPLogitsWarper(sampling.min_p)(ids, scores)
+    if sampling.typical_p < 1.0:
+        scores = TypicalLogitsWarper(sampling.typical_p)(ids, scores)
     assert isinstance(scores, Tensor)
     return scores
 

@@ -250,6 +250,11 @@ def check_supported(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} keeps a recurrent state{detail}, which cannot be rolled back to an accepted path. {can}"
         )
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} is quantised dynamically: its activations are scaled by the whole forward, so a token's logits "
+            "depend on what is computed beside it. Load it as it was, or with its weights quantised only."
+        )
     layer_types = set(getattr(text, "layer_types", None) or ())
     if layer_types - _KNOWN_LAYER_TYPES:
         found = ", ".join(sorted(layer_types - _KNOWN_LAYER_TYPES))

@@ -27,7 +27,7 @@ class Turns:
         """Wait for the turn and hold it. Raises `UsageError` for a thread that holds it, which would wait forever."""
         if self._owner == threading.get_ident():
             raise UsageError(
-                "generate() was called from its own streamer, while this model is generating; let that answer end first."
+                "generate() was called from its own streamer, while the model is generating; let that answer end first."
             )
         with self._lock:
             self._owner = threading.get_ident()

@@ -87,6 +87,8 @@ def choose_draft_ids(
     if draft_vocab is None:
         return available if rank_order is None else np.sort(rank_order)
     if not isinstance(draft_vocab, int):
+        if not hasattr(draft_vocab, "ascending_ids"):
+            raise UsageError(f"draft_vocab must be a number of rows, a DraftVocab or None (all); got {draft_vocab!r}.")
         ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
         missing = np.setdiff1d(ids, available)
         if missing.size:

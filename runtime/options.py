@@ -1,0 +1,110 @@
+"""How to generate, said as in transformers: keywords, a `GenerationConfig`, and the logits processors they stand for.
+
+A processor changes the target's logits at a position by the tokens before it. It is applied wherever the target
+chooses, on a path of a tree as in plain decoding, so drafting changes nothing here either. Processors must be functions
+of their arguments: they may be asked about continuations that are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as hf
+
+from .errors import UsageError
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+PENALTIES = (
+    "sequence_bias",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "remove_invalid_values",
+    "exponential_decay_length_penalty",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+"""Fields of a `GenerationConfig` that act on greedy decoding too."""
+_OTHERS = (
+    "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "stop_strings", "num_return_sequences",
+)  # fmt: skip
+# Nothing that is generated depends on these.
+_WITHOUT_EFFECT = ("use_cache", "return_dict_in_generate", "bos_token_id", "transformers_version")
+
+
+def join_options(
+    own: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Join what says how to generate: keywords before a given configuration, that before the target's own.
+
+    The target's own gives its `PENALTIES` only. None says nothing. Returns the fields that are set, by name. Raises
+    `UsageError` for a keyword that transformers does not know or a field that cannot be served, such as beams.
+    """
+    if given is not None and not isinstance(given, GenerationConfig):
+        raise UsageError(f"generation_config must be transformers' GenerationConfig, got {type(given).__name__}.")
+    neutral = GenerationConfig()
+    found = {} if own is None else {name: getattr(own, name, None) for name in PENALTIES}
+    fields = {} if given is None else {name: value for name, value in vars(given).items() if hasattr(neutral, name)}
+    for name, value in [*fields.items(), *keywords.items()]:
+        if value is None or name in _WITHOUT_EFFECT:
+            continue
+        if name in (*SAMPLING, *PENALTIES, *_OTHERS):
+            found[name] = value
+        elif not hasattr(neutral, name) or not (value == getattr(neutral, name) or value in (False, 0, 1)):
+            raise UsageError(
+                f"generate() cannot serve {name} = {value!r}. Of a GenerationConfig it takes "
+                f"{', '.join((*SAMPLING, *PENALTIES, *_OTHERS))}; what else changes logits can be a logits_processor."
+            )
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def build_processors(
+    options: Mapping[str, Any],
+    prompt_length: int,
+    max_new_tokens: int,
+    eos_ids: Iterable[int],
+    extra: Sequence[Any] = (),
+    device: torch.device | str = "cpu",
+) -> Any | None:
+    """Build the `LogitsProcessorList` of one request, in transformers' order; None where nothing changes logits.
+
+    ``extra`` processors come last. Raises `UsageError` for a value that transformers refuses.
+    """
+    eos = sorted(eos_ids)
+    place: dict[str, Any] = {"device": str(device)}
+    eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
+    builders: dict[str, Callable[[Any], Any]] = {
+        "sequence_bias": lambda v: hf.SequenceBiasLogitsProcessor(v),
+        "repetition_penalty": lambda v: v != 1 and hf.RepetitionPenaltyLogitsProcessor(float(v)),
+        "no_repeat_ngram_size": lambda v: v and hf.NoRepeatNGramLogitsProcessor(v),
+        "bad_words_ids": lambda v: hf.NoBadWordsLogitsProcessor(v, eos_tensor),
+        "min_length": lambda v: v and eos and hf.MinLengthLogitsProcessor(v, eos_tensor, **place),
+        "min_new_tokens": lambda v: (
+            v and eos and hf.MinNewTokensLengthLogitsProcessor(prompt_length, v, eos_tensor, **place)
+        ),
+        "forced_bos_token_id": lambda v: hf.ForcedBOSTokenLogitsProcessor(v),
+        "forced_eos_token_id": lambda v: hf.ForcedEOSTokenLogitsProcessor(prompt_length + max_new_tokens, v, **place),
+        "remove_invalid_values": lambda v: v and hf.InfNanRemoveLogitsProcessor(),
+        "exponential_decay_length_penalty": lambda v: (
+            eos and hf.ExponentialDecayLengthPenalty(tuple(v), eos_tensor, prompt_length)
+        ),
+        "suppress_tokens": lambda v: hf.SuppressTokensLogitsProcessor(v, **place),
+        "begin_suppress_tokens": lambda v: hf.SuppressTokensAtBeginLogitsProcessor(
+            v, prompt_length + int(prompt_length <= 1 and "forced_bos_token_id" in options), **place
+        ),
+    }
+    built = []
+    for name in PENALTIES:
+        try:
+            built.append(name in options and builders[name](options[name]))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{name} = {options[name]!r} is refused by transformers: {error}") from error
+    processors: Any = [*(processor for processor in built if processor), *extra]
+    return hf.LogitsProcessorList(processors) if processors else None

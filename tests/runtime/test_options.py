@@ -1,0 +1,187 @@
+"""Arguments as transformers takes them: the same tokens as its own generate, or a refusal by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from support.tiny_models import random_prompts, tiny_target, write_head
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+PROMPTS = random_prompts([1, 4, 9])
+ENDS = {"eos_token_id": [18, 7]}
+PENALTIES: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.3},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[18], [7, 9]]},
+    "at least, new": {"min_new_tokens": 12, **ENDS},
+    "at least": {"min_length": 14, **ENDS},
+    "suppressed": {"suppress_tokens": [18, 7]},
+    "suppressed first": {"begin_suppress_tokens": [18, 20, 7]},
+    "forced first": {"forced_bos_token_id": 5},
+    "forced last": {"forced_eos_token_id": 5},
+    "decay": {"exponential_decay_length_penalty": (3, 1.5)},
+    "bias": {"sequence_bias": {(18,): -5.0, (7, 9): 4.0}},
+    "several": {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3, "min_new_tokens": 5, "bad_words_ids": [[11]]},
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+    head = write_head(tmp_path_factory.mktemp("head"))
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=3, top_k=4)
+
+
+@pytest.fixture
+def model(shared: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> SpeculativeModel:
+    """The shared model; what a test changes of it is undone."""
+    config, target = GenerationConfig(eos_token_id=2, pad_token_id=0), shared.target
+    monkeypatch.setattr(target.model, "generation_config", config)
+    monkeypatch.setattr(target.config, "pad_token_id", target.config.pad_token_id)
+    monkeypatch.setattr(shared, "tokenizer", None)
+    return shared
+
+
+def own_generate(model: SpeculativeModel, **options: Any) -> list[list[int]]:
+    """What the target's own generate gives, prompt by prompt: new tokens."""
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        output = model.target.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_penalties_equal_the_targets_own(model: SpeculativeModel, penalty: str) -> None:
+    options = {"max_new_tokens": 20, **PENALTIES[penalty]}
+    expected = own_generate(model, **options)
+    drafted = model.generate(PROMPTS, **options)
+    assert drafted.token_ids == expected
+    assert max(drafted.stats.accepted_lengths) > 1
+    assert model.generate(PROMPTS, speculative=False, **options).token_ids == expected
+    assert model.generate(PROMPTS, generation_config=GenerationConfig(**options)).token_ids == expected
+    if penalty != "forced last":  # changes the last token, which may be the same
+        assert expected != own_generate(model, max_new_tokens=20)
+
+
+def test_the_targets_generation_configuration_is_followed(model: SpeculativeModel) -> None:
+    target = model.target.model
+    plain = model.generate(PROMPTS, max_new_tokens=20).token_ids
+    target.generation_config = GenerationConfig(repetition_penalty=1.5, temperature=0.6, do_sample=True, eos_token_id=2)
+    output = model.generate(PROMPTS, max_new_tokens=20)
+    assert output.token_ids == own_generate(model, max_new_tokens=20) != plain
+    assert model.generate(PROMPTS, max_new_tokens=20, repetition_penalty=1.0).token_ids == plain
+
+
+def test_processors_see_the_tokens_before(model: SpeculativeModel) -> None:
+    def shift(input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores + (input_ids.sum() % 7).float() * torch.arange(scores.shape[1]).float().sin()[None]
+
+    expected = own_generate(model, max_new_tokens=20, logits_processor=LogitsProcessorList([shift]))
+    assert model.generate(PROMPTS, max_new_tokens=20, logits_processor=[shift]).token_ids == expected
+    two_slots = model.generate(PROMPTS, max_new_tokens=20, logits_processor=LogitsProcessorList([shift]), max_slots=2)
+    assert two_slots.token_ids == expected
+
+
+def test_sampling_with_everything_equals_plain_decoding(model: SpeculativeModel) -> None:
+    options = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.2, "min_p": 0.05, "typical_p": 0.9, "seed": 3}
+    penalties = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    drafted = model.generate(PROMPTS, **options, **penalties).token_ids
+    assert drafted == model.generate(PROMPTS, speculative=False, **options, **penalties).token_ids
+    assert drafted != model.generate(PROMPTS, **options).token_ids
+    config = GenerationConfig(**{name: value for name, value in options.items() if name != "seed"}, **penalties)
+    assert model.generate(PROMPTS, generation_config=config, seed=3).token_ids == drafted
+
+
+def test_lengths(model: SpeculativeModel) -> None:
+    assert model.generate(PROMPTS, max_length=20).token_ids == own_generate(model, max_length=20)
+    both = model.generate(PROMPTS, max_length=20, max_new_tokens=3)
+    assert both.token_ids == own_generate(model, max_new_tokens=3)
+
+
+def test_several_answers_to_a_prompt(model: SpeculativeModel) -> None:
+    options = {"max_new_tokens": 6, "do_sample": True, "seed": 1, "ignore_eos": True}
+    output = model.generate(PROMPTS[:2], num_return_sequences=3, **options)
+    assert [result.prompt_ids for result in output.results] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 3
+    assert len({tuple(tokens) for tokens in output.token_ids[3:]}) > 1
+    assert output.token_ids == model.generate([PROMPTS[0]] * 3 + [PROMPTS[1]] * 3, **options).token_ids
+
+
+@pytest.mark.parametrize(
+    ("configs", "pad"),
+    [(({"pad_token_id": 21}, {}), 21), (({}, {"pad_token_id": 22}), 22), (({"eos_token_id": [2, 5]}, {}), 2),
+     (({"eos_token_id": 2, "pad_token_id": 20}, {"pad_token_id": 22}), 20)],
+    ids=str,
+)  # fmt: skip
+def test_padding_is_what_transformers_pads_with(
+    model: SpeculativeModel, configs: tuple[dict[str, Any], dict[str, Any]], pad: int
+) -> None:
+    model.target.model.generation_config = GenerationConfig(**configs[0])
+    model.target.config.pad_token_id = configs[1].get("pad_token_id")
+    assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[3, pad], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"num_beams": 4}, "num_beams = 4"), ({"guidance_scale": 2.0}, "guidance_scale"), ({"foo": 1}, "foo = 1"),
+     ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams"), ({"generation_config": {}}, "got dict"),
+     ({"past_key_values": ()}, "past_key_values"), ({"repetition_penalty": -1.0}, "strictly positive"),
+     ({"min_p": 0.1}, "do_sample=True or a temperature"), ({"min_p": 2.0, "do_sample": True}, "min_p must be"),
+     ({"max_length": 1}, "max_length = 1 is less than a prompt of 2"), ({"num_return_sequences": 2}, "needs sampling"),
+     ({"max_new_tokens": 3.0}, "max_new_tokens must be an integer"), ({"max_slots": 1.5}, "max_slots"),
+     ({"temperature": "0.5"}, "temperature must be a number"), ({"seed": None, "temperature": 1.0}, "seed must be"),
+     ({"eos_token_id": "5"}, "Token ids are integers"), ({"stop": [2]}, "Stop strings")],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], message: str) -> None:
+    model.tokenizer = object()
+    with pytest.raises(UsageError, match=message):
+        model.generate([3, 4], **options)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), 3, None, [[3], 4], [3, "a"], [[[3]]]],
+    ids=str,
+)
+def test_what_is_no_prompt(model: SpeculativeModel, prompt: Any) -> None:
+    with pytest.raises(UsageError, match=r"prompt|Token ids|mixes"):
+        model.generate(prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("eos", [5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}], ids=repr)
+def test_an_end_in_every_form(model: SpeculativeModel, eos: Any) -> None:
+    expected = own_generate(model, max_new_tokens=30, eos_token_id=5)
+    assert model.generate(PROMPTS, max_new_tokens=30, eos_token_id=eos).token_ids == expected
+
+
+def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    for options in ({"dtype": torch.float16}, {"dtype": "bfloat16"}, {"dtype": "float7"}, {"device": "meta"}):
+        with pytest.raises(UsageError, match="is asked for, but the loaded target is"):
+            SpeculativeModel.from_pretrained(target, head, **options)
+    SpeculativeModel.from_pretrained(target, head, dtype="float32", device="cpu")
+
+
+def test_a_number_of_rows_in_numpys_form(tmp_path: Path) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    assert SpeculativeModel.from_pretrained(target, head, draft_vocab=np.int64(24)).draft_vocab == 24
+    for wrong in ("full", 24.0):
+        with pytest.raises(UsageError, match="a number of rows, a DraftVocab or None"):
+            SpeculativeModel.from_pretrained(target, head, draft_vocab=wrong)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+def test_dynamic_quantisation_is_refused(tmp_path: Path) -> None:
+    quantised = torch.ao.quantization.quantize_dynamic(tiny_target("llama"), {torch.nn.Linear})
+    with pytest.raises(UnsupportedModelError, match="quantised dynamically"):
+        SpeculativeModel.from_pretrained(quantised, write_head(tmp_path))
