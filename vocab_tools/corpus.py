@@ -416,12 +416,14 @@ def _choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, s
     for column in TEXT_COLUMNS:
         if isinstance(row.get(column), str):
             return column, "text"
+    for column in (*CHAT_COLUMNS, *TEXT_COLUMNS):
+        if not isinstance(row.get(column, ""), str):
+            found = "nothing" if row[column] is None else f"a value of type {type(row[column]).__name__}"
+            raise CorpusError(f"{source.location}: column {column!r} holds {found} in the first records")
     strings = [column for column, value in row.items() if isinstance(value, str)]
-    if len(strings) == 1:
+    # Beside a null or a list, which may be the text, a lone string is as likely the id of the record.
+    if len(strings) == 1 and not any(value is None or isinstance(value, (list, dict)) for value in row.values()):
         return strings[0], "chat" if _is_chat(row[strings[0]]) else "text"
-    empty = [column for column in (*CHAT_COLUMNS, *TEXT_COLUMNS) if column in row and row[column] is None]
-    if empty:
-        raise CorpusError(f"{source.location}: column {empty[0]!r} holds nothing in the first records")
     raise UsageError(f"{source.location}: say which column holds the text; the records have {', '.join(row)}")
 
 

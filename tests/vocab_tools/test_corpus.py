@@ -131,6 +131,11 @@ def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
     assert column_of({"a": "x", "b": told}, "b") == ("b", "chat")
     assert column_of({"text": '[{"name": "x"}]'}) == ("text", "text")
     assert column_of({"messages": "[citation needed]"}) == ("messages", "text")
+    for other in (["Hi", "Hello"], {"q": "Hi", "a": "Hello"}, None):
+        with pytest.raises(UsageError, match="say which column holds the text; the records have id, data"):
+            column_of({"id": "f00d", "data": other})
+    with pytest.raises(CorpusError, match="column 'text' holds a value of type int in the first records"):
+        column_of({"id": "f00d", "text": 5})
     with pytest.raises(UsageError, match="say which column holds the text; the records have a, b"):
         column_of({"a": "x", "b": "y"})
     with pytest.raises(UsageError, match="no column 'c'; the records have a"):
