@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import SamplingConfig, TreeConfig
     from .drafter import Drafter, NewPairs, ReferenceDrafter
-    from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, UnsupportedModelError
+    from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
     from .model import GenerationOutput, SpeculativeModel
     from .requests import RequestOutput
     from .slots import ActiveSlots
@@ -34,6 +34,7 @@ _HOMES = {
     "SamplingConfig": "config",
     "SpeculativeModel": "model",
     "TreeConfig": "config",
+    "TargetError": "errors",
     "UnsupportedModelError": "errors",
 }
 
@@ -53,6 +54,7 @@ __all__ = [
     "SamplingConfig",
     "SpeculativeModel",
     "TreeConfig",
+    "TargetError",
     "UnsupportedModelError",
 ]
 

@@ -154,6 +154,9 @@ def compare(
     labels = [size.label for size in sizes]
     if len(set(labels)) != len(labels):
         raise UsageError(f"Each size is compared once; got {', '.join(labels)}.")
+    # A prompt without room in the context is refused here, by its place, not after hours.
+    first = [_encode(model, [{"role": "user", "content": prompt.turns[0]}], use_chat_template) for prompt in prompts]
+    model.generate(first, max_new_tokens=0)
     models = {size.label: model.with_draft_vocab(size.vocab) for size in sizes}
     for sized in models.values():
         # What happens once (allocation, packing) belongs to no prompt's time.
@@ -163,6 +166,8 @@ def compare(
     answers: list[int] = []
     for repeat in range(repeats):
         for prompt in prompts:
+            # Not to be taken for the row over all categories.
+            category = f"{ALL} (category)" if prompt.category == ALL else prompt.category
             for mode in modes:
                 messages: list[dict[str, str]] = []
                 for turn in prompt.turns:
@@ -177,7 +182,7 @@ def compare(
                         advance()
                     for label, output in runs.items():
                         answer = _Answer(output, output.token_ids == plain.token_ids, repeat)
-                        collected.setdefault((label, mode.name, prompt.category), []).append(answer)
+                        collected.setdefault((label, mode.name, category), []).append(answer)
                     if repeat == 0:
                         answers += plain.token_ids[0]
                     messages.append({"role": "assistant", "content": plain.text[0] or ""})

@@ -1,6 +1,7 @@
 """Errors of the runtime, by what a user can do about them.
 
 EagleSlimError
+├── TargetError             the target cannot be loaded: other folder, repository or revision, or a connection
 ├── UnsupportedModelError   this model class or one of its options is outside what the runtime handles: other model
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
 ├── PromptError             the prompt is empty or too long for the model: other prompt
@@ -17,9 +18,14 @@ __all__ = [
     "PairingError",
     "PromptError",
     "PromptFileError",
+    "TargetError",
     "UnsupportedModelError",
     "UsageError",
 ]
+
+
+class TargetError(EagleSlimError):
+    """The target cannot be loaded."""
 
 
 class UnsupportedModelError(EagleSlimError):

@@ -82,10 +82,10 @@ class _Session:
 
     def answer(self, prompt: str) -> None:
         """Stream one answer and print its figures."""
-        from transformers import TextStreamer
+        from .streaming import StopTextStreamer
 
         ids = self._encode(prompt)
-        streamer = TextStreamer(self.model.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
         output = self.model.generate(ids, streamer=streamer, **self.options)
         self.messages.append({"role": "assistant", "content": output.text[0] or ""})
         note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}")

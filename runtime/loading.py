@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,11 +20,12 @@ from eagle_slim.convert.target import choose_target, is_missing_folder
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from safetensors import SafetensorError
 from torch import nn
 
 from .config import TreeConfig
 from .drafter import Drafter, ReferenceDrafter
-from .errors import DrafterError, UsageError
+from .errors import DrafterError, TargetError, UsageError
 from .weights import HeadWeights, choose_draft_ids
 
 if TYPE_CHECKING:
@@ -116,22 +118,36 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
+@contextmanager
+def _naming(target: str | Path) -> Iterator[None]:
+    """Say which target it is that transformers cannot load."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise TargetError(
+            f"Target {target}: transformers cannot load it ({error}). Expected the folder of a causal language model, "
+            "or its repository on the Hub (name/model)."
+        ) from error
+
+
 def load_target(
     target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
 ) -> nn.Module:
-    """Load a causal LM with transformers, in evaluation mode on a device."""
+    """Load a causal LM with transformers, in evaluation mode on a device. Raises `TargetError`."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
+    with _naming(target):
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
     moved: nn.Module = model.to(device).eval()
     return moved
 
 
 def load_target_config(target: str | Path, revision: str | None, offline: bool) -> Any:
-    """Load a target's configuration."""
+    """Load a target's configuration. Raises `TargetError`."""
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline)
+    with _naming(target):
+        return AutoConfig.from_pretrained(target, revision=revision, local_files_only=offline)
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:

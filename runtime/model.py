@@ -117,6 +117,8 @@ class SpeculativeModel:
         self.drafter_kind = drafter_kind
         self.tokenizer_source = tokenizer_source
         """Where the tokenizer was loaded from: Hub id or folder; None when it was handed over, or there is none."""
+        if max_model_len is not None:
+            _count("max_model_len", max_model_len, 1)
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
@@ -164,6 +166,7 @@ class SpeculativeModel:
 
         Raises:
             PairingError: head and target do not belong together; nothing has run yet.
+            TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `choose_draft_ids`, `build_drafter`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).

@@ -24,8 +24,9 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     A file whose first line is a JSON object is read as JSON lines: ``turns`` (list of strings, or one string), and
-    optionally ``category``; other keys are ignored. Anything else is plain text: each line that is not blank is a
-    prompt. ``limit`` keeps the first prompts only. Raises `PromptFileError`, naming file and line.
+    optionally ``category``; other keys are ignored. A JSON list of such objects is read too. Anything else is plain
+    text: each line that is not blank is a prompt. ``limit`` keeps the first prompts only. Raises `PromptFileError`,
+    naming file and line.
     """
     path = Path(path)
     try:
@@ -35,18 +36,33 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise PromptFileError(f"{path}: holds no prompt.")
-    if numbered[0][1].lstrip().startswith("{"):
+    listed = _json_list("\n".join(lines))
+    if listed is not None:
+        prompts = [_from_value(value, f"{path}, item {number}") for number, value in enumerate(listed, 1)]
+    elif numbered[0][1].lstrip().startswith("{"):
         prompts = [_from_json(line, f"{path}, line {number}") for number, line in numbered]
     else:
         prompts = [Prompt((line.strip(),)) for _, line in numbered]
     return prompts if limit is None else prompts[:limit]
 
 
+def _json_list(text: str) -> list[Any] | None:
+    """A file that is one JSON list; None for any other, as text may begin with a bracket too."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, list) and value else None
+
+
 def _from_json(line: str, where: str) -> Prompt:
     try:
-        value: Any = json.loads(line)
+        return _from_value(json.loads(line), where)
     except json.JSONDecodeError as error:
         raise PromptFileError(f"{where}: not a JSON object ({error.msg}).") from error
+
+
+def _from_value(value: Any, where: str) -> Prompt:
     turns = value.get("turns") if isinstance(value, dict) else None
     if isinstance(turns, str):
         turns = [turns]

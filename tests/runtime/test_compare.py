@@ -26,7 +26,7 @@ from eagle_slim.runtime.compare import (
     num_answers,
 )
 from eagle_slim.runtime.compare_output import csv_text, html_page, png_bytes, report_to_json, text_table
-from eagle_slim.runtime.errors import PromptFileError, UsageError
+from eagle_slim.runtime.errors import PromptError, PromptFileError, UsageError
 from eagle_slim.runtime.prompts import Prompt, load_prompts
 from eagle_slim.runtime.recommend import recommend
 from eagle_slim.runtime.stats import GenerationStats
@@ -49,6 +49,13 @@ class TestPrompts:
         path.write_text("Why is the sky blue?\n\n  [1, 2] is a list  \n")
         assert load_prompts(path) == [Prompt(("Why is the sky blue?",)), Prompt(("[1, 2] is a list",))]
 
+    def test_a_json_list(self, tmp_path: Path) -> None:
+        path = tmp_path / "prompts.json"
+        path.write_text(json.dumps([{"turns": ["One?"], "category": "a"}, {"turns": "Two?"}], indent=1))
+        assert load_prompts(path) == [Prompt(("One?",), "a"), Prompt(("Two?",))]
+        path.write_text("[INST] One? [/INST]\n[Two?]\n")
+        assert load_prompts(path) == [Prompt(("[INST] One? [/INST]",)), Prompt(("[Two?]",))]
+
     def test_byte_order_mark_and_odd_line_ends(self, tmp_path: Path) -> None:
         path = tmp_path / "prompts.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + '{"turns": ["a\u2028b"]}\r\n{"turns": ["c\x85"]}\r\n'.encode())
@@ -57,7 +64,8 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("text", "message"),
         [("", "no prompt"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2.*turns"),
-         ('{"turns": ["a"]}\nplain', "line 2: not a"), ('{"turns": []}', "line 1"), ('{"turns": [" "]}', "line 1")],
+         ('{"turns": ["a"]}\nplain', "line 2: not a"),
+         ('[{"turns": ["a"]}, "b"]', "item 2"), ('{"turns": []}', "line 1"), ('{"turns": [" "]}', "line 1")],
     )  # fmt: skip
     def test_bad_files(self, tmp_path: Path, text: str, message: str) -> None:
         path = tmp_path / "bad.jsonl"
@@ -153,6 +161,20 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
     assert report.find("full", "greedy", "talk").stats.accepted_lengths == expected.accepted_lengths
     assert len(report.find("full", "greedy").per_pass_s) == 2
     assert recommend(report).size in ("full", "100")
+
+
+def test_a_category_called_all_has_rows_of_its_own(model: SpeculativeModel) -> None:
+    prompts = [Prompt(("one",), ALL), Prompt(("two",), "other")]
+    report = compare(model, [Size("full", None)], prompts, [Mode("greedy")], 4)
+    answers = {(row.size, row.category): row.num_answers for row in report.rows}
+    assert {category: answers["full", category] for _, category in answers} == {ALL: 2, "all (category)": 1, "other": 1}
+    assert len(answers) == len(report.rows)
+
+
+def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: SpeculativeModel) -> None:
+    prompts = [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))]
+    with pytest.raises(PromptError, match="Prompt 2 has"):
+        compare(model, [Size("full", None)], prompts, [Mode("greedy")], 4, advance=lambda: pytest.fail("measured"))
 
 
 def test_nothing_to_compare(model: SpeculativeModel) -> None:

@@ -11,6 +11,7 @@ import torch
 from eagle_slim.runtime import AcceptanceWarning, PromptError, SpeculativeModel
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.requests import Request, RunningRequest
+from eagle_slim.runtime.streaming import StopTextStreamer
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
 ignore_acceptance = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -174,6 +175,32 @@ def test_transformers_own_streamer(tmp_path: Path, capsys: pytest.CaptureFixture
     model = build(tmp_path, tokenizer=Letters())
     output = model.generate(PROMPT, max_new_tokens=20, streamer=TextStreamer(Letters(), skip_prompt=True))
     assert capsys.readouterr().out.strip() == Letters().decode(output.token_ids[0])
+
+
+@pytest.mark.parametrize("pieces", [[1] * 14, [5, 4, 5], [14]], ids=len)
+def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    class Spelled(Letters):
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "".join("ab \n#"[i] for i in ids)
+
+    letters = iter("aa #b ##\nb # a")
+    streamer = StopTextStreamer(Spelled(), ["##\nb", "never"])
+    streamer.put(torch.tensor([[1, 2]]))
+    for size in pieces:
+        streamer.put(torch.tensor(["ab \n#".index(letter) for letter in itertools.islice(letters, size)]))
+    streamer.end()
+    assert capsys.readouterr().out == "aa #b \n"
+    streamer = StopTextStreamer(Spelled(), ["##\nb"])
+    streamer.put(torch.tensor([[1]]))
+    streamer.put(torch.tensor([0, 4, 4]))
+    streamer.end()
+    assert capsys.readouterr().out == "a##\n"
+
+
+@pytest.mark.parametrize("limit", [0, -4])
+def test_a_context_that_is_none(tmp_path: Path, limit: int) -> None:
+    with pytest.raises(UsageError, match=f"max_model_len must be an integer of at least 1, got {limit}"):
+        build(tmp_path, max_model_len=limit)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
+from eagle_slim.convert.convert import convert_head
 from eagle_slim.convert.head import open_head
+from eagle_slim.convert.vocab_choice import VocabRequest
 from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.errors import TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
 from eagle_slim.runtime.target import check_supported
 from eagle_slim.runtime.weights import choose_draft_ids
 from eagle_slim.vocab_tools.draft_vocab import DraftVocab
-from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head
+from support.small_tokenizers import byte_level_bpe, write_folder
+from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
 
 
 @pytest.mark.parametrize(
@@ -192,6 +195,33 @@ class TestDraftVocabulary:
 def test_a_target_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"missing: no such folder"):
         SpeculativeModel.from_pretrained(tmp_path / "missing", write_head(tmp_path / "head"))
+
+
+@pytest.mark.parametrize("config", [None, "{}", "{", '{"model_type": "unheard"}', '{"model_type": "llama"}'], ids=str)
+def test_a_target_that_transformers_cannot_load(tmp_path: Path, config: str | None) -> None:
+    folder = tmp_path / "target"
+    folder.mkdir()
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    if config == '{"model_type": "llama"}':
+        tiny_target("llama").config.save_pretrained(folder)
+        (folder / "model.safetensors").write_bytes(b"not tensors")
+    with pytest.raises(TargetError, match=f"Target {folder}: transformers cannot load it"):
+        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
+
+
+def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
+    target, head = write_pair(tmp_path)
+    vocabulary = VocabRequest(order="ids")
+    slim = convert_head(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=vocabulary)[0].folder
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(target)
+    own = transformers.AutoTokenizer.from_pretrained(target)
+    assert SpeculativeModel.from_pretrained(loaded, slim, tokenizer=own).draft_vocab == 340
+    write_folder(tmp_path / "other", byte_level_bpe(340, ["<|im_start|>", "<|im_end|>"]))
+    other = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")
+    for name in (loaded, target):
+        with pytest.raises(PairingError, match="another tokenizer"):
+            SpeculativeModel.from_pretrained(name, slim, tokenizer=other)
 
 
 def test_head_config_is_read_from_its_folder(tmp_path: Path) -> None:
