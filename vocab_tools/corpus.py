@@ -217,7 +217,7 @@ class OpenCorpus:
 
     def is_cheap_to_cut(self, shard: int) -> bool:
         """Whether the blocks of a shard are found without reading it; they hold no data then."""
-        return bool(self._files) and not self._files[shard].compressed
+        return bool(self._files) and not self._files[shard].compressed and self._files[shard].format != "json"
 
     def shards_until(self, cursor: tuple[int, int]) -> Iterator[tuple[int, int]]:
         """Yield the shards read up to a cursor, each with the position reached; -1 stands for its end."""

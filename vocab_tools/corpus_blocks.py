@@ -99,7 +99,7 @@ class FaultBlock(Block):
 
 @dataclass(frozen=True)
 class LinesBlock(Block):
-    """Whole lines of a JSON-lines file, as a byte range of `path`, or as bytes where the file is compressed."""
+    """Whole lines of a JSON-lines file, as a byte range of `path`, or as bytes where it does not lie there so."""
 
     path: str
     data: bytes | None = None

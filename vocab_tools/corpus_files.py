@@ -1,4 +1,4 @@
-"""Local corpora: .jsonl, .json (one object per line), .parquet and .txt files, gzip or not, folders and globs.
+"""Local corpora: .jsonl, .json (one object per line, or one array), .parquet and .txt, gzip or not, folders and globs.
 
 Files are taken in the order of their names. Plain text files are cut into byte ranges that the workers read for
 themselves; compressed ones are decompressed here, block by block. Memory never holds more than one block and the
@@ -15,12 +15,12 @@ import itertools
 import os
 import queue
 import threading
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from .corpus_arrays import GZIP_ERRORS, array_pieces, begins_array
 from .corpus_blocks import (
     BLOCK_BYTES,
     MAX_PARAGRAPH_BYTES,
@@ -38,28 +38,31 @@ from .corpus_blocks import (
 from .errors import CorpusError
 from .files import expand_home
 
-FORMATS: Mapping[str, Literal["jsonl", "parquet", "txt"]] = {
+Format = Literal["jsonl", "json", "parquet", "txt"]
+FORMATS: Mapping[str, Format] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".json": "jsonl",
+    ".json": "json",
     ".parquet": "parquet",
     ".txt": "txt",
 }
-READABLE = ".jsonl, .ndjson, .json (one object per line), .txt, each also .gz, and .parquet"
+READABLE = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt, each also .gz, and .parquet"
 
 _SCAN_BYTES = 64 << 10
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
-_GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 @dataclass(frozen=True)
 class CorpusFile:
-    """One file: path, the name that records of it bear, format, and the state it was found in."""
+    """One file: path, the name that records of it bear, format, and the state it was found in.
+
+    Of the formats "json" is one array of records; a .json file of one object per line is "jsonl".
+    """
 
     path: str
     name: str
-    format: Literal["jsonl", "parquet", "txt"]
+    format: Format
     compressed: bool
     size: int
     modified_ns: int
@@ -114,10 +117,19 @@ def _describe(path: Path, name: str) -> CorpusFile:
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror}") from error
     compressed = path.suffix == ".gz"
-    return CorpusFile(str(path.absolute()), name, file_format, compressed, state.st_size, state.st_mtime_ns)
+    file = CorpusFile(str(path.absolute()), name, file_format, compressed, state.st_size, state.st_mtime_ns)
+    return replace(file, format="jsonl") if file_format == "json" and not _begins_array(file) else file
 
 
-def _format_of(name: str) -> Literal["jsonl", "parquet", "txt"] | None:
+def _begins_array(file: CorpusFile) -> bool:
+    try:
+        with _open(file) as data:
+            return begins_array(data.read(_SCAN_BYTES))
+    except (OSError, *GZIP_ERRORS):
+        return False
+
+
+def _format_of(name: str) -> Format | None:
     path = Path(name)
     if path.suffix == ".gz":
         inner = FORMATS.get(Path(path.stem).suffix.lower())
@@ -158,17 +170,20 @@ def merge_first_values(rows: Iterable[Mapping[str, Any]], wanted: Sequence[str])
 
 def _first_lines(file: CorpusFile) -> Iterator[dict[str, Any]]:
     try:
-        with _open(file) as lines:
-            for _ in range(_ROWS_LOOKED_AT):
-                line = lines.readline(MAX_RECORD_BYTES + 1).removeprefix(b"\xef\xbb\xbf")
-                if not line:
-                    return
+        with _open(file) as data:
+            for line in itertools.islice(_lines(file, data), _ROWS_LOOKED_AT):
                 if line.isspace():
                     continue
                 with contextlib.suppress(ValueError):
-                    yield parse_line(line)
-    except (OSError, *_GZIP_ERRORS):
+                    yield parse_line(line.removeprefix(b"\xef\xbb\xbf"))
+    except (OSError, *GZIP_ERRORS):
         return
+
+
+def _lines(file: CorpusFile, data: BinaryIO) -> Iterator[bytes]:
+    if file.format == "json":
+        return (line for piece in array_pieces(data, 0) for line in piece.lines.split(b"\n"))
+    return iter(lambda: data.readline(MAX_RECORD_BYTES + 1), b"")
 
 
 def _first_parquet_rows(file: CorpusFile) -> Iterator[dict[str, Any]]:
@@ -189,6 +204,8 @@ def blocks_of(file: CorpusFile, shard: int, start: int, column: str) -> Iterator
     """Cut one file into blocks, from the record at position `start` on."""
     if file.format == "parquet":
         return _parquet_blocks(file, shard, start, column)
+    if file.format == "json":
+        return _array_blocks(file, shard, start)
     return _gzip_blocks(file, shard, start) if file.compressed else _plain_blocks(file, shard, start)
 
 
@@ -238,6 +255,25 @@ def _line_cut(data: BinaryIO, start: int, size: int) -> tuple[int, bool]:
     return stop, stop - start <= MAX_RECORD_BYTES
 
 
+def _array_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
+    with Path(file.path).open("rb") as raw, gzip.open(raw) if file.compressed else raw as stream:
+        try:
+            reached = stream.seek(start) if file.compressed else stream.seek(min(start, file.size))
+        except GZIP_ERRORS:
+            reached = 0
+        if reached < start:
+            # The last block goes up to behind the end.
+            return
+        reported = raw.tell()
+        for piece in array_pieces(stream, start):
+            moved = raw.tell() - reported
+            reported += moved
+            if piece.fault is None:
+                yield LinesBlock(shard, piece.start, piece.stop, moved, file.path, piece.lines)
+            else:
+                yield FaultBlock(shard, piece.start, piece.stop, moved, piece.fault)
+
+
 def _gzip_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
     kind = TextBlock if file.format == "txt" else LinesBlock
     position = 0
@@ -250,7 +286,7 @@ def _gzip_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
                 wanted = BLOCK_BYTES if len(held) < BLOCK_BYTES else len(held) + BLOCK_BYTES
                 held += stream.read(wanted - len(held))
                 ended = len(held) < wanted
-            except _GZIP_ERRORS as error:
+            except GZIP_ERRORS as error:
                 fault, ended = f"the gzip stream is damaged from about here on: {error}", True
             if ended or file.format == "txt":
                 tail = max(0, len(held) - MAX_PARAGRAPH_BYTES)
@@ -282,7 +318,7 @@ def _drain_line(stream: BinaryIO | gzip.GzipFile, length: int) -> tuple[int, byt
     while True:
         try:
             window = stream.read(_SCAN_BYTES)
-        except _GZIP_ERRORS:
+        except GZIP_ERRORS:
             return length, b""
         found = window.find(b"\n")
         if found >= 0 or not window:
@@ -357,7 +393,7 @@ def _open(file: CorpusFile) -> BinaryIO:
 
 def inner_block(file: CorpusFile, shard: int, fraction: float) -> Block | None:
     """Return a block from within a large plain file, begun at a line's start; None for other files."""
-    if file.compressed or file.format == "parquet" or file.size < 4 * BLOCK_BYTES:
+    if file.compressed or file.format in ("json", "parquet") or file.size < 4 * BLOCK_BYTES:
         return None
     with _open(file) as data:
         data.seek(int(file.size * fraction))
@@ -374,7 +410,7 @@ def line_of(file: CorpusFile, position: int) -> int:
             while left > 0 and (window := data.read(min(left, BLOCK_BYTES))):
                 line += window.count(b"\n")
                 left -= len(window)
-    except _GZIP_ERRORS:
+    except GZIP_ERRORS:
         pass
     return line
 

@@ -244,7 +244,7 @@ def test_damaged_parquet_is_named(tmp_path: Path, files: Path) -> None:
 
 def test_files_without_a_readable_record_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"text": "one"}], indent=2))
+    path.write_text(json.dumps({"text": "one"}, indent=2))
     with pytest.raises(CorpusError, match=r"no readable record\. .*a\.json, line 1: not JSON"):
         open_corpus(CorpusSource(str(path)))
     path.write_text("")
