@@ -53,8 +53,8 @@ __all__ = [
     "RequestOutput",
     "SamplingConfig",
     "SpeculativeModel",
-    "TreeConfig",
     "TargetError",
+    "TreeConfig",
     "UnsupportedModelError",
 ]
 

@@ -261,7 +261,8 @@ class SpeculativeModel:
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or what a
                 transformers tokenizer returned, which brings its attention mask along.
-            attention_mask: [prompts, seq] beside padded ids: 0 marks padding.
+            attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it in a
+                tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
             max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
             do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
                 above 0 says otherwise. The sampling defaults of the target's own generation configuration are not used.
@@ -297,7 +298,9 @@ class SpeculativeModel:
         keywords = {**given, **options}
         options = join_options(own, generation_config, keywords)
         sampling = _sampling_of(options, keywords, seed)
-        prompts = self._prompts(input_ids, attention_mask)
+        eos = frozenset() if ignore_eos else _id_set(options.get("eos_token_id", self.eos_token_ids))
+        pad = self._pad(options.get("pad_token_id"))
+        prompts = self._prompts(input_ids, attention_mask, None if pad in (eos or self.eos_token_ids) else pad)
         repeats = _count("num_return_sequences", options.get("num_return_sequences", 1), 1)
         if repeats > 1 and sampling.is_greedy:
             raise UsageError(f"num_return_sequences = {repeats} needs sampling: greedy answers are all the same.")
@@ -311,7 +314,6 @@ class SpeculativeModel:
             raise UsageError("Stop strings need a tokenizer; load the model with one.")
         if not all(isinstance(text, str) and text for text in stops):
             raise UsageError(f"Stop strings are texts of at least one letter; got {list(stops)!r}.")
-        eos = frozenset() if ignore_eos else _id_set(options.get("eos_token_id", self.eos_token_ids))
         requests = []
         for index, prompt in enumerate(prompts):
             new = _max_new_tokens(options, len(prompt))
@@ -328,7 +330,7 @@ class SpeculativeModel:
             streamer.end()
         if speculative:
             _warn_if_nothing_is_accepted(stats, self.drafter)
-        return GenerationOutput(tuple(results), stats, self._pad(options.get("pad_token_id"), eos))
+        return GenerationOutput(tuple(results), stats, min(eos, default=0) if pad is None else pad)
 
     def encode_chat(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
@@ -345,7 +347,7 @@ class SpeculativeModel:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def _prompts(self, given: Prompts, attention_mask: Any) -> list[tuple[int, ...]]:
+    def _prompts(self, given: Prompts, attention_mask: Any, pad: int | None) -> list[tuple[int, ...]]:
         if isinstance(given, Mapping):
             if "input_ids" not in given:
                 raise UsageError(
@@ -355,6 +357,8 @@ class SpeculativeModel:
             given = given["input_ids"]
         if not isinstance(given, str) and (not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0):
             raise UsageError(f"A prompt is text or token ids; got {given!r}. (Embeddings cannot be drafted from.)")
+        if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
+            attention_mask = given != pad
         values = [given] if isinstance(given, str) else _plain(given)
         mask = None if attention_mask is None else _plain(attention_mask)
         if not values:
@@ -401,11 +405,11 @@ class SpeculativeModel:
         text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
-    def _pad(self, given: int | None, eos: frozenset[int]) -> int:
-        """Choose what pads ``sequences``, in transformers' order: as given, the target's, an end of sequence."""
+    def _pad(self, given: int | None) -> int | None:
+        """What marks padding: as given, else the target's."""
         configs = (getattr(self.target.model, "generation_config", None), self.target.text_config)
-        found = [given, *(getattr(config, "pad_token_id", None) for config in configs), *sorted(eos)[:1]]
-        return next((int(token) for token in found if token is not None), 0)
+        found = [given, *(getattr(config, "pad_token_id", None) for config in configs)]
+        return next((int(token) for token in found if token is not None), None)
 
 
 def _plain(values: Any) -> list[Any]:

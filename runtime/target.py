@@ -111,12 +111,15 @@ class TargetModel:
     @property
     def max_positions(self) -> int | None:
         """Context the model was made for, in tokens; None if its configuration does not say."""
-        limit = getattr(self.text_config, "max_position_embeddings", None)
-        rope = getattr(self.text_config, "rope_parameters", None) or {}
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            # Beyond this length longrope changes the frequencies of keys that are already cached.
-            limit = rope.get("original_max_position_embeddings", limit)
-        return None if limit is None else int(limit)
+        limits = (getattr(self.text_config, "max_position_embeddings", None), self.longrope_limit)
+        return min((int(limit) for limit in limits if limit is not None), default=None)
+
+    @property
+    def longrope_limit(self) -> int | None:
+        """Length beyond which longrope changes a forward's frequencies, but not its cached keys'; None without it."""
+        own = getattr(self.text_config, "original_max_position_embeddings", None)
+        kinds = [rope for rope in _rope_kinds(self.text_config) if rope.get("rope_type") == "longrope"]
+        return next((rope.get("original_max_position_embeddings", own) for rope in kinds), None)
 
     def new_cache(self, num_slots: int, capacity: int) -> SlotCache:
         """Allocate a KV cache of ``capacity`` rows per slot."""
@@ -166,10 +169,14 @@ class TargetModel:
         lengths = cache.length_tensor(active)
         kv_length = max(cache.lengths[slot] for slot in active.indices) + nodes
         context = TreeContext(lengths, tree_mask, positions, kv_length)
+        position_ids = lengths[:, None] + positions
+        if self.longrope_limit is not None:
+            # Nodes that can no longer be kept must not change the frequencies of those that can.
+            position_ids = position_ids.clamp(max=self.longrope_limit - 1)
         with self._tree_attention(), self._record_features() as taps, torch.inference_mode():
             output = self.model(
                 input_ids=token_ids,
-                position_ids=lengths[:, None] + positions,
+                position_ids=position_ids,
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
@@ -261,12 +268,9 @@ def check_supported(model: nn.Module) -> None:
         raise UnsupportedModelError(f"{name} has layers of type {found}; only full and sliding attention work. {can}")
     if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
         raise UnsupportedModelError(f"{name} uses ALiBi, a bias over row distances. {can}")
-    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)
-    if not rope:
+    if not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
         raise UnsupportedModelError(f"{name} has no rotary positions (its configuration has no rope parameters). {can}")
-    kinds = [rope] if not isinstance(rope, dict) or "rope_type" in rope else list(rope.values())
-    kinds.append(getattr(text, "rope_scaling", None))
-    if any(isinstance(kind, dict) and "dynamic" in str(kind.get("rope_type")) for kind in kinds):
+    if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
         raise UnsupportedModelError(
             f"{name} uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static "
             "scaling (linear, yarn, llama3)."
@@ -275,6 +279,13 @@ def check_supported(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name} does not take a registered attention function in this version of transformers. {can}"
         )
+
+
+def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a configuration: one dictionary, or one for each type of layer."""
+    settings = [getattr(text_config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    found = [rope for rope in settings if isinstance(rope, dict)]
+    return found + [rope for outer in found for rope in outer.values() if isinstance(rope, dict)]
 
 
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:

@@ -99,6 +99,18 @@ def test_the_models_own_context_is_the_limit(tmp_path: Path) -> None:
     assert output.results[0].finish_reason == "context"
 
 
+@ignore_acceptance
+def test_longrope_up_to_the_length_where_it_changes(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    target = tiny_target("llama", rope_parameters={**rope, "original_max_position_embeddings": 30})
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREE)
+    assert model.max_model_len == 30
+    prompts = random_prompts([4, 22])  # beside a short one, whose forwards it shares
+    output = model.generate(prompts, max_new_tokens=20, ignore_eos=True)
+    assert output.token_ids == [plain_greedy(target, prompt, min(20, 30 - len(prompt)), eos=None) for prompt in prompts]
+    assert [result.finish_reason for result in output.results] == ["length", "context"]
+
+
 def test_eos_inside_an_accepted_path_cuts_the_rest(tmp_path: Path) -> None:
     model = build(tmp_path)
     tokens = model.generate(PROMPT, max_new_tokens=40, ignore_eos=True)

@@ -130,6 +130,19 @@ def test_padding_is_what_transformers_pads_with(
     assert model.generate([[3], [4, 5]], max_new_tokens=0).sequences.tolist() == [[3, pad], [4, 5]]
 
 
+def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: SpeculativeModel) -> None:
+    padded = torch.tensor([[0] * (9 - len(prompt)) + prompt for prompt in PROMPTS])
+    expected = model.target.model.generate(padded, max_new_tokens=8, do_sample=False)[:, 9:]
+    output = model.generate(padded, max_new_tokens=8)
+    assert [result.prompt_ids for result in output.results] == PROMPTS
+    for tokens, row in zip(output.token_ids, expected.tolist(), strict=True):
+        assert tokens == row[: len(tokens)]
+    kept = [(padded, {"eos_token_id": 0}), (padded.tolist(), {}), (padded, {"attention_mask": torch.ones(3, 9)})]
+    for given, options in kept:
+        results = model.generate(given, max_new_tokens=0, **options).results
+        assert [result.prompt_ids for result in results] == padded.tolist()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"num_beams": 4}, "num_beams = 4"), ({"guidance_scale": 2.0}, "guidance_scale"), ({"foo": 1}, "foo = 1"),
