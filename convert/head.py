@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
@@ -178,8 +178,10 @@ class DraftHead:
 
     @property
     def trained_ids(self) -> NDArray[np.int64] | None:
-        """Target ids the head was trained on, ascending; None for all."""
-        return None if self.draft_ids_to_target is None else np.sort(self.draft_ids_to_target)
+        """Target ids the head was trained on, ascending; None for all, in whatever order their rows are."""
+        if self.draft_ids_to_target is None or self.draft_vocab == self.target_vocab:
+            return None
+        return np.sort(self.draft_ids_to_target)
 
 
 def open_head(
@@ -535,13 +537,17 @@ def _nonzero(tensors: LazyTensors, name: str) -> bool:
 
 def _read_object(path: Path, where: str) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
         raise CheckpointError(
             f"{where}: {path.name} is missing; a head needs its config.json beside the weights"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: {path.name} cannot be read as JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {path.name}: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")

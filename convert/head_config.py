@@ -29,6 +29,10 @@ _KEY_ORDER = (
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
+_SIZES = (
+    "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size", "target_hidden_size",
+    "num_aux_hidden_states",
+)  # fmt: skip
 
 # Flags that change what the layer computes, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -69,9 +73,11 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
 
-    for key in REQUIRED_KEYS:
-        if not isinstance(config.get(key), int) or isinstance(config[key], bool) or config[key] <= 0:
-            raise MismatchError(f"{where}: {key}: expected a positive integer, found {config.get(key)!r}")
+    for key in (*REQUIRED_KEYS, *_SIZES):
+        value = config.get(key)
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not is_size and (key in REQUIRED_KEYS or value is not None):
+            raise MismatchError(f"{where}: {key}: expected a positive integer, found {value!r}")
     heads: int = config["num_attention_heads"]
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
@@ -162,8 +168,8 @@ def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[
 
 
 def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
-    architectures = [str(name) for name in source.get("architectures") or ()]
-    for name in architectures:
+    architectures = source.get("architectures")
+    for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError(
                 f"{where}: architecture {name} is an MLA head, which is not converted; expected a Llama-style EAGLE "
@@ -250,8 +256,10 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
 
 def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The parameters of the head's one layer, where they stand apart for each type of layer; {} for none."""
-    if not isinstance(rope, Mapping):
+    if rope is None:
         return {}
+    if not isinstance(rope, Mapping):
+        raise MismatchError(f"{where}: RoPE: expected an object of parameters or null, found {rope!r}")
     by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
     if not by_type or len(by_type) < len(rope):
         return rope

@@ -349,6 +349,23 @@ def test_requests_that_mean_nothing_are_refused():
         VocabRequest(counts="chat.counts.safetensors")
 
 
+def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
+    ids = np.random.default_rng(0).permutation(VOCAB)
+    head = write_eagle3(tmp_path / "head", ids=ids)
+    row_of_id = np.argsort(ids)
+    source = eagle3_tensors(rows=VOCAB)["lm_head.weight"]
+    for size, kept in ((8, sorted(RANKED[:8])), ("full", list(range(VOCAB)))):
+        (done,) = convert_head(
+            head, draft_vocab=size, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"out-{size}"
+        )
+        found = written(done.folder)
+        assert torch.equal(found["lm_head.weight"], source[row_of_id[kept]])
+        assert ("d2t" in found) == (size == 8)
+        assert verify_artifact(done.folder, head=head).ok
+    with pytest.raises(UsageError, match="--draft-vocab full"):
+        convert_head(head, draft_vocab=VOCAB, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+
+
 @pytest.mark.parametrize("target_hidden", [HIDDEN, 2 * HIDDEN])
 def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidden):
     tensors = eagle3_tensors(rows=None, target_hidden=target_hidden, embedding=True)
