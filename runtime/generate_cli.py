@@ -50,9 +50,14 @@ def generate(**options: Any) -> None:
     show_warnings_as_lines()
     prompt, as_json = options.pop("prompt"), options.pop("as_json")
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read().rstrip("\n")
+        try:
+            prompt = sys.stdin.read().rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"What comes on stdin is no UTF-8 text ({error}).") from error
         if not prompt:
             raise UsageError("There is no prompt: give --prompt, or text on stdin.")
+    for name, text in (("prompt", prompt), ("--system", options["system"])):
+        _check_text(name, text)
     if prompt is None and (as_json or options["check"]):
         raise UsageError("--json and --check answer one prompt; give --prompt.")
     from .model import sampling_config
@@ -68,6 +73,13 @@ def generate(**options: Any) -> None:
         session.answer_as_json(prompt)
     else:
         session.answer(prompt)
+
+
+def _check_text(name: str, text: str | None) -> None:
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"The {name} is no UTF-8 text (at character {error.start}).") from error
 
 
 class _Session:
@@ -118,17 +130,22 @@ class _Session:
             except EOFError:
                 note("")
                 return
+            except UnicodeDecodeError as error:
+                note(f"error: this is no UTF-8 text ({error})")
+                continue
             if prompt == "/exit":
                 return
             if prompt == "/reset":
                 self.messages = list(self.opening)
             elif prompt:
+                before = list(self.messages)
                 try:
+                    _check_text("message", prompt)
                     self.answer(prompt)
                 except EagleSlimError as error:
                     # A conversation that outgrew the context is no reason to lose the session.
                     note(f"error: {error}")
-                    self.messages.pop()
+                    self.messages = before
 
     def _encode(self, prompt: str) -> Sequence[int] | str:
         if self.raw:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
@@ -335,15 +336,23 @@ class SpeculativeModel:
     def encode_chat(self, messages: str | Sequence[Mapping[str, Any]]) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
 
-        Without a template, the last message's text is encoded as it is. Raises `UsageError` without a tokenizer.
+        Without a template, the last message's text is encoded as it is. Raises `UsageError` without a tokenizer, and
+        for what is no conversation or none that the template takes.
         """
         if self.tokenizer is None:
             raise UsageError("A chat needs a tokenizer; load the model with one.")
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
+        if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
+            raise UsageError(
+                f'A conversation is a list of messages such as {{"role": "user", "content": "Hi"}}; got {messages!r}.'
+            )
         if not self.tokenizer.chat_template:
-            return self._encode(str(messages[-1]["content"]))
-        text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+            return self._encode(str(messages[-1].get("content")))
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UsageError(f"The tokenizer's chat template does not take this conversation: {error}") from error
         ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
@@ -355,7 +364,7 @@ class SpeculativeModel:
                 )
             attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
             given = given["input_ids"]
-        if not isinstance(given, str) and (not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0):
+        if isinstance(given, bytes) or not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0:
             raise UsageError(f"A prompt is text or token ids; got {given!r}. (Embeddings cannot be drafted from.)")
         if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
             attention_mask = given != pad

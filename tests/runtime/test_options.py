@@ -10,9 +10,10 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -163,12 +164,38 @@ def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any],
 
 @pytest.mark.parametrize(
     "prompt",
-    [[3.0, 4.0], torch.tensor([[3.5]]), torch.tensor([[True]]), torch.tensor(3), 3, None, [[3], 4], [3, "a"], [[[3]]]],
+    [
+        [3.0, 4.0],
+        torch.tensor([[3.5]]),
+        torch.tensor([[True]]),
+        torch.tensor(3),
+        b"a",
+        3,
+        None,
+        [[3], 4],
+        [3, "a"],
+        [[[3]]],
+    ],
     ids=str,
 )
 def test_what_is_no_prompt(model: SpeculativeModel, prompt: Any) -> None:
     with pytest.raises(UsageError, match=r"prompt|Token ids|mixes"):
         model.generate(prompt, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [([], "list of messages"), (["Hi"], "list of messages"), ({"role": "user", "content": "Hi"}, "list of messages"),
+     ([{"role": "system", "content": "Hi"}], "does not take this conversation: no system here"),
+     ([{"role": "user", "content": ["Hi"]}], "does not take this conversation: can only concatenate")],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messages: Any, message: str) -> None:
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    folder = write_folder(tmp_path, byte_level_bpe(), refusal + "{{ messages[0].role + messages[0].content }}")
+    model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    with pytest.raises(UsageError, match=message):
+        model.encode_chat(messages)
 
 
 @pytest.mark.parametrize("eos", [5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}], ids=repr)

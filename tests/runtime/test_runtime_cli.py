@@ -152,6 +152,43 @@ def test_an_empty_stdin_and_a_missing_head(run: Run, pair: tuple[str, str, str])
     assert "no-such-head" in err
 
 
+def test_text_that_is_no_utf8(run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = run(generate_cli.main, pair[2], "--prompt", "a\udcff")
+    assert (code, out) == (2, "")
+    assert "prompt is no UTF-8 text (at character 1)" in err
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    code, out, err = run(generate_cli.main, pair[2])
+    assert (code, out) == (2, "")
+    assert "stdin is no UTF-8 text" in err
+
+
+def test_the_streamed_answer_ends_where_the_text_does(run: Run, pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    args = (slim, "--target", target, *TREE, "--prompt", "hello", "--max-new-tokens", "30", "--ignore-eos")
+    whole = json.loads(run(generate_cli.main, *args, "--json")[1])["text"]
+    stop = next(letter for letter in whole[5:] if letter.isascii() and letter.isalpha())
+    text = json.loads(run(generate_cli.main, *args, "--stop", stop, "--json")[1])["text"]
+    assert text == whole[: whole.index(stop)]
+    assert run(generate_cli.main, *args, "--stop", stop)[1] == text + "\n"
+
+
+def test_a_chat_without_a_template_outlives_a_message_that_does_not_fit(pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "eagle_slim.runtime.generate_cli", slim, "--target", target, *TREE, "--raw"]
+    process = subprocess.Popen(
+        [*command, "--max-new-tokens", "5", "--max-model-len", "60"], stdin=theirs, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, b"x" * 90 + b"\nhello\n/exit\n")
+    _, err = process.communicate(timeout=120)
+    os.close(ours)
+    assert process.returncode == 0, err
+    assert "leaves no room" in err
+    assert "5 tokens in" in err
+
+
 def test_a_chat_in_a_terminal(pair: tuple[str, str, str]) -> None:
     target, _, slim = pair
     ours, theirs = pty.openpty()
