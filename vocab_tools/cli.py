@@ -381,7 +381,7 @@ def export(
     as_json: bool,
 ) -> None:
     """Write VOCAB as a token map for another tool."""
-    from .draft_vocab import TARGET_VOCAB_FROM
+    from .draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank
     from .interchange import export_token_map, writes_t2d
 
     path = Path(out)
@@ -391,7 +391,10 @@ def export(
     else:
         refuse_existing(path, force)
     held = _import(vocabulary, target_vocab)
-    held = held if size is None else held.prefix(size)
+    if size is not None:
+        if held.provenance.get("method") == "token map":
+            warn(doubts_of_rank(held.target_ids, size))
+        held = held.prefix(size)
     export_token_map(held, path, map_format)
     if TARGET_VOCAB_FROM in held.provenance and writes_t2d(path, map_format):
         warn(

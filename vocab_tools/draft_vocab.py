@@ -19,6 +19,8 @@ TARGET_VOCAB_FROM = "target_vocab_from"
 
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
+# Ids by frequency never ascend over so many by chance.
+_LONG = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +192,16 @@ def int_array(values: Any, where: str) -> NDArray[np.int64]:
         return np.array(values, np.int64)
     except OverflowError as error:
         raise VocabularyError(f"{where}: an integer does not fit 64 bits") from error
+
+
+def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
+    """Warn where the first `size` of ids that ascend are taken: maps are stored sorted as often as in rank order."""
+    if size >= len(ids) or len(ids) < _LONG or bool((np.diff(ids) <= 0).any()):
+        return []
+    return [
+        f"the {len(ids)} ids of the token map ascend, as they do where a map was sorted: if they are not in rank order, "
+        f"its first {size} are only the lowest ids. Rank them with counts instead"
+    ]
 
 
 def check_ids(ids: NDArray[Any], target_vocab: int, where: str) -> None:

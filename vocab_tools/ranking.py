@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids
+from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
 from .errors import UsageError, VocabularyError
 from .loaded_tokenizer import LoadedTokenizer
 from .tokenizer import ForcedIds, check_tokenizer, forced_ids
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 ROUND_TO = 64
 """Engines pad or shard draft rows by 64: SGLang and vLLM, `DEFAULT_VOCAB_PADDING_SIZE`."""
-
-# Ids by frequency never ascend over so many by chance.
-_LONG = 8
 
 
 def rank_vocabulary(
@@ -334,11 +331,8 @@ def _follow(
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
         raise UsageError(f"draft vocabulary of {size} asked for, but the token map has {len(ranked)} usable ids")
-    elif size < len(usable) and len(order) >= _LONG and bool((np.diff(order) > 0).all()):
-        warnings.append(
-            f"the {len(order)} ids of the token map ascend, as they do where a map was sorted: if they are not in rank "
-            f"order, its first {size} are only the lowest ids. Rank them with counts instead"
-        )
+    elif size < len(usable):
+        warnings.extend(doubts_of_rank(order, size))
     return ranked, size
 
 

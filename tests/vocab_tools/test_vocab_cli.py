@@ -86,6 +86,15 @@ def test_from_counts_to_token_map(run, files: Path, tmp_path: Path) -> None:
     assert DraftVocab.load(tmp_path / "back.json").target_ids.tolist() == held.ascending_ids.tolist()
 
 
+@pytest.mark.parametrize(
+    ("ids", "size", "doubted"), [(range(9), 8, True), (range(9), 9, False), (range(9, 0, -1), 8, False)]
+)
+def test_the_beginning_of_a_sorted_map_is_doubted(run, tmp_path: Path, ids: range, size: int, doubted: bool) -> None:
+    (tmp_path / "m.json").write_text(json.dumps(list(ids)))
+    done = run("export", tmp_path / "m.json", tmp_path / "freq.pt", "-n", size)
+    assert (done.code, f"its first {size} are only the lowest ids" in done.err) == (0, doubted)
+
+
 def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Path) -> None:
     ranking = ("rank", files / "chat.counts", "--tokenizer", files / "tok", "-n", 320, "-o", tmp_path / "v.json")
     assert run(*ranking).code == 0
