@@ -199,8 +199,8 @@ def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
     if size >= len(ids) or len(ids) < _LONG or bool((np.diff(ids) <= 0).any()):
         return []
     return [
-        f"the {len(ids)} ids of the token map ascend, as they do where a map was sorted: if they are not in rank order, "
-        f"its first {size} are only the lowest ids. Rank them with counts instead"
+        f"the {len(ids)} ids of the token map ascend, as they do where a map was sorted: if they are not in rank "
+        f"order, its first {size} are only the lowest ids. Rank them with counts instead"
     ]
 
 
