@@ -68,15 +68,18 @@ class DrafterConfig:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value}.")
+        # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
+        unit, weights = (32, " with FP8 weights") if self.weight_dtype.itemsize == 1 else (16, "")
         for name in ("hidden", "intermediate", "feature_width"):
-            if getattr(self, name) % 16:
+            size = getattr(self, name)
+            if size % unit:
                 raise UsageError(
-                    f"The persistent drafter needs {name} to be a multiple of 16; got {getattr(self, name)}."
+                    f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}."
                 )
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % 16:
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % unit:
             raise UsageError(
                 f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their "
-                "product a multiple of 16."
+                f"product a multiple of {unit}{weights}."
             )
         if self.kind not in ("eagle3", "eagle"):
             raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.')

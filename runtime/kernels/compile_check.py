@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from ..drafter_config import DrafterConfig
 from .drafter import compile_options, kernel_constants
@@ -61,9 +61,8 @@ def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
     return result
 
 
-def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:
-    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
-    params = params or choose_launch(cfg, chip)
+def compile_to_ptx(cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> CompiledKernel:
+    """Compile for ``chip``; ``asm["ptx"]`` takes the kernel's arguments but for its constants, in their order."""
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     types = signature(cfg, constants)
     aligned = {
@@ -75,7 +74,12 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None =
     source = ASTSource(draft_kernel, types, by_index, aligned)
     target = GPUTarget("cuda", chip.capability, 32)
     options = {**compile_options(params), "launch_cooperative_grid": True}
-    compiled = triton.compile(source, target=target, options=options)
+    return triton.compile(source, target=target, options=options)
+
+
+def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:
+    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
+    compiled = compile_to_ptx(cfg, chip, params or choose_launch(cfg, chip))
     report, sass = assembler_report(compiled.asm["ptx"], chip)
     return {"shared_bytes": compiled.metadata.shared, **report}, sass
 

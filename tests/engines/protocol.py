@@ -56,7 +56,7 @@ def ask_together(
         for process in processes:
             if process.poll() is None:
                 process.kill()
-                process.wait()
+                process.communicate()
     results = []
     for process, (out, err) in zip(processes, outputs, strict=True):
         answers = [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]

@@ -142,6 +142,19 @@ def test_fp8_before_sm_89(step: Problem) -> None:
     assert choose_launch(cfg, KNOWN_CHIPS[89]).num_programs == 128
 
 
+def test_fp8_multiplies_32_numbers_at_a_time(step: Problem) -> None:
+    fp8 = replace(step[0], weight_dtype=torch.float8_e4m3fn)
+    assert (fp8.hidden, fp8.intermediate, fp8.num_heads) == (64, 96, 4)
+    for changed, said in (
+        ({"hidden": 80, "feature_width": 240}, "with FP8 weights needs hidden to be a multiple of 32; got 80"),
+        ({"intermediate": 112}, "needs intermediate to be a multiple of 32; got 112"),
+        ({"num_heads": 5, "num_kv_heads": 1}, "product a multiple of 32 with FP8 weights"),
+    ):
+        replace(step[0], **changed)
+        with pytest.raises(UsageError, match=said):
+            replace(fp8, **changed)
+
+
 def test_triton_by_name_needs_a_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

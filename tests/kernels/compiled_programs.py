@@ -1,0 +1,94 @@
+"""The whole kernel as compiled for a chip, executed without it by `ptx_machine`: several programs of eight warps.
+
+    python -m kernels.compiled_programs --chip 90 ["groups of four" ...] [--faults]
+
+Drafts `cases.CASES` and prints a JSON line for each; with ``--faults`` also with instructions left out or weakened, one
+kind at a time, which must be noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from eagle_slim.runtime.kernels import drafter
+from eagle_slim.runtime.kernels.compile_check import compile_to_ptx, signature
+from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
+from kernels.cases import CASES, Case, draft
+from kernels.ptx_machine import PtxError, execute
+
+INPUTS = frozenset({
+    "tap", "new_token", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "stream", "scale",
+    "row_id", "embed", "norm_in", "norm_hidden", "norm_post", "norm_out", "fc_bias", "qkv_bias", "cos", "sin",
+})  # fmt: skip
+FAULTS: dict[str, Callable[[str], str]] = {
+    "release": lambda ptx: ptx.replace("red.release", "red.relaxed"),
+    "acquire": lambda ptx: ptx.replace("ld.acquire", "ld.relaxed"),
+    "arrivals": lambda ptx: ptx.replace("atom.global.gpu.acq_rel", "atom.global.gpu.relaxed"),
+    "barriers": lambda ptx: ptx.replace("bar.sync", "// bar.sync"),
+    "waiting for copies": lambda ptx: ptx.replace("cp.async.wait_group", "// cp.async.wait_group"),
+    "waiting for products": lambda ptx: ptx.replace("wgmma.wait_group", "// wgmma.wait_group"),
+}
+
+
+def launcher(
+    chip: Chip, fault: Callable[[str], str] = lambda ptx: ptx, checks_races: bool = True
+) -> Callable[..., None]:
+    """`drafter.launch` for a chip that is not there."""
+
+    def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
+        compiled = compile_to_ptx(cfg, chip, packed.params)
+        ptx = fault(compiled.asm["ptx"])
+        constants = drafter.kernel_constants(cfg, packed.params, packed.draft_vocab)
+        types = signature(cfg, constants)
+        arguments = drafter.kernel_arguments(cfg, features, packed, bufs)
+        ordered = [arguments[name] for name, kind in types.items() if kind != "constexpr"]
+        inputs = [tensor for name, tensor in arguments.items() if name.removesuffix("_ptr") in INPUTS]
+        # Triton adds two pointers to scratch memory, which this kernel does not use.
+        execute(
+            ptx,
+            [*ordered, 0, 0],
+            packed.params.num_programs,
+            shared_bytes=compiled.metadata.shared,
+            inputs=inputs,
+            checks_races=checks_races,
+        )
+
+    return launch
+
+
+def dtype_of(case: Case) -> torch.dtype:
+    """Products on matrix units, but for one case in which trees must be equal in every field."""
+    return torch.float32 if case is CASES["mixed, programs left out"] else torch.bfloat16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
+    parser.add_argument("--faults", action="store_true")
+    parser.add_argument("cases", nargs="*")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    real = KNOWN_CHIPS[args.chip]
+    for name in args.cases or CASES:
+        case = CASES[name]
+        chip = Chip(real.name, real.capability, real.shared_bytes, case.programs)
+        drafter.launch = launcher(chip)
+        print(json.dumps({"case": name, **draft(case, chip, dtype_of(case))}), flush=True)
+        for fault, change in FAULTS.items() if args.faults else ():
+            drafter.launch = launcher(chip, change)
+            try:
+                noticed = not draft(case, chip, dtype_of(case))["agrees"] and "wrong trees"
+            except PtxError as error:
+                noticed = str(error).splitlines()[0]
+            print(json.dumps({"case": name, "fault": fault, "noticed": noticed}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
