@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
 
@@ -176,9 +177,12 @@ def open_tokenizer(
     """The tokenizer: as given, else the target's own; None where there is neither.
 
     Raises:
+        UsageError: a revision of a tokenizer that is not given.
         MismatchError: it is not the target's tokenizer, by its hash or by its size.
         TokenizerError: it cannot be loaded.
     """
+    if given is None and revision is not None:
+        raise UsageError(f"--tokenizer-revision {revision} is of no tokenizer; name the repository with --tokenizer")
     own = target.source.folder if target is not None and _has_tokenizer(target.source.folder) else None
     if given is None and own is None:
         return None

@@ -79,10 +79,13 @@ class VocabRequest:
         for name in ("counts", "corpus"):
             if not isinstance(getattr(self, name), (tuple, list)):
                 raise UsageError(f"{name}: expected a tuple, found one {type(getattr(self, name)).__name__} alone")
-        if self.smooth is not None and (self.token_map is not None or self.order is not None):
-            raise UsageError(
-                "--smooth mixes counts with the order of the ids; a token map or --order ids has no counts"
-            )
+        if self.token_map is not None or self.order is not None:
+            if self.smooth is not None:
+                raise UsageError(
+                    "--smooth mixes counts with the order of the ids; a token map or --order ids has no counts"
+                )
+            if self.weights:
+                raise UsageError("--weights gives sources of counts a share; a token map or --order ids has no counts")
 
     @property
     def is_default(self) -> bool:
@@ -218,6 +221,11 @@ def make_ranking(
         raise UsageError(
             f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one; name the "
             "target that it is for with --target, or its tokenizer with --tokenizer"
+        )
+    if request.force_added == "all" and tokenizer is None:
+        raise UsageError(
+            f"{head.location}: --force-added all needs the tokenizer, whose added tokens it keeps; name the target "
+            "with --target, or its tokenizer with --tokenizer"
         )
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)

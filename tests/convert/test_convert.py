@@ -342,6 +342,17 @@ def test_words_that_mean_nothing_are_refused(tmp_path, arguments, message):
         convert_head(head, **({"draft_vocab": 6, "vocabulary": VocabRequest(order="ids")} | arguments))
 
 
+def test_what_a_request_cannot_have_is_refused(tmp_path):
+    head = write_eagle3(tmp_path / "head")
+    ranked = by_map(tmp_path, RANKED)
+    with pytest.raises(UsageError, match="--weights gives sources of counts a share"):
+        replace(ranked, weights={"chat": 2.0})
+    with pytest.raises(UsageError, match="--force-added all needs the tokenizer"):
+        convert_head(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
+    with pytest.raises(UsageError, match="--tokenizer-revision main is of no tokenizer"):
+        convert_head(head, draft_vocab=8, vocabulary=ranked, tokenizer_revision="main", out=tmp_path / "out")
+
+
 def test_requests_that_mean_nothing_are_refused():
     with pytest.raises(UsageError, match="order: expected 'ids' or None, found 'frequency'"):
         VocabRequest(order="frequency")
