@@ -64,7 +64,7 @@ def choose_weights(names: list[str], where: str) -> str:
     if plain:
         raise CheckpointError(
             f"{where}: several files of weights and none with the usual name: {', '.join(plain[:5])}.\n"
-            "Name the file itself instead of the folder."
+            "Give a folder with the one that is meant and its config.json."
         )
     raise CheckpointError(
         f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}.\n"

@@ -284,6 +284,11 @@ def head_from_checkpoint(
         )  # fmt: skip
 
     ids = _map(tensors, flat, location, d2t_form)
+    if ids is not None and d2t_form == "auto" and "t2d" not in tensors and np.array_equal(ids, np.arange(len(ids))):
+        warnings.append(
+            f"d2t is all zero, so the rows are those of the first {len(ids)} ids; a trainer whose map was never set "
+            "leaves zeros too, and there is no t2d that shows which it is"
+        )
     _check_eagle3(tensors, flat, location, ids, warnings)
     if names.FC_BIAS in tensors:
         if _nonzero(tensors, names.FC_BIAS):

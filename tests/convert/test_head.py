@@ -375,6 +375,15 @@ def test_bad_config_file(tmp_path, text):
         open_head(folder)
 
 
+@pytest.mark.parametrize(
+    ("t2d", "form", "doubted"), [(False, "auto", True), (True, "auto", False), (False, "offset", False)]
+)
+def test_map_of_zeros_is_doubted_where_nothing_confirms_it(tmp_path, t2d, form, doubted):
+    head = open_head(write_eagle3(tmp_path / "head", ids=np.arange(50), t2d=t2d), d2t_form=form)
+    assert head.draft_ids_to_target.tolist() == list(range(50))
+    assert any("whose map was never set" in warning for warning in head.warnings) == doubted
+
+
 def test_duplicate_and_out_of_range_ids(tmp_path):
     ids = trained_ids(50)
     twice = ids.copy()
