@@ -41,7 +41,7 @@ from .loading import (
     target_location,
 )
 from .options import SAMPLING, build_processors, join_options
-from .pairing import check_pairing, check_tokenizer, resolve_tap_layers
+from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .requests import Request, RequestOutput
 from .stats import GenerationStats
 from .target import TargetModel
@@ -110,6 +110,7 @@ class SpeculativeModel:
         opened: OpenedHead | None = None,
         drafter_kind: str | DrafterFactory = "reference",
         tokenizer_source: str | None = None,
+        tokenizer_hash: str | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -118,6 +119,8 @@ class SpeculativeModel:
         self.drafter_kind = drafter_kind
         self.tokenizer_source = tokenizer_source
         """Where the tokenizer was loaded from: Hub id or folder; None when it was handed over, or there is none."""
+        self.tokenizer_hash = tokenizer_hash
+        """Hash of the tokenizer that ids belong to, as far as target, tokenizer or converted head tell it."""
         if max_model_len is not None:
             _count("max_model_len", max_model_len, 1)
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
@@ -184,28 +187,34 @@ class SpeculativeModel:
             name, model = str(location), None
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
-        tokenizer_source = None
+        loaded_tokenizer, tokenizer_source = None, None
         draft_ids = opened.choose(draft_vocab)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
             tokenizer_source = None if tokenizer or not loaded_tokenizer else str(location)
-            tokenizer = tokenizer or loaded_tokenizer
-            model = load_target(location, dtype, place, revision, offline)
         if tokenizer is not None:
-            check_tokenizer(opened.tokenizer_hash, hash_of_source(tokenizer), opened.head.location, name)
+            tokenizer_hash = hash_of_source(tokenizer) or tokenizer_hash
+            check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
+        tokenizer_hash = tokenizer_hash or opened.tokenizer_hash
+        check_vocabulary(draft_vocab, tokenizer_hash, name)
+        tokenizer = tokenizer or loaded_tokenizer
+        if model is None:
+            model = load_target(location, dtype, place, revision, offline)
         wrapped = TargetModel(model, resolve_tap_layers(opened.head, int(text_config.num_hidden_layers)))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         built = build_drafter(drafter, weights, tree)
-        return cls(wrapped, built, tokenizer, max_model_len, opened, drafter, tokenizer_source)
+        return cls(wrapped, built, tokenizer, max_model_len, opened, drafter, tokenizer_source, tokenizer_hash)
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
 
-        Raises `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`.
+        Raises `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`;
+        `PairingError` for a vocabulary of another tokenizer.
         """
         if self.opened is None:
             raise UsageError("with_draft_vocab needs the opened head: build the model with from_pretrained.")
+        check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
@@ -219,6 +228,7 @@ class SpeculativeModel:
             self.opened,
             self.drafter_kind,
             self.tokenizer_source,
+            self.tokenizer_hash,
         )
 
     @property

@@ -64,3 +64,13 @@ def check_tokenizer(head_hash: str | None, target_hash: str | None, location: st
             f"{head_hash[:23]}…, found {target_hash[:23]}…. Its draft vocabulary names other tokens there. Convert the "
             "head for this target."
         )
+
+
+def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -> None:
+    """Raise `PairingError` when a `DraftVocab` says that it was made with another tokenizer than the target's."""
+    made_with = getattr(vocab, "provenance", {}).get("tokenizer_hash")
+    if made_with is not None and target_hash is not None and made_with != target_hash:
+        raise PairingError(
+            f"The draft vocabulary was made with another tokenizer than that of target {target_name}: expected "
+            f"{target_hash[:23]}…, found {made_with[:23]}…. Its ids name other tokens there. Rank with the target's."
+        )

@@ -18,6 +18,7 @@ from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
 from eagle_slim.runtime.target import check_supported
 from eagle_slim.runtime.weights import choose_draft_ids
 from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
 
@@ -222,6 +223,21 @@ def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     for name in (loaded, target):
         with pytest.raises(PairingError, match="another tokenizer"):
             SpeculativeModel.from_pretrained(name, slim, tokenizer=other)
+
+
+def test_a_vocabulary_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    target, head = write_pair(tmp_path)
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    own = load_tokenizer(target).tokenizer_hash
+    right, wrong = (DraftVocab(np.arange(300), 0, vocab, {"tokenizer_hash": made}) for made in (own, "sha256:0"))
+    model = SpeculativeModel.from_pretrained(target, head, draft_vocab=right)
+    assert model.with_draft_vocab(right).draft_vocab == 300
+    with pytest.raises(PairingError, match="made with another tokenizer"):
+        model.with_draft_vocab(wrong)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)
+    for name in (target, transformers.AutoModelForCausalLM.from_pretrained(target)):
+        with pytest.raises(PairingError, match="made with another tokenizer"):
+            SpeculativeModel.from_pretrained(name, head, draft_vocab=wrong, tokenizer=tokenizer)
 
 
 def test_head_config_is_read_from_its_folder(tmp_path: Path) -> None:
