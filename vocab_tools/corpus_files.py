@@ -48,6 +48,7 @@ FORMATS: Mapping[str, Format] = {
 }
 READABLE = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt, each also .gz, and .parquet"
 
+_UNREAD_COMPRESSIONS = (".zst", ".bz2", ".xz", ".lz4", ".zip")
 _SCAN_BYTES = 64 << 10
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
@@ -87,7 +88,8 @@ def find_files(location: str) -> list[CorpusFile]:
     if path.is_dir():
         found = [Path(folder) / name for folder, _, names in os.walk(path) for name in names]
         found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        known = [file for file in found if _format_of(file.name) is not None]
+        # Other files are none of the corpus; half of its shards in another compression are.
+        known = [file for file in found if _format_of(file.name) is not None or _is_packed(file.name)]
         base = path
         if not known:
             raise CorpusError(
@@ -109,7 +111,8 @@ def find_files(location: str) -> list[CorpusFile]:
 def _describe(path: Path, name: str) -> CorpusFile:
     file_format = _format_of(path.name)
     if file_format is None:
-        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.")
+        advice = " Unpack it, or compress it with gzip." if _is_packed(path.name) else ""
+        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.{advice}")
     try:
         state = path.stat()
         with path.open("rb"):
@@ -135,6 +138,11 @@ def _format_of(name: str) -> Format | None:
         inner = FORMATS.get(Path(path.stem).suffix.lower())
         return None if inner == "parquet" else inner
     return FORMATS.get(path.suffix.lower())
+
+
+def _is_packed(name: str) -> bool:
+    """Whether a name is that of a readable file in a compression that is not read."""
+    return Path(name).suffix.lower() in _UNREAD_COMPRESSIONS and Path(Path(name).stem).suffix.lower() in FORMATS
 
 
 def _is_glob(location: str) -> bool:

@@ -110,6 +110,10 @@ def test_folders_and_globs(files: Path) -> None:
         open_corpus(CorpusSource(str(files / "missing.jsonl")))
     with pytest.raises(CorpusError, match="unknown kind of file"):
         open_corpus(CorpusSource(str(files / "notes.md")))
+    (files / "sub" / "c.jsonl.zst").touch()
+    for location in (files, files / "sub" / "c.jsonl.zst"):
+        with pytest.raises(CorpusError, match=r"c\.jsonl\.zst: unknown kind of file.* compress it with gzip"):
+            open_corpus(CorpusSource(str(location)))
 
 
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
