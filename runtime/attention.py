@@ -24,8 +24,6 @@ from .errors import UnsupportedModelError
 ATTENTION_NAME = "eagle_slim_tree"
 CONTEXT_ARGUMENT = "tree_context"
 
-_WINDOW_MARKS: dict[int, Tensor] = {}
-
 
 @dataclass
 class TreeContext:
@@ -162,14 +160,13 @@ def tree_attention_forward(
 
 
 def mark_window(local_size: int | None = None, **_: Any) -> Tensor | None:
-    """Stand in for a mask that transformers asks for: None, or the mark of its sliding window (bool [1, 1, 1, 1])."""
-    return None if local_size is None else _WINDOW_MARKS.setdefault(local_size, torch.ones(1, 1, 1, 1).bool())
+    """Stand in for a mask that transformers asks for: None, or the size of its window as int64 [1, 1, 1, 1]."""
+    return None if local_size is None else torch.full((1, 1, 1, 1), local_size, device="cpu")
 
 
 def _marked_window(attention_mask: Tensor, module: nn.Module) -> int:
-    for window, mark in _WINDOW_MARKS.items():
-        if mark is attention_mask:
-            return window
+    if attention_mask.shape == (1, 1, 1, 1) and attention_mask.dtype == torch.int64:
+        return int(attention_mask)
     raise UnsupportedModelError(
         f"{type(module).__name__} computes an attention mask of its own, by rows of the cache; tree verification needs "
         "a causal mask, with or without a sliding window."

@@ -136,7 +136,9 @@ class TargetModel:
             nodes = piece.shape[0]
             causal = torch.ones((1, nodes, nodes), dtype=torch.bool, device=self.device).tril()
             positions = torch.arange(nodes, device=self.device)[None]
-            output = self._forward(cache, active, piece[None], causal, positions, logits_to_keep=1)
+            # By index: a number lets some models leave out the other positions' hidden states as well.
+            last = torch.tensor([nodes - 1], device=self.device)
+            output = self._forward(cache, active, piece[None], causal, positions, logits_to_keep=last)
             cache.commit(slot, nodes)
             features.append(output.features)
         return TargetOutput(output.logits, torch.cat(features, 1))
@@ -162,7 +164,7 @@ class TargetModel:
         token_ids: Tensor,
         tree_mask: Tensor,
         positions: Tensor,
-        logits_to_keep: int,
+        logits_to_keep: int | Tensor,
     ) -> TargetOutput:
         nodes = token_ids.shape[1]
         cache.begin(active, nodes)
@@ -187,7 +189,15 @@ class TargetModel:
                 f"{type(self.model).__name__} did not call the registered attention function "
                 f"{attention.ATTENTION_NAME!r}: its layers ignore the attention implementation of the configuration."
             )
-        return TargetOutput(output.logits, torch.cat([taps[name] for name in sorted(taps)], -1))
+        features = [taps[place] for place in sorted(taps)]
+        expected = (*token_ids.shape, self.hidden_size)
+        for tap in features:
+            if tap.shape != expected:
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} hands hidden states of shape {list(tap.shape)} from layer to layer, "
+                    f"where a head reads {list(expected)}."
+                )
+        return TargetOutput(output.logits, torch.cat(features, -1))
 
     @contextmanager
     def _tree_attention(self) -> Iterator[None]:

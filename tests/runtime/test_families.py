@@ -28,12 +28,19 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2MoeForCausalLM", "Qwen2MoeConfig",
         {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3, "num_experts": 4,
          "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}),
+    "keys shared by layers": (
+        "Gemma4ForCausalLM", "Gemma4TextConfig",
+        {"head_dim": 8, "global_head_dim": 8, "sliding_window": WINDOW, "num_kv_shared_layers": 2,
+         "layer_types": ["sliding_attention", "full_attention"] * 3, "hidden_size_per_layer_input": 8,
+         "vocab_size_per_layer_input": 24}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
     model_class, config_class, options = FAMILIES[family]
+    if not hasattr(transformers, model_class):
+        pytest.skip(f"transformers {transformers.__version__} has no {model_class}")
     config = getattr(transformers, config_class)(**{**SIZES, **options})
     target = getattr(transformers, model_class)(config).eval()
     widen(target.named_parameters())
@@ -48,4 +55,16 @@ def test_a_mask_of_the_models_own_is_refused(tmp_path: Path) -> None:
     target = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES)).eval()
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
     with pytest.raises(UnsupportedModelError, match="DogeAttention computes an attention mask of its own"):
+        model.generate(random_prompts([9])[0], max_new_tokens=4)
+
+
+def test_hidden_states_of_another_form_are_refused(tmp_path: Path) -> None:
+    options = {
+        "head_dim": 8, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 24,
+        "laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 6, "altup_num_inputs": 2,
+    }  # fmt: skip
+    target = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**{**SIZES, **options})).eval()
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    with pytest.raises(UnsupportedModelError, match=r"hands hidden states of shape \[2, 1, 9, 32\]"):
         model.generate(random_prompts([9])[0], max_new_tokens=4)
