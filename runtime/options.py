@@ -36,7 +36,13 @@ _OTHERS = (
     "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "stop_strings", "num_return_sequences",
 )  # fmt: skip
 # Nothing that is generated depends on these.
-_WITHOUT_EFFECT = ("use_cache", "return_dict_in_generate", "bos_token_id", "transformers_version")
+_WITHOUT_EFFECT = (
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bos_token_id", "cache_config",
+    "cache_implementation", "compile_config", "decoder_start_token_id", "disable_compile", "early_stopping",
+    "is_assistant", "length_penalty", "low_memory", "max_cache_len", "num_assistant_tokens",
+    "num_assistant_tokens_schedule", "prefill_chunk_size", "return_dict_in_generate", "return_legacy_cache",
+    "target_lookbehind", "transformers_version", "use_cache",
+)  # fmt: skip
 
 
 def join_options(
@@ -51,7 +57,9 @@ def join_options(
         raise UsageError(f"generation_config must be transformers' GenerationConfig, got {type(given).__name__}.")
     neutral = GenerationConfig()
     found = {} if own is None else {name: getattr(own, name, None) for name in PENALTIES}
-    fields = {} if given is None else {name: value for name, value in vars(given).items() if hasattr(neutral, name)}
+    # What begins with a bar is transformers' own note; what it does not know was said to some other engine.
+    known = {} if given is None else {name: value for name, value in vars(given).items() if hasattr(neutral, name)}
+    fields = {name: value for name, value in known.items() if not name.startswith("_")}
     for name, value in [*fields.items(), *keywords.items()]:
         if value is None or name in _WITHOUT_EFFECT:
             continue

@@ -83,6 +83,12 @@ def test_the_targets_generation_configuration_is_followed(model: SpeculativeMode
     assert model.generate(PROMPTS, max_new_tokens=20, repetition_penalty=1.0).token_ids == plain
 
 
+def test_a_configuration_as_the_hub_has_them(model: SpeculativeModel) -> None:
+    config = GenerationConfig(max_new_tokens=8, cache_implementation="hybrid", num_assistant_tokens=3, unheard="x")
+    config._commit_hash = "0f1e"
+    assert model.generate(PROMPTS, generation_config=config).token_ids == own_generate(model, max_new_tokens=8)
+
+
 def test_processors_see_the_tokens_before(model: SpeculativeModel) -> None:
     def shift(input_ids: Tensor, scores: Tensor) -> Tensor:
         return scores + (input_ids.sum() % 7).float() * torch.arange(scores.shape[1]).float().sin()[None]
