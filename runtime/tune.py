@@ -58,7 +58,6 @@ class Trial:
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
     """Parameters that differ from ``params`` in one thing each; what cannot fit is left out."""
     from .kernels.launch_params import (
-        MATRICES,
         PROJECTIONS,
         Tile,
         chunk_inputs,
@@ -75,10 +74,6 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         tiles = {name: change(tile) if fits(name, change(tile)) else tile for name, tile in params.tiles.items()}
         return replace(params, tiles=tiles) if tiles != params.tiles else None
 
-    def with_prefetch(size: int, names: Iterable[str] = MATRICES) -> LaunchParams | None:
-        prefetch = params.prefetch | dict.fromkeys(names, size)
-        return replace(params, prefetch=prefetch) if prefetch != params.prefetch else None
-
     def with_split(most: int) -> LaunchParams | None:
         split = {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
         if split == params.split:
@@ -88,29 +83,20 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         layer = replace(layer, block_n=max(64, min(layer.block_n, 1 << (rows - 1).bit_length())))
         return replace(params, split=split, tiles={**params.tiles, "layer": layer})
 
-    idle = ("fc", "qkv", "o")
     found: dict[str, LaunchParams | None] = {
-        "no prefetch": with_prefetch(0),
-        "prefetch 64 KB": with_prefetch(65536),
-        "prefetch 128 KB": with_prefetch(131072),
-        "prefetch 128 KB where memory is idle": with_prefetch(131072, idle),
-        "prefetch 384 KB where memory is idle": with_prefetch(393216, idle),
-        "prefetch only where memory is idle": with_prefetch(0, [name for name in MATRICES if name not in idle]),
         "two programs to a group": with_split(2),
         "no groups": with_split(1),
         "qkv alone": replace(params, split={**params.split, "qkv": 1}) if params.split["qkv"] > 1 else None,
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
-        "half block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k // 2, tile.stages)),
         "double block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k * 2, max(2, tile.stages // 2))),
         "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
+        "two stages less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 2))),
         "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
         "parts of 128 keys": replace(params, part_keys=128),
         "32 keys per tile": replace(params, block_keys=32) if params.block_keys != 32 else None,
     }
-    if chip.capability >= 90:
-        found["prefetch line by line"] = replace(params, bulk_prefetch=not params.bulk_prefetch)
     return {name: variant for name, variant in found.items() if variant is not None}
 
 
@@ -121,7 +107,7 @@ def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
     for variant in gains:
         fields = {
             name
-            for name in ("tiles", "split", "prefetch", "bulk_prefetch", "part_keys", "block_keys")
+            for name in ("tiles", "split", "part_keys", "block_keys")
             if getattr(variant, name) != getattr(base, name)
         }
         if not fields & changed:
@@ -216,7 +202,7 @@ class GraphTimer:
         )  # fmt: skip
         if not agreement.agrees:
             raise DrafterError(f"the draft is wrong: {agreement}")
-        return capture(lambda: launch_drafter(cfg, features, weights, bufs)).replay
+        return capture(lambda: launch_drafter(cfg, features, weights, bufs))
 
 
 def configurations(args: argparse.Namespace) -> list[tuple[str, Dims, DrafterConfig]]:

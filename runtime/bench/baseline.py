@@ -8,6 +8,7 @@ repeated keys, and the tree is built by `tree.build_tree`. It computes what `lau
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +126,19 @@ class TorchDraft:
         return best.float() - lse, self.head.draft_to_target[rows]
 
 
-def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True)
+class Recording:
+    """A CUDA graph, with the callable that it was recorded from: what that holds must live as long as the graph."""
+
+    run: Callable[[], object]
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        """Replay."""
+        self.graph.replay()
+
+
+def capture(run: Callable[[], object]) -> Recording:
     """Record a callable in a CUDA graph after warming it up on a side stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -136,4 +149,4 @@ def capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph
+    return Recording(run, graph)

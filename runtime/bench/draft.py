@@ -342,11 +342,6 @@ def run(
     }  # fmt: skip
 
 
-def graph_replay(run: Callable[[], object]) -> Callable[[], object]:
-    """Record a run in a CUDA graph and return its replay."""
-    return capture(run).replay
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     started = time.perf_counter()
@@ -381,7 +376,7 @@ def main(argv: list[str] | None = None) -> None:
             write_json(result, args.out)
         print(json.dumps(result))
         return
-    result = run(rows, problems, args.seconds, args.rounds, graph_replay, started)
+    result = run(rows, problems, args.seconds, args.rounds, capture, started)
     if args.out:
         write(result, args.out)
     print(json.dumps(result))

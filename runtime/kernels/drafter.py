@@ -33,16 +33,13 @@ from .lm_topk import empty_lists, head_tiles, len_lists, merge_blocks
 from .persistent import draft_kernel
 from .weight_stream import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 
-TAIL_BYTES = 1 << 20
-"""Spare bytes behind the last stream, so that a prefetch never leaves the allocation."""
-
 
 @dataclass(frozen=True)
 class PackedHead:
     """A head's matrices as streams, one per program, and the small tensors that the kernel reads beside them."""
 
     stream: Tensor
-    """weight dtype [programs * stream_size + spare]."""
+    """weight dtype [programs * stream_size]."""
     scales: Tensor
     """float32 [programs, rows]: one per row of the stream; [1] when the weights are not FP8."""
     row_ids: Tensor
@@ -131,8 +128,8 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
     }
     layout = StreamLayout.of(cfg, params, head.draft_vocab)
     element = cfg.weight_dtype.itemsize
-    stream = torch.zeros(programs * layout.size + TAIL_BYTES // element, dtype=cfg.weight_dtype, device=device)
-    by_program = stream[: programs * layout.size].view(torch.uint8).view(programs, layout.size * element)
+    stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
+    by_program = stream.view(torch.uint8).view(programs, layout.size * element)
     scales = []
     for name in matrices:
         parts = []
@@ -274,10 +271,6 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     tiles, programs, rows = params.tiles, params.num_programs, block_rows(cfg)
     layout = StreamLayout.of(cfg, params, draft_vocab)
     separate = tap_segments(cfg)
-    prefetch = {}
-    for name, stored in layout.stored.items():
-        first = layout.tile_rows * cfg.hidden if name == "head" else stored
-        prefetch[f"P_{name.upper()}"] = min(params.prefetch[name], first * cfg.weight_dtype.itemsize) // 128 * 128
     shapes: dict[str, int] = {}
     for name, tile in tiles.items():
         shapes |= {
@@ -309,8 +302,8 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         "R_MLP": layout.rows["mlp"], "R_HEAD": layout.rows["head"], "TILE_HEAD": layout.tile_rows,
         "BLOCK_HIDDEN": triton.next_power_of_2(cfg.hidden),
         "BLOCK_TAP": triton.next_power_of_2(cfg.feature_width // separate),
-        "BLOCK_R": max(16, min(finished, 4096 // rows)), **shapes, **operands, **prefetch,
-        "BULK": params.bulk_prefetch, "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4,
+        "BLOCK_R": max(16, min(finished, 4096 // rows)), **shapes, **operands,
+        "PART_KEYS": params.part_keys, "MAX_PARTS": 16, "QUERIES": 4,
         "BLOCK_KEYS": params.block_keys,
         "HEADS_PER_UNIT": heads_per_attention_unit(group, cfg.head_dim), "BLOCK_D": block_d,
         "BLOCK_HALF": max(16, block_d // 2),

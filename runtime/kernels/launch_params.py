@@ -19,7 +19,6 @@ from ..drafter_config import MAX_NEW_TOKENS, DrafterConfig
 from ..errors import DrafterError
 from .weight_stream import chunk_size, rows_per_program
 
-MATRICES = ("fc", "qkv", "o", "mlp", "down", "head")
 PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""
 MAX_SPLIT = 4
@@ -40,8 +39,7 @@ class LaunchParams:
     """How one kernel is compiled and launched; see `persistent.draft_kernel`.
 
     ``max_registers`` of a thread, 0 to let the assembler decide. ``tiles`` of ``layer`` (`PROJECTIONS`), ``mlp`` (gate
-    and up) and ``head``. ``split``: programs that share the rows of a projection. ``prefetch``: bytes of each matrix
-    that a program asks into the L2 before the barrier in front of it; 0 for none. ``bulk_prefetch`` needs sm_90.
+    and up) and ``head``. ``split``: programs that share the rows of a projection.
     ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
     """
 
@@ -50,8 +48,6 @@ class LaunchParams:
     max_registers: int
     tiles: dict[str, Tile]
     split: dict[str, int]
-    prefetch: dict[str, int]
-    bulk_prefetch: bool
     part_keys: int
     block_keys: int
 
@@ -144,7 +140,8 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
 
     Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
     """
-    if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
+    fp8 = cfg.weight_dtype.itemsize == 1
+    if fp8 and 0 < chip.capability < 89:
         raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
     owned = {
@@ -153,15 +150,11 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
         "head": rows_per_program(cfg.draft_vocab, chip.num_sms),
     }
     tiles = {name: _choose_tile(cfg, name, owned[name], sizes, chip) for name, sizes in chunk_inputs(cfg).items()}
-    # Memory is idle while nodes are chosen and attend, and shortly while parts are added up: time to ask for what comes
-    # next, within the L2.
-    prefetch = {"fc": 262144, "qkv": 262144, "o": 262144, "mlp": 98304, "down": 65536, "head": 98304}
     return LaunchParams(
         num_programs=chip.num_sms, num_warps=8 if chip.capability else 1,
         # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
         max_registers=255 if chip.capability == 80 else 0, tiles=tiles, split=split,
-        prefetch=prefetch if chip.capability else dict.fromkeys(MATRICES, 0), bulk_prefetch=chip.capability >= 90,
-        part_keys=64, block_keys=64 if cfg.head_dim <= 128 and chip.capability != 89 else 32,
+        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or fp8 else 64,
     )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ from .weight_stream import (
     chunk_size,
     cut_tiles,
     hidden_zero,
-    prefetch_l2,
     rows_per_program,
     stream_matmul,
     unaligned_zero,
@@ -135,7 +134,6 @@ def stream_topk(
     keys_ptr,
     max_ptr,
     sum_ptr,
-    next_ptr,
     TILE: tl.constexpr,  # rows of one stored tile, at most BLOCK_N
     NUM_CHUNKS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -145,8 +143,6 @@ def stream_topk(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,  # bytes asked for at next_ptr once the last tile is multiplied
-    BULK: tl.constexpr,
     SCALED: tl.constexpr,
     FOLD: tl.constexpr,
 ):
@@ -162,8 +158,6 @@ def stream_topk(
             x_ptr, x_row, x_row, mask_m, w_ptr + n0 * (NUM_CHUNKS * BLOCK_K), left, TILE * BLOCK_K,
             0, NUM_CHUNKS + zero, NUM_CHUNKS, NUM_CHUNKS * BLOCK_K, False, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
         )  # fmt: skip
-        if n0 + TILE >= num_rows:
-            prefetch_l2(next_ptr, PREFETCH, BULK)
         if SCALED:
             acc *= tl.load(w_scale_ptr + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
@@ -247,9 +241,9 @@ def _stream_kernel(
     stream_topk(
         x_ptr, offs_m.to(tl.int64) * stride_x, tl.full([BLOCK_M], 1.0, tl.float32), offs_m < num_rows_x,
         1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N,
-        keys_ptr + lists * MAX_K, max_ptr + lists, sum_ptr + lists, w_base,
+        keys_ptr + lists * MAX_K, max_ptr + lists, sum_ptr + lists,
         TILE, NUM_CHUNKS, TOP_K, MAX_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_M,
-        STAGES, 0, False, False, ROWS > TILE,
+        STAGES, False, ROWS > TILE,
     )  # fmt: skip
 
 

@@ -43,7 +43,6 @@ from .weight_stream import (
     operand_mask,
     operand_rows,
     operand_sum,
-    prefetch_l2,
     store_activation,
 )
 
@@ -130,10 +129,9 @@ def select(index, at_0, at_1, at_2, at_3):
 
 @triton.jit
 def gated_mlp(
-    x_ptr, factor, mask_m, region_ptr, scale_ptr, next_ptr, out_ptr,
+    x_ptr, factor, mask_m, region_ptr, scale_ptr, out_ptr,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """Write ``silu(gate) * up`` of this program's rows as operand of down; ``factor`` is RMSNorm's, per row."""
     zero = hidden_zero()
@@ -156,8 +154,6 @@ def gated_mlp(
             up = operand_dot(tl.load(slab + R * BLOCK_K + w_offs, mask=mask_w, other=0.0), x, up)
         gate = operand_sum(x_ptr, gate)
         up = operand_sum(x_ptr, up)
-        if n0 + BLOCK_N >= R:
-            prefetch_l2(next_ptr, PREFETCH, BULK)
         feature = tl.program_id(0) * R + n0 + offs_n
         mine = (n0 + offs_n < R) & (feature < INTERMEDIATE)
         if SCALED:
@@ -258,9 +254,6 @@ def draft_kernel(
     BLOCK_HIDDEN: tl.constexpr, BLOCK_TAP: tl.constexpr, BLOCK_R: tl.constexpr,
     N_LAYER: tl.constexpr, K_LAYER: tl.constexpr, S_LAYER: tl.constexpr, N_MLP: tl.constexpr, K_MLP: tl.constexpr,
     S_MLP: tl.constexpr, N_HEAD: tl.constexpr, K_HEAD: tl.constexpr, S_HEAD: tl.constexpr,
-    # bytes of each region that are asked into the L2 before the barrier in front of it
-    P_FC: tl.constexpr, P_QKV: tl.constexpr, P_O: tl.constexpr, P_MLP: tl.constexpr, P_DOWN: tl.constexpr,
-    P_HEAD: tl.constexpr, BULK: tl.constexpr,
     PART_KEYS: tl.constexpr, MAX_PARTS: tl.constexpr, QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HEADS_PER_UNIT: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
@@ -295,7 +288,6 @@ def draft_kernel(
     if RAW_IN:
         x_in_ptr = x_raw_ptr
 
-    prefetch_l2(my_stream if HAS_FC else my_stream + AT_QKV, P_FC if HAS_FC else P_QKV, BULK)
     for index in range(NUM_CTAS + pid, LISTS, NUM_CTAS):
         clear_lists(best_key_ptr + index * BLOCK_M * MAX_K, BLOCK_M, MAX_K)
     for index in tl.range(pid, SLOTS, NUM_CTAS, disable_licm=True):
@@ -394,14 +386,6 @@ def draft_kernel(
                 in_features // K_LAYER, tl.where(pairs, HIDDEN // K_LAYER, in_features), row_size,
                 NUM_CTAS, N_LAYER, K_LAYER, BLOCK_M, S_LAYER,
             )  # fmt: skip
-            if which == FC_PASS:
-                prefetch_l2(my_stream + AT_QKV, P_QKV, BULK)
-            elif which == QKV_PASS:
-                prefetch_l2(my_stream + AT_O, P_O, BULK)
-            elif which == O_PASS:
-                prefetch_l2(my_stream + AT_MLP, P_MLP, BULK)
-            else:
-                prefetch_l2(my_stream + AT_HEAD, P_HEAD, BULK)
             if split > 1:
                 round += 1
                 grid_barrier(barrier_ptr, round, NUM_CTAS)
@@ -459,8 +443,7 @@ def draft_kernel(
                 factor = norm_factor(squares_post_ptr, mask_m, NUM_CTAS, EPS, HIDDEN, BLOCK_M) / x_scale
                 gated_mlp(
                     x_ptr + X_POST, factor, mask_m, my_stream + AT_MLP, my_scale + 2 * R_HIDDEN + R_QKV,
-                    my_stream + AT_DOWN, x_ptr + X_MLP, HIDDEN, INTERMEDIATE, R_MLP, SCALED,
-                    N_MLP, K_MLP, BLOCK_M, S_MLP, P_DOWN, BULK,
+                    x_ptr + X_MLP, HIDDEN, INTERMEDIATE, R_MLP, SCALED, N_MLP, K_MLP, BLOCK_M, S_MLP,
                 )  # fmt: skip
             elif which == DOWN_PASS:
                 finish_residual(
@@ -480,9 +463,8 @@ def draft_kernel(
             my_stream + AT_HEAD, my_scale + 3 * R_HIDDEN + R_QKV + 2 * R_MLP, row_id_ptr + pid * R_HEAD, my_vocab,
             scratch_ptr + my_lists * N_HEAD, best_key_ptr + my_lists * MAX_K, best_max_ptr + my_lists,
             best_sum_ptr + my_lists,
-            my_stream if FUSED_EVERY_LEVEL else my_stream + AT_QKV,
             TILE_HEAD, HIDDEN // K_HEAD, TOP_K, MAX_K, ROWS, N_HEAD, K_HEAD, BLOCK_M, S_HEAD,
-            P_FC if FUSED_EVERY_LEVEL else P_QKV, BULK, SCALED, R_HEAD > TILE_HEAD,
+            SCALED, R_HEAD > TILE_HEAD,
         )  # fmt: skip
         round += 1
         grid_barrier(barrier_ptr, round, NUM_CTAS)

@@ -5,9 +5,8 @@ everything it will read lies in its own linear stream, in the order in which it 
 
     region of one matrix:  [in_features / BLOCK_K] [rows of this program] [BLOCK_K]
 
-so each step of a product reads one contiguous piece, and the first piece of the next region can be asked into the L2
-while the program waits at a barrier: weights do not depend on what it waits for. Weights are the left operand
-of `tl.dot`, the drafted nodes the right one.
+so each step of a product reads one contiguous piece. Weights are the left operand of `tl.dot`, the drafted nodes the
+right one.
 
 Gate and up are cut by rows: program p has rows ``p * R`` to ``p * R + R - 1`` of both. The layer's other matrices are
 cut by rows and by columns (`projections`). Rows of the LM head are dealt round robin (row r to program
@@ -21,19 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-_BULK = """{
-    .reg .pred %p;
-    .reg .u32 %t;
-    mov.u32 $0, 0;
-    mov.u32 %t, %tid.x;
-    setp.eq.u32 %p, %t, 32;
-    @%p cp.async.bulk.prefetch.L2.global [$1], $2;
-}"""
-_BULK_ASM = tl.constexpr(_BULK)
-_LINE = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-_LINE_ASM = tl.constexpr(_LINE)
-
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _ZERO_ASM = tl.constexpr("mov.u32 $0, 0;")
@@ -60,25 +46,6 @@ def hidden_zero():
     else:
         zero = tl.inline_asm_elementwise(_ZERO_ASM, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         return tl.multiple_of(zero, 4096)
-
-
-@triton.jit
-def prefetch_l2(pointer, NUM_BYTES: tl.constexpr, BULK: tl.constexpr):
-    """Ask for NUM_BYTES (a multiple of 128, or 0) from ``pointer`` on in the L2. A hint: nothing waits for it.
-
-    ``BULK`` uses one ``cp.async.bulk.prefetch`` (sm_90 and later), from another warp than the one that will wait at the
-    barrier; otherwise each lane asks for one 128-byte line.
-    """
-    if NUM_BYTES > 0:
-        address = pointer.to(tl.int64)
-        if BULK:
-            size = tl.full([], NUM_BYTES, tl.int32)
-            tl.inline_asm_elementwise(_BULK_ASM, "=r,l,r", [address, size], dtype=tl.int32, is_pure=False, pack=1)
-        else:
-            lines = tl.arange(0, 256) * 128
-            for start in range(0, NUM_BYTES, 256 * 128):
-                line = address + tl.minimum(start + lines, NUM_BYTES - 128)
-                tl.inline_asm_elementwise(_LINE_ASM, "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -35,12 +35,14 @@ def choose(
 def test_gains_are_combined() -> None:
     derived = choose_launch(CFG, CHIP)
 
+    fewer = {name: replace(tile, stages=tile.stages - 1) for name, tile in derived.tiles.items()}
+
     def times(params: LaunchParams) -> float:
-        return 1000 - 30 * (params.part_keys == 128) - 20 * (params.prefetch["o"] == 0) + 5 * (params.block_keys == 32)
+        return 1000 - 30 * (params.part_keys == 128) - 20 * (params.tiles == fewer) + 5 * (params.block_keys == 32)
 
     best, trials, compiled = choose(times)
-    assert best == replace(derived, part_keys=128, prefetch=dict.fromkeys(derived.prefetch, 0))
-    assert trials[-1].name == "parts of 128 keys + no prefetch"
+    assert best == replace(derived, part_keys=128, tiles=fewer)
+    assert trials[-1].name == "parts of 128 keys + one stage less"
     assert trials[-1].gain == pytest.approx(0.05)
     assert compiled[0] == derived
     assert len(compiled) == len(trials) - 1
@@ -90,12 +92,12 @@ def test_variants_fit_and_differ() -> None:
 
 def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real measurement, where a graph is the call itself: it would refuse a wrong draft."""
-    monkeypatch.setattr("eagle_slim.runtime.bench.baseline.capture", lambda run: type("Graph", (), {"replay": run}))
+    monkeypatch.setattr("eagle_slim.runtime.bench.baseline.capture", lambda run: run)
     dims = Dims(64, 96, 4, 2, 16, 300)
     cfg = draft_config(dims, 120, TreeConfig(1, 3, 10), 1, tune.PREFIX, torch.float16)
     timer = tune.GraphTimer(dims, torch.device("cpu"), 1)
     derived = choose_launch(cfg, INTERPRETER)
-    changed = tune.variants(derived, cfg, INTERPRETER)["half block_k"]
+    changed = tune.variants(derived, cfg, INTERPRETER)["one stage less"]
     assert min(timer(cfg, derived, changed)) > 0
 
 
