@@ -24,6 +24,8 @@ class Case:
     active: list[int] | None = None
     head: dict[str, Any] = field(default_factory=dict)
     fp8: bool = False
+    exact: bool = False
+    """In fp32 for every chip, where trees must be equal in every field."""
     change: Callable[[LaunchParams], LaunchParams] = lambda params: params
 
 
@@ -35,7 +37,7 @@ CASES = {
     "groups of four": Case(8, (3, 4, 20), [5], [3], change=groups_of(fc=4, qkv=4, o=4, down=4)),
     "alone": Case(5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0]),
     "mixed, programs left out": Case(
-        5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, change=groups_of(fc=2, qkv=1, o=4, down=2)
+        5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, exact=True, change=groups_of(fc=2, qkv=1, o=4, down=2)
     ),
     "more parts than programs": Case(3, (2, 3, 15), [70], [2], change=groups_of(fc=4, qkv=4, o=4, down=4)),
     "eagle": Case(6, (2, 4, 20), [7], [2], head={"kind": "eagle"}, change=groups_of(fc=2, qkv=1, o=2, down=4)),

@@ -83,6 +83,49 @@ def test_signed_loads_fill_wider_registers(numbers: torch.Tensor) -> None:
     assert torch.equal(result, numbers.long() - 32)
 
 
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        ("redux.sync.max.s32 %r6, %r1, -1;", [31] * 32 + [63] * 32),
+        ("shfl.sync.up.b32 %r6, %r1, 1, 0, -1;", [max(lane - 1, lane // 32 * 32) for lane in range(64)]),
+        ("shfl.sync.idx.b32 %r6, %r1, 5, 31, -1;", [5] * 32 + [37] * 32),
+        ("neg.s32 %r6, %r1;\nbfe.s32 %r6, %r6, 1, 3;", [(-lane >> 1 & 7) - 8 * (-lane >> 3 & 1) for lane in range(64)]),
+        ("mov.b32 %r6, 0x80000000;\nbfe.s32 %r6, %r6, 31, 4;", [-1] * 64),
+        ("mov.b32 %r6, 0x80000000;\nbfe.u32 %r6, %r6, 31, 4;", [1] * 64),
+        ("mov.b32 %r6, 0x04030281;\nprmt.b32 %r6, %r6, %r1, 0x8340U;", [lane << 8 | -0xFBFF7F for lane in range(64)]),
+        ("cvt.rn.satfinite.e4m3x2.f32 %rs1, 0f43E10000, 0f3FC00000;\ncvt.u32.u16 %r6, %rs1;", [0x7E3C] * 64),
+        ("neg.s32 %r6, %r1;\nshr.s32 %r6, %r6, 40;", [0] + [-1] * 63),
+        ("shl.b32 %r6, %r1, 32;", [0] * 64),
+        ("mov.b32 %r6, -2147483648;\nmul.hi.s32 %r6, %r6, %r1;", [-lane // 2 for lane in range(64)]),
+    ],
+)  # fmt: skip
+def test_scalar_instructions(body: str, values: list[int], numbers: torch.Tensor) -> None:
+    result = torch.zeros_like(numbers)
+    run(body + "\nst.global.b32 [ %rd4 + 0 ], { %r6 };", numbers, result)
+    assert result.tolist() == values
+
+
+TWO_WRITERS = """
+	setp.lt.s32 %p1, %r1, 32;
+	selp.b32 %r6, {first}, {second}, %p1;
+	st.global.b32 [ %rd2 + 0 ], {{ %r6 }};
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_race"),
+    [(7, 7, False), (1000000, 1000001, True), ("0f3F800000", "0f3F800001", False), ("0f3F800000", "0f3F900000", True)],
+)
+def test_two_writers_of_one_value(first: object, second: object, is_race: bool, numbers: torch.Tensor) -> None:
+    """Warps may store the same value, or one that differs in a float's last bit; nothing else."""
+    body = TWO_WRITERS.format(first=first, second=second)
+    if is_race:
+        with pytest.raises(PtxError, match=r"race between st\.global\.b32"):
+            run(body, numbers, torch.zeros_like(numbers))
+    else:
+        run(body, numbers, torch.zeros_like(numbers))
+
+
 MESSAGE = """
 	setp.ne.s32 %p1, %r2, 0;
 	@%p1 bra RECEIVE;
@@ -148,11 +191,25 @@ def test_copies_arrive_when_they_are_waited_for(numbers: torch.Tensor) -> None:
         ("setp.lt.s32 %p1, %r1, 40;\n@%p1 bra SKIP;\nredux.sync.add.s32 %r6, %r1, -1;\nSKIP:", "waits: redux"),
         ("AGAIN:\nbra AGAIN;", "no end in sight: bra"),
         ("tcgen05.alloc [%r1];", r"not known here: tcgen05\.alloc"),
+        ("redux.sync.min.s32 %r6, %r1, -1;", "not known here: redux"),
+        ("shfl.sync.down.b32 %r6, %r1, 1, 31, -1;", "not known here: shfl"),
+        ("add.f16x2 %r6, %r1, %r1;", "not known here: add"),
+        ("add.sat.f32 %r6, %r1, %r1;", "not known here: add"),
+        ("cvt.rni.f32.f32 %r6, %r1;", "not known here: cvt"),
+        ("st.global.v4.b64 [ %rd2 + 0 ], { %rd1, %rd1, %rd1, %rd1 };", "not known here: st"),
+        ("div.s32 %r6, %r1, 0;", "a division by zero"),
+        ("ld.global.b8 { %r6 }, [ %rd9 + 0 ];", "outside the tensors"),
     ],
 )  # fmt: skip
 def test_what_a_kernel_must_not_do(body: str, said: str, numbers: torch.Tensor) -> None:
     with pytest.raises(PtxError, match=said):
         run(body, numbers, torch.zeros_like(numbers))
+
+
+def test_a_kernel_that_does_not_say_how_many_threads(numbers: torch.Tensor) -> None:
+    text = KERNEL.format(threads=64, body="").replace(".reqntid 64", "")
+    with pytest.raises(PtxError, match="programs of 0 threads"):
+        execute(text, [numbers, numbers], 1)
 
 
 PRODUCT = """

@@ -85,7 +85,7 @@ void Machine::store(Warp& warp, const Instruction& in, int lane) {
         const u64 bits = value(warp, part(in.args[1], i), lane);
         std::memcpy(values + u64(i) * bytes, &bits, bytes);
     }
-    write(warp, in.shared, address(warp, in.args[0], lane), values, bytes * u64(in.width));
+    write(warp, in.shared, address(warp, in.args[0], lane), values, bytes * u64(in.width), bytes);
 }
 
 void Machine::atomic(Warp& warp, const Instruction& in, int lane) {
@@ -147,7 +147,7 @@ void Machine::shuffle(Warp& warp, const Instruction& in) {
 
 void Machine::reduce(Warp& warp, const Instruction& in) {
     Instruction combine = in;
-    combine.op = in.variant == Variant::Add ? Op::Add : in.variant == Variant::Max ? Op::Max : Op::Or;
+    combine.op = in.variant == Variant::Add ? Op::Add : Op::Max;
     u64 result = value(warp, in.args[1], 0);
     for (int lane = 1; lane < kLanes; lane++) result = compute(combine, result, value(warp, in.args[1], lane), 0);
     for (int lane = 0; lane < kLanes; lane++) set(warp, in.args[0], lane, result);

@@ -96,7 +96,8 @@ private:
     // Host addresses of memory that the warp may use; throw where it may not.
     u8* in_global(Warp& warp, u64 address, u64 bytes, Use use, bool atomic = false);
     u8* in_shared(Warp& warp, u64 address, u64 bytes, Use use);
-    void write(Warp& warp, bool shared, u64 address, const u8* from, u64 bytes);
+    // `element`: bytes of each value written.
+    void write(Warp& warp, bool shared, u64 address, const u8* from, u64 bytes, u64 element);
     std::string describe(i32 instruction, i32 warp) const;
 
     Program program_;

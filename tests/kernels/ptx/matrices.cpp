@@ -117,7 +117,7 @@ void Machine::store_matrix(Warp& warp, const Instruction& in) {
             }
         }
         for (int row = 0; row < 8; row++)
-            write(warp, true, address(warp, in.args[0], 8 * matrix + row), tile[size_t(row)].data(), 16);
+            write(warp, true, address(warp, in.args[0], 8 * matrix + row), tile[size_t(row)].data(), 16, 2);
     }
 }
 

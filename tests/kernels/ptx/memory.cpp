@@ -57,7 +57,8 @@ void GlobalMemory::add(u64 start, u64 bytes, bool read_only) {
 
 Range& GlobalMemory::find(u64 address, u64 bytes) {
     const auto holds = [&](const Range& range) {
-        return address >= range.start && address + bytes <= range.start + range.bytes;
+        const u64 at = address - range.start;
+        return address >= range.start && at <= range.bytes && bytes <= range.bytes - at;
     };
     if (last_ && holds(*last_)) return *last_;
     auto next = ranges_.upper_bound(address);

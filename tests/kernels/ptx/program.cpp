@@ -1,6 +1,7 @@
 #include "program.hpp"
 
 #include <map>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <unordered_map>
@@ -34,6 +35,15 @@ const std::map<std::string, Op> kOps = {
     {"fence", Op::Nothing},
 };
 // clang-format on
+
+// Words that choose nothing here: spaces and scopes that are told apart by name, roundings that are the only ones
+// known, and what goes with one instruction alone.
+const std::set<std::string> kWords = {
+    "global", "shared", "param",        "gpu",        "sync", "aligned",  "approx",  "full",    "ftz",     "rn",
+    "lo",     "hi",     "wide",         "satfinite",  "uni",  "acquire",  "release", "relaxed", "acq_rel", "async",
+    "ca",     "cg",     "commit_group", "wait_group", "bulk", "prefetch", "L2",      "proxy",   "fence",   "mma_async",
+    "warp",   "m8n8",   "x1",           "x2",         "x4",   "v2",       "v4",      "trans",   "row",     "col",
+};
 
 // clang-format off
 const std::map<std::string, Variant> kVariants = {
@@ -71,7 +81,7 @@ u64 parse_number(std::string text) {
     if (text.back() == 'U') text.pop_back();
     const bool negative = text[0] == '-';
     const u64 value = std::stoull(text.substr(negative), nullptr, 0);
-    return negative ? u64(-i64(value)) : value;
+    return negative ? u64(0) - value : value;
 }
 
 // A statement's words: "ld.shared::cta.b32" to ld, shared, b32.
@@ -129,7 +139,7 @@ Operand Parser::operand(const std::string& untrimmed) {
             result.reg = register_of(base);
         else if (base == "global_smem")
             result.value += kSharedBase;
-        else if (size_t at = base.find("_param_"); at != std::string::npos)
+        else if (size_t at = base.find("_param_"); at != std::string::npos && plus == std::string::npos)
             result.value = std::stoull(base.substr(at + 7));
         else
             unknown(text);
@@ -157,10 +167,15 @@ void Parser::decode(Instruction& in) {
     in.op = found->second;
     std::vector<Type> types;
     for (size_t i = 1; i < words.size(); i++) {
-        if (auto type = kTypes.find(words[i]); type != kTypes.end()) types.push_back(type->second);
-        if (auto variant = kVariants.find(words[i]); variant != kVariants.end()) in.variant = variant->second;
         int m, n, k;
-        if (std::sscanf(words[i].c_str(), "m%dn%dk%d", &m, &n, &k) == 3) in.m = m, in.n = n, in.k = k;
+        if (auto type = kTypes.find(words[i]); type != kTypes.end())
+            types.push_back(type->second);
+        else if (auto variant = kVariants.find(words[i]); variant != kVariants.end())
+            in.variant = variant->second;
+        else if (std::sscanf(words[i].c_str(), "m%dn%dk%d", &m, &n, &k) == 3)
+            in.m = m, in.n = n, in.k = k;
+        else if (!kWords.contains(words[i]))
+            unknown(in.text);
     }
     if (!types.empty()) in.type = types.back(), in.result = types.front();
     in.width = has("v4") || has("x4") ? 4 : has("v2") || has("x2") ? 2 : 1;
@@ -188,6 +203,7 @@ void Parser::decode(Instruction& in) {
         case Op::Atomic:
         case Op::Reduction:
             if (!in.shared && !has("global") && !has("param")) unknown(in.text);
+            if (bytes_of(in.type) * in.width > 16) unknown(in.text);
             in.atomic |= in.op == Op::Atomic || in.op == Op::Reduction;
             if (in.atomic && in.shared) unknown(in.text);
             break;
@@ -221,11 +237,20 @@ void Parser::decode(Instruction& in) {
             else if (in.m != 64 || in.k * bytes_of(in.type) != 32 || types[0] != Type::F32)
                 unknown(in.text);
             break;
-        default: break;
+        case Op::Shuffle:
+            if (in.variant == Variant::None) unknown(in.text);
+            break;
+        case Op::WarpReduction:
+            if (in.variant != Variant::Add && in.variant != Variant::Max) unknown(in.text);
+            break;
+        case Op::Convert: break;
+        default:
+            if (in.type == Type::F16x2 || in.type == Type::BF16x2 || in.type == Type::E4M3x2) unknown(in.text);
     }
-    const bool is_collective = in.op == Op::Shuffle || in.op == Op::WarpReduction || in.op == Op::AsyncProduct ||
-                               in.op == Op::Barrier || in.op == Op::Product;
-    if (is_collective && in.predicate >= 0) unknown("predicated " + in.text);
+    if (has("satfinite") && in.result != Type::E4M3x2) unknown(in.text);
+    if ((is_collective(in.op) || in.op == Op::Barrier || in.op == Op::CopyCommit || in.op == Op::CopyWait) &&
+        in.predicate >= 0)
+        unknown("predicated " + in.text);
 }
 
 void Parser::statement(std::string text) {
@@ -333,6 +358,11 @@ int bytes_of(Type type) {
 }
 
 bool is_signed(Type type) { return type == Type::S8 || type == Type::S16 || type == Type::S32 || type == Type::S64; }
+
+bool is_collective(Op op) {
+    return op == Op::Shuffle || op == Op::WarpReduction || op == Op::LoadMatrix || op == Op::StoreMatrix ||
+           op == Op::Product || op == Op::AsyncProduct || op == Op::ProductCommit || op == Op::ProductWait;
+}
 
 bool is_float(Type type) { return type == Type::F16 || type == Type::BF16 || type == Type::F32; }
 

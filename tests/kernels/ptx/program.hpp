@@ -29,6 +29,8 @@ enum class Type {
 int bytes_of(Type type);
 bool is_signed(Type type);
 bool is_float(Type type);
+// Whether all lanes of a warp execute an instruction together.
+bool is_collective(Op op);
 
 // What follows the name of an instruction, where it needs telling apart.
 // clang-format off

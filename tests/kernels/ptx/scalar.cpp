@@ -42,15 +42,16 @@ float compute_float(const Instruction& in, float a, float b, float c) {
     }
 }
 
+// PTX, bfe: beyond the field or the value comes its sign.
 u64 extract_bits(u64 value, u64 position, u64 length, Type type) {
-    const int bits = 8 * bytes_of(type);
-    const int first = int(position & 255), count = int(length & 255);
-    value = cut(value, type);
-    u64 field = first >= bits ? 0 : value >> first;
-    if (count < 64) field &= (u64(1) << count) - 1;
-    const int sign = std::min(first + count - 1, bits - 1);
-    if (is_signed(type) && count && count < bits && (value >> sign & 1)) field |= ~u64(0) << count;
-    return cut(field, type);
+    const u64 bits = 8 * u64(bytes_of(type)), first = position & 255, count = length & 255;
+    const bool sign = is_signed(type) && count && (cut(value, type) >> std::min(first + count - 1, bits - 1) & 1);
+    u64 field = 0;
+    for (u64 i = 0; i < bits; i++) {
+        const bool bit = i < count && first + i < bits ? value >> (first + i) & 1 : sign;
+        field |= u64(bit) << i;
+    }
+    return field;
 }
 
 template <class Value>
@@ -104,17 +105,20 @@ u64 compute(const Instruction& in, u64 a, u64 b, u64 c) {
     const u64 bits = 8 * u64(bytes_of(type));
     const i64 sa = signed_of(a, type), sb = signed_of(b, type);
     const u64 ua = cut(a, type), ub = cut(b, type);
-    const u64 wide = with_sign ? u64(sa * sb) : ua * ub;
+    // Of at most 32 bits each.
+    const auto wide = [&] { return with_sign ? u64(sa * sb) : ua * ub; };
+    const bool divides = in.op == Op::Div || in.op == Op::Rem;
+    if (divides && ub == 0) throw std::runtime_error("a division by zero");
+    if (bits > 32 && (in.op == Op::MulWide || in.op == Op::MadWide || in.op == Op::MulHi))
+        throw std::runtime_error("not known here: " + in.text);
     switch (in.op) {
         case Op::Add: return cut(a + b, type);
         case Op::Sub: return cut(a - b, type);
         case Op::Mul: return cut(a * b, type);
         case Op::Mad: return cut(a * b + c, type);
-        case Op::MulWide: return bits == 16 ? u32(wide) : wide;
-        case Op::MadWide: return bits == 16 ? u32(wide + c) : wide + c;
-        case Op::MulHi:
-            if (bits > 32) throw std::runtime_error("not known: " + in.text);
-            return cut(u64(with_sign ? i64(wide) >> bits : i64(wide >> bits)), type);
+        case Op::MulWide: return bits == 16 ? u32(wide()) : wide();
+        case Op::MadWide: return bits == 16 ? u32(wide() + c) : wide() + c;
+        case Op::MulHi: return cut(with_sign ? u64(i64(wide()) >> bits) : wide() >> bits, type);
         case Op::Min: return with_sign ? (sa < sb ? ua : ub) : std::min(ua, ub);
         case Op::Max: return with_sign ? (sa > sb ? ua : ub) : std::max(ua, ub);
         case Op::Neg: return cut(-a, type);
