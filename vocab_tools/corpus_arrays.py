@@ -1,8 +1,8 @@
 """JSON files that hold one array of records, as ShareGPT is published, read as JSON lines.
 
-Between two records stand a comma and white space, and no string holds a line end. With the last byte between them
-turned into a line end, and with spaces for the comma and for all other line ends, the bytes are JSON lines in which
-every record has kept its place.
+Between two records stand a comma and white space. With the last byte between them turned into a line end, and with
+spaces for the comma and for all other line ends, the bytes are JSON lines in which every record has kept its place. No
+string holds a line end; one that does, against the rules, holds a space instead.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from .corpus_blocks import BLOCK_BYTES, MAX_RECORD_BYTES
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 
 _BEGIN = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*")
-# Strings whole, since what they hold is no structure; a quote alone opens a string that does not end on its line.
-_STRUCTURE = re.compile(rb'"[^"\\\n]*(?:\\.[^"\\\n]*)*"|,\s*|["{}\[\]]')
+# Strings whole, since what they hold is no structure. A string is one only before what may follow it: behind a quote
+# that is missing or one too many, text and strings change places, and a quote taken alone sets that right.
+_OPEN_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*'
+_STRUCTURE = re.compile(_OPEN_STRING + rb'"(?=\s*(?:[,:}\]]|\Z))|,\s*|\\.|["{}\[\]]', re.DOTALL)
+_GOES_ON = re.compile(_OPEN_STRING + rb"\\?\Z", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ def _structure(held: bytes, ended: bool) -> tuple[list[tuple[int, int]], int | N
         sign, stop = match[0][:1], match.end()
         if sign == b'"':
             is_alone = stop - match.start() == 1
-            if is_alone and not ended and held.find(b"\n", stop) < 0:
+            if is_alone and not ended and _GOES_ON.match(held, match.start()):
                 # The string may end in what was not read yet.
                 break
         elif sign in (b"{", b"["):
@@ -109,6 +112,8 @@ def _structure(held: bytes, ended: bool) -> tuple[list[tuple[int, int]], int | N
                 if stop == len(held) and not ended:
                     break
                 found.append(match.span())
+        elif sign == b"\\":
+            pass
         elif depth == 0:
             return found, match.start()
         else:

@@ -93,10 +93,46 @@ def test_a_record_without_end_is_a_fault_of_bounded_memory(monkeypatch: pytest.M
     assert pieces[1].stop == len(data) + 1
 
 
-def test_a_broken_record_does_not_hide_the_next() -> None:
-    found, faults = read(b'[{"a": "x},\n{"a": 2},\n{"a": "]"}]')
-    assert [line.strip() for _, line in found] == [b'{"a": "x}', b'{"a": 2}', b'{"a": "]"}']
-    assert faults == []
+@pytest.mark.parametrize("comma", [b",", b", ", b",\n"])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b'{"a": "x}',
+        b'{"a": x"}',
+        b'{"a: "x", "b": "y"}',
+        b'{"a": "x, "b": ": y"}',
+        b'{"a": "the "x" of \\"y\\""}',
+        b'{"a": "x "} y"}',
+        b'{"a": "x\r\ny"}',
+    ],
+)
+@pytest.mark.parametrize("block", [30, 4 << 20])
+def test_a_broken_record_does_not_hide_the_next(
+    monkeypatch: pytest.MonkeyPatch, block: int, broken: bytes, comma: bytes
+) -> None:
+    monkeypatch.setattr(corpus_arrays, "BLOCK_BYTES", block)
+    after = [b'{"a": 2}', b'{"a": "]"}', b'{"a": "", "b": ["x, y", "\\"}"]}'] * 20
+    found, faults = read(b"[" + comma.join([b'{"a": 1}', broken, *after]) + b"]")
+    lines = [line.strip() for _, line in found]
+    if b'"}' in broken[:-2]:
+        # The record seems to end before it does, and then the array: the rest is lost, and that is said.
+        assert (lines[0], len(faults)) == (b'{"a": 1}', 1)
+        assert "the array ends here, and the file goes on; the rest is not read" in faults[0]
+    else:
+        assert lines == [b'{"a": 1}', broken.replace(b"\n", b" "), *after]
+        assert faults == []
+
+
+def test_a_line_end_in_a_string_is_a_space_in_it() -> None:
+    records = [{"text": f"{number} of them"} for number in range(1000)]
+    found, faults = read(json.dumps(records).replace("3 of", "3\nof").encode())
+    assert ([json.loads(line) for _, line in found], faults) == (records, [])
+
+
+def test_many_escapes_behind_a_broken_string_take_no_time() -> None:
+    broken = b'{"a": "' + b'\\"' * 200_000 + b" x}"
+    found, faults = read(b"[" + broken + b', {"a": 2}]')
+    assert ([line.strip() for _, line in found], faults) == ([broken, b'{"a": 2}'], [])
 
 
 def test_only_an_array_is_one() -> None:
