@@ -205,7 +205,7 @@ def open_head(
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
     Raises:
-        UsageError: a sub-folder that would lead out, an unknown form.
+        UsageError: a sub-folder that would lead out, an unknown form, tap layers that are no numbers.
         SourceError: the folder or repository cannot be had, or has no such sub-folder.
         CheckpointError: a damaged, incomplete or unsafe weights file.
         UnsupportedHeadError: a kind of head, or a tensor, that is not converted.
@@ -460,7 +460,7 @@ def _taps(
         return (), None
     if names.FC not in tensors:
         raise CheckpointError(f"{where}: incomplete EAGLE-3 head: fc.weight missing; fetch the checkpoint again")
-    taps, warning = head_config.tap_layers(config, None if given is None else tuple(map(operator.index, given)), where)
+    taps, warning = head_config.tap_layers(config, None if given is None else _layer_numbers(given), where)
     rows, columns = tensors.shape(names.FC)
     if rows != hidden or columns % target_hidden:
         raise MismatchError(
@@ -482,6 +482,16 @@ def _taps(
     _check_shapes(tensors, expected, where)
     _check_norm_flags(config, tensors, where, bool(norms))
     return taps, warning
+
+
+def _layer_numbers(given: Any) -> tuple[int, ...]:
+    try:
+        layers = tuple(given)
+        if not any(isinstance(layer, bool) for layer in layers):
+            return tuple(map(operator.index, layers))
+    except TypeError:
+        pass
+    raise UsageError(f"--tap-layers: expected a list of layer numbers, found {given!r}")
 
 
 def _check_norm_flags(config: Mapping[str, Any], tensors: LazyTensors, where: str, has_fc_norms: bool) -> None:

@@ -1,10 +1,13 @@
 """Opening heads: every spelling is one head, and what is not such a head is refused by name."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
 from eagle_slim.convert.head_config import sliding_window
+from eagle_slim.vocab_tools.errors import UsageError
 from support import heads
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from transformers import AutoConfig
@@ -134,6 +137,14 @@ def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
     with pytest.raises(MismatchError, match=r"--tap-layers: expected.*from 0 on, found \[-1, 4, 5\]"):
         open_head(folder, tap_layers=(-1, 4, 5))
     assert open_head(folder, tap_layers=np.array([2, 4, 5])).config[NESTED] == [2, 4, 5]
+
+
+@pytest.mark.parametrize("given", [["2", "4", "5"], [2.0, 4, 5], [True, 4, 5], [np.True_, 4, 5], "2,4,5", 5])
+def test_tap_layers_that_are_no_numbers_are_refused(tmp_path, given):
+    with pytest.raises(
+        UsageError, match=rf"--tap-layers: expected a list of layer numbers, found {re.escape(repr(given))}"
+    ):
+        open_head(write_eagle3(tmp_path / "head"), tap_layers=given)
 
 
 def test_rope_parameters_are_flattened(tmp_path):
