@@ -24,9 +24,9 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     A file whose first line is a JSON object is read as JSON lines: ``turns`` (list of strings, or one string), and
-    optionally ``category``; other keys are ignored. A JSON list of such objects is read too. Anything else is plain
-    text: each line that is not blank is a prompt. ``limit`` keeps the first prompts only. Raises `PromptFileError`,
-    naming file and line.
+    optionally ``category``; other keys are ignored. A JSON list that begins with such an object is read too. Anything
+    else is plain text: each line that is not blank is a prompt. ``limit`` keeps the first prompts only. Raises
+    `PromptFileError`, naming file and line.
     """
     path = Path(path)
     try:
@@ -47,19 +47,20 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
 
 
 def _json_list(text: str) -> list[Any] | None:
-    """A file that is one JSON list; None for any other, as text may begin with a bracket too."""
+    """A file that is one JSON list of objects; None for any other, as text may begin with a bracket too."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, list) and value else None
+    return value if isinstance(value, list) and value and isinstance(value[0], dict) else None
 
 
 def _from_json(line: str, where: str) -> Prompt:
     try:
-        return _from_value(json.loads(line), where)
-    except json.JSONDecodeError as error:
-        raise PromptFileError(f"{where}: not a JSON object ({error.msg}).") from error
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise PromptFileError(f"{where}: not a JSON object ({getattr(error, 'msg', error)}).") from error
+    return _from_value(value, where)
 
 
 def _from_value(value: Any, where: str) -> Prompt:

@@ -56,6 +56,12 @@ class TestPrompts:
         path.write_text("[INST] One? [/INST]\n[Two?]\n")
         assert load_prompts(path) == [Prompt(("[INST] One? [/INST]",)), Prompt(("[Two?]",))]
 
+    @pytest.mark.parametrize("line", ['["Why is the sky blue?"]', "[1]", "[" * 100_000, f"[{'1' * 5000}]"], ids=len)
+    def test_text_that_looks_like_a_list(self, tmp_path: Path, line: str) -> None:
+        path = tmp_path / "prompts.txt"
+        path.write_text(line + "\n")
+        assert load_prompts(path) == [Prompt((line,))]
+
     def test_byte_order_mark_and_odd_line_ends(self, tmp_path: Path) -> None:
         path = tmp_path / "prompts.jsonl"
         path.write_bytes(b"\xef\xbb\xbf" + '{"turns": ["a\u2028b"]}\r\n{"turns": ["c\x85"]}\r\n'.encode())
@@ -64,7 +70,7 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("text", "message"),
         [("", "no prompt"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2.*turns"),
-         ('{"turns": ["a"]}\nplain', "line 2: not a"),
+         ('{"turns": ["a"]}\nplain', "line 2: not a"), ('{"turns": ' + "[" * 100_000, "line 1: not a"),
          ('[{"turns": ["a"]}, "b"]', "item 2"), ('{"turns": []}', "line 1"), ('{"turns": [" "]}', "line 1")],
     )  # fmt: skip
     def test_bad_files(self, tmp_path: Path, text: str, message: str) -> None:
