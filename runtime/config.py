@@ -68,10 +68,10 @@ class SamplingConfig:
     typical_p: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, kind in (("temperature", float), ("top_k", int), ("top_p", float), ("seed", int)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-                raise UsageError(f"{name} must be {'an integer' if kind is int else 'a number'}, got {value!r}.")
+        for name in ("temperature", "top_k", "top_p", "seed", "min_p", "typical_p"):
+            value, whole = getattr(self, name), name in ("top_k", "seed")
+            if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+                raise UsageError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature!r}.")
         if self.top_k < 0:

@@ -36,6 +36,7 @@ MapForm = Literal["auto", "offset", "absolute"]
 DRAFTERS = ("reference", "triton")
 DrafterFactory = Callable[[HeadWeights, TreeConfig], Drafter]
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -169,6 +170,15 @@ def hash_of_source(tokenizer: Any) -> str | None:
         return load_tokenizer(source, offline=True).tokenizer_hash if source else None
     except TokenizerError:
         return None
+
+
+def check_dtype(dtype: torch.dtype | str) -> None:
+    """Raise `UsageError` for what is neither "auto" nor a type that transformers can load in, nor the name of one."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype not in (None, "auto") and found not in _DTYPES:
+        raise UsageError(
+            f"dtype = {dtype!r} is no type to load a target in; expected 'auto', {', '.join(map(str, _DTYPES))}."
+        )
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:

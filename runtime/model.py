@@ -31,6 +31,7 @@ from .loading import (
     MapForm,
     OpenedHead,
     build_drafter,
+    check_dtype,
     check_loaded,
     choose_device,
     hash_of_source,
@@ -172,7 +173,8 @@ class SpeculativeModel:
             PairingError: head and target do not belong together; nothing has run yet.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
-            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `choose_draft_ids`, `build_drafter`.
+            UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
+                `build_drafter`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = _tree(depth, top_k, total_tokens)
@@ -183,6 +185,7 @@ class SpeculativeModel:
             check_loaded(target, dtype, device)
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
         else:
+            check_dtype(dtype)
             location = target_location(opened, target)
             name, model = str(location), None
             text_config = load_target_config(location, revision, offline).get_text_config()
@@ -325,10 +328,12 @@ class SpeculativeModel:
             raise UsageError("Stop strings need a tokenizer; load the model with one.")
         if not all(isinstance(text, str) and text for text in stops):
             raise UsageError(f"Stop strings are texts of at least one letter; got {list(stops)!r}.")
-        requests = []
+        requests, vocab_size = [], int(self.target.text_config.vocab_size)
         for index, prompt in enumerate(prompts):
             new = _max_new_tokens(options, len(prompt))
-            process = build_processors(options, len(prompt), new, eos, logits_processor or (), self.target.device)
+            process = build_processors(
+                options, len(prompt), new, eos, vocab_size, logits_processor or (), self.target.device
+            )
             decode = self._decode if self.tokenizer else None
             requests.append(Request(index, prompt, new, eos, self.max_model_len, stops, decode, process))
         self._check_room(requests)
@@ -484,7 +489,7 @@ def _sampling_of(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: 
     if sampling_config(**named, seed=seed).is_greedy:
         return SamplingConfig(seed=seed)
     found = {name: options[name] for name in SAMPLING if name in options}
-    return SamplingConfig(**{"temperature": 1.0, **found}, seed=seed)
+    return sampling_config(do_sample=True, **found, seed=seed)
 
 
 def sampling_config(

@@ -8,6 +8,8 @@ of their arguments: they may be asked about continuations that are not kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -43,6 +45,18 @@ _WITHOUT_EFFECT = (
     "num_assistant_tokens_schedule", "prefill_chunk_size", "return_dict_in_generate", "return_legacy_cache",
     "target_lookbehind", "transformers_version", "use_cache",
 )  # fmt: skip
+# What is not served, said in a way that asks for nothing; None asks for nothing anywhere.
+_NEUTRAL: dict[str, bool | float] = {
+    "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0, "penalty_alpha": 0.0,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
+    "renormalize_logits": False, "token_healing": False, "use_mtp": False, "output_attentions": False,
+    "output_hidden_states": False, "output_scores": False, "output_logits": False,
+}  # fmt: skip
+# Penalties whose values hold token ids.
+_HOLD_IDS = (
+    "sequence_bias", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
+    "begin_suppress_tokens",
+)  # fmt: skip
 
 
 def join_options(
@@ -55,22 +69,39 @@ def join_options(
     """
     if given is not None and not isinstance(given, GenerationConfig):
         raise UsageError(f"generation_config must be transformers' GenerationConfig, got {type(given).__name__}.")
-    neutral = GenerationConfig()
+    served = (*SAMPLING, *PENALTIES, *_OTHERS)
+    defaults = vars(GenerationConfig())
     found = {} if own is None else {name: getattr(own, name, None) for name in PENALTIES}
     # What begins with a bar is transformers' own note; what it does not know was said to some other engine.
-    known = {} if given is None else {name: value for name, value in vars(given).items() if hasattr(neutral, name)}
+    known = {} if given is None else {name: value for name, value in vars(given).items() if name in defaults}
     fields = {name: value for name, value in known.items() if not name.startswith("_")}
     for name, value in [*fields.items(), *keywords.items()]:
-        if value is None or name in _WITHOUT_EFFECT:
+        if name in _WITHOUT_EFFECT:
             continue
-        if name in (*SAMPLING, *PENALTIES, *_OTHERS):
-            found[name] = value
-        elif not hasattr(neutral, name) or not (value == getattr(neutral, name) or value in (False, 0, 1)):
+        if name not in defaults or not (value is None or name in served or _asks_nothing(name, value, defaults[name])):
             raise UsageError(
-                f"generate() cannot serve {name} = {value!r}. Of a GenerationConfig it takes "
-                f"{', '.join((*SAMPLING, *PENALTIES, *_OTHERS))}; what else changes logits can be a logits_processor."
+                f"generate() cannot serve {name} = {value!r}. Of a GenerationConfig it takes {', '.join(served)}; what "
+                "else changes logits can be a logits_processor."
             )
+        if value is not None and name in served:
+            found[name] = value
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _asks_nothing(name: str, value: Any, default: Any) -> bool:
+    """Whether a field that is not served has its neutral value, else its default; True is not 1, nor False 0."""
+    neutral = _NEUTRAL.get(name, default)
+    if isinstance(value, bool) != isinstance(neutral, bool) or not isinstance(value, (Real, type(neutral))):
+        return False
+    return bool(value == neutral)
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    """What nested lists, tuples, tensors or the keys of a mapping hold; a single value is its own leaf."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return [value]
+    return chain.from_iterable(map(_leaves, value))
 
 
 def build_processors(
@@ -78,13 +109,17 @@ def build_processors(
     prompt_length: int,
     max_new_tokens: int,
     eos_ids: Iterable[int],
+    vocab_size: int,
     extra: Sequence[Any] = (),
     device: torch.device | str = "cpu",
 ) -> Any | None:
     """Build the `LogitsProcessorList` of one request, in transformers' order; None where nothing changes logits.
 
-    ``extra`` processors come last. Raises `UsageError` for a value that transformers refuses.
+    ``vocab_size``: logits of a position. ``extra`` processors come last. Raises `UsageError` for a value that
+    transformers refuses, a token id outside the vocabulary, and ``extra`` that is no list of callables.
     """
+    if not isinstance(extra, Sequence) or not all(callable(processor) for processor in extra):
+        raise UsageError(f"logits_processor is a list of callables of (input_ids, scores); got {extra!r}.")
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}
     eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
@@ -110,9 +145,16 @@ def build_processors(
     }
     built = []
     for name in PENALTIES:
+        if name not in options:
+            continue
         try:
-            built.append(name in options and builders[name](options[name]))
+            processor = builders[name](options[name])
         except (TypeError, ValueError) as error:
             raise UsageError(f"{name} = {options[name]!r} is refused by transformers: {error}") from error
+        # A bias may be given as a list of (ids, bias); the processor holds ids alone, as keys.
+        for token in _leaves(getattr(processor, "sequence_bias", options[name])) if name in _HOLD_IDS else ():
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
+                raise UsageError(f"{name} names the token {token!r}; the target has ids 0 to {vocab_size - 1}.")
+        built.append(processor)
     processors: Any = [*(processor for processor in built if processor), *extra]
     return hf.LogitsProcessorList(processors) if processors else None

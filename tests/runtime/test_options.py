@@ -11,7 +11,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from support.small_tokenizers import byte_level_bpe, write_folder
-from support.tiny_models import random_prompts, tiny_target, write_head
+from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedTokenizerFast
 
@@ -159,13 +159,61 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"max_length": 1}, "max_length = 1 is less than a prompt of 2"), ({"num_return_sequences": 2}, "needs sampling"),
      ({"max_new_tokens": 3.0}, "max_new_tokens must be an integer"), ({"max_slots": 1.5}, "max_slots"),
      ({"temperature": "0.5"}, "temperature must be a number"), ({"seed": None, "temperature": 1.0}, "seed must be"),
-     ({"eos_token_id": "5"}, "Token ids are integers"), ({"stop": [2]}, "Stop strings")],
+     ({"eos_token_id": "5"}, "Token ids are integers"), ({"stop": [2]}, "Stop strings"),
+     ({"temprature": None}, "temprature = None"), ({"validate": None}, "validate = None"),
+     ({"generation_config": GenerationConfig(output_scores=True)}, "output_scores = True"),
+     ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, "needs a temperature above 0"),
+     ({"do_sample": True, "temperature": 0.0}, "needs a temperature above 0"),
+     ({"min_p": "0.1", "do_sample": True}, "min_p must be a number"),
+     ({"typical_p": True, "do_sample": True}, "typical_p must be a number"),
+     ({"logits_processor": print}, "logits_processor is a list"),
+     ({"logits_processor": [3]}, "logits_processor is a list"),
+     ({"bad_words_ids": [[3], [5, 24]]}, "bad_words_ids names the token 24; the target has ids 0 to 23"),
+     ({"sequence_bias": [[[5, 99], 1.0]]}, "sequence_bias names the token 99"),
+     ({"suppress_tokens": [3, 24]}, "suppress_tokens names the token 24"),
+     ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens names the token -1"),
+     ({"forced_bos_token_id": "5"}, "forced_bos_token_id names the token '5'"),
+     ({"forced_eos_token_id": [5, 99]}, "forced_eos_token_id names the token 99")],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], message: str) -> None:
     model.tokenizer = object()
     with pytest.raises(UsageError, match=message):
         model.generate([3, 4], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("token_healing", True), ("output_scores", True), ("output_logits", True), ("output_attentions", 0),
+     ("renormalize_logits", True), ("use_mtp", True), ("max_time", 1), ("penalty_alpha", 1), ("dola_layers", 1),
+     ("prompt_lookup_num_tokens", 1), ("epsilon_cutoff", 1), ("eta_cutoff", 1), ("top_h", 1), ("num_beams", 0),
+     ("num_beams", True), ("diversity_penalty", 1.0), ("watermarking_config", 1), ("encoder_no_repeat_ngram_size", 1),
+     ("encoder_repetition_penalty", 0), ("guidance_scale", 0), ("constraints", torch.tensor([1, 1]))],
+    ids=str,
+)  # fmt: skip
+def test_what_is_not_served_is_refused_whatever_its_value(model: SpeculativeModel, name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"cannot serve {name} = "):
+        model.generate([3, 4], max_new_tokens=2, **{name: value})
+
+
+def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
+    numeric = {
+        "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1, "penalty_alpha": 0,
+        "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
+        "length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False, "token_healing": False,
+        "output_attentions": False, "output_hidden_states": False, "output_scores": False, "output_logits": False,
+        "return_dict_in_generate": False, "remove_invalid_values": False, "use_cache": True, "do_sample": False,
+        "temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0,
+        "no_repeat_ngram_size": 0, "min_length": 0, "num_return_sequences": 1, "max_new_tokens": 8,
+    }  # fmt: skip
+    expected = own_generate(model, max_new_tokens=8)
+    config = GenerationConfig()
+    vars(config).update(numeric)
+    assert model.generate(PROMPTS, generation_config=config).token_ids == expected
+    unset = {**dict.fromkeys(vars(GenerationConfig())), "max_new_tokens": 8}
+    assert model.generate(PROMPTS, **unset).token_ids == expected
+    neutral = {name: numeric[name] for name in ("num_beams", "guidance_scale", "penalty_alpha", "output_scores")}
+    assert model.generate(PROMPTS, max_new_tokens=8, **neutral).token_ids == expected
 
 
 @pytest.mark.parametrize(
@@ -216,6 +264,15 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is asked for, but the loaded target is"):
             SpeculativeModel.from_pretrained(target, head, **options)
     SpeculativeModel.from_pretrained(target, head, dtype="float32", device="cpu")
+
+
+def test_a_type_to_load_in(tmp_path: Path) -> None:
+    target, head = write_pair(tmp_path)
+    for wrong in ("float7", "int8", "Tensor", "torch.float32", 7, torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(UsageError, match="is no type to load a target in"):
+            SpeculativeModel.from_pretrained(target, head, dtype=wrong)
+    for dtype in ("bfloat16", torch.bfloat16):
+        assert SpeculativeModel.from_pretrained(target, head, dtype=dtype).target.dtype == torch.bfloat16
 
 
 def test_a_number_of_rows_in_numpys_form(tmp_path: Path) -> None:
