@@ -187,16 +187,16 @@ def replay(
             output = drafter._level(active, hidden, drafted.tokens.gather(1, expanded), ancestors, level)
         logits = drafter._logits(output)  # [active, width, draft_vocab]
         log_probs = torch.log_softmax(logits, -1)
-        width_of = (logits.std(-1, correction=0, keepdim=True) / LOGIT_STD).clamp(min=1.0)
+        spread = (logits.std(-1, correction=0, keepdim=True) / LOGIT_STD).clamp(min=1.0)
         rows = row_of[child_tokens.clamp(0, len(row_of) - 1)]
         if not (rows >= 0).all():
             return _hopeless(atol, f"level {level}: tokens outside the vocabulary")
         expected = log_probs.gather(2, rows)
-        error = ((scores - base[..., None]) - expected) / width_of
+        error = ((scores - base[..., None]) - expected) / spread
         worst = max(worst, _largest(error))
         squares, count = squares + float((error.double() ** 2).sum()), count + error.numel()
         best_log_probs = ranked_topk(log_probs, top_k)[0]
-        missed = _largest((best_log_probs - expected.sort(-1, descending=True).values) / width_of)
+        missed = _largest((best_log_probs - expected.sort(-1, descending=True).values) / spread)
         if not missed <= 2 * atol:
             faults.append(f"level {level}: children are worse than the best by {missed:.3g}")
         if any(len(set(node)) < top_k for sequence in rows.tolist() for node in sequence):

@@ -113,14 +113,6 @@ void Machine::atomic(Warp& warp, const Instruction& in, int lane) {
     }
 }
 
-// Has no effect, but an address outside the tensors may be a fault. Without a size a cache line is asked for.
-void Machine::prefetch(Warp& warp, const Instruction& in, int lane) {
-    const u64 from = address(warp, in.args[0], lane), bytes = in.args.size() > 1 ? value(warp, in.args[1], lane) : 1;
-    if (in.args.size() > 1 && (from % 16 || bytes % 16))
-        throw std::runtime_error("a bulk prefetch of no whole 16 bytes");
-    global.find(from, bytes);
-}
-
 void Machine::shuffle(Warp& warp, const Instruction& in) {
     std::array<u64, kLanes> values, results;
     for (int lane = 0; lane < kLanes; lane++) values[size_t(lane)] = value(warp, in.args[1], lane);
@@ -198,7 +190,6 @@ void Machine::execute(Warp& warp, const Instruction& in, u32 lanes) {
         case Op::Store: return each(&Machine::store);
         case Op::Atomic:
         case Op::Reduction: return each(&Machine::atomic);
-        case Op::Prefetch: return each(&Machine::prefetch);
         case Op::Barrier: return barrier(warp, lanes);
         case Op::Return: warp.live &= ~lanes; return;
         case Op::Branch:

@@ -72,7 +72,6 @@ private:
     void load(Warp& warp, const Instruction& in, int lane);
     void store(Warp& warp, const Instruction& in, int lane);
     void atomic(Warp& warp, const Instruction& in, int lane);
-    void prefetch(Warp& warp, const Instruction& in, int lane);
     void move(Warp& warp, const Instruction& in, int lane);
     void barrier(Warp& warp, u32 lanes);
     void shuffle(Warp& warp, const Instruction& in);

@@ -31,7 +31,7 @@ const std::map<std::string, Op> kOps = {
     {"mov", Op::Move}, {"cvt", Op::Convert}, {"prmt", Op::Permute}, {"ld", Op::Load}, {"st", Op::Store},
     {"atom", Op::Atomic}, {"red", Op::Reduction}, {"bar", Op::Barrier}, {"bra", Op::Branch}, {"ret", Op::Return},
     {"shfl", Op::Shuffle}, {"redux", Op::WarpReduction}, {"cp", Op::CopyAsync}, {"ldmatrix", Op::LoadMatrix},
-    {"stmatrix", Op::StoreMatrix}, {"mma", Op::Product}, {"wgmma", Op::AsyncProduct}, {"prefetch", Op::Prefetch},
+    {"stmatrix", Op::StoreMatrix}, {"mma", Op::Product}, {"wgmma", Op::AsyncProduct},
     {"fence", Op::Nothing},
 };
 // clang-format on
@@ -39,10 +39,10 @@ const std::map<std::string, Op> kOps = {
 // Words that choose nothing here: spaces and scopes that are told apart by name, roundings that are the only ones
 // known, and what goes with one instruction alone.
 const std::set<std::string> kWords = {
-    "global", "shared", "param",        "gpu",        "sync", "aligned",  "approx",  "full",    "ftz",     "rn",
-    "lo",     "hi",     "wide",         "satfinite",  "uni",  "acquire",  "release", "relaxed", "acq_rel", "async",
-    "ca",     "cg",     "commit_group", "wait_group", "bulk", "prefetch", "L2",      "proxy",   "fence",   "mma_async",
-    "warp",   "m8n8",   "x1",           "x2",         "x4",   "v2",       "v4",      "trans",   "row",     "col",
+    "global", "shared", "param",        "gpu",        "sync",  "aligned", "approx",    "full",    "ftz",     "rn",
+    "lo",     "hi",     "wide",         "satfinite",  "uni",   "acquire", "release",   "relaxed", "acq_rel", "async",
+    "ca",     "cg",     "commit_group", "wait_group", "proxy", "fence",   "mma_async", "warp",    "m8n8",    "x1",
+    "x2",     "x4",     "v2",           "v4",         "trans", "row",     "col",
 };
 
 // clang-format off
@@ -150,7 +150,8 @@ Operand Parser::operand(const std::string& untrimmed) {
         result.kind = Operand::Kind::Special;
         result.special = text == "%tid.x" ? Special::ThreadX : Special::BlockX;
     } else if (text != "global_smem" && (text[0] == '%' || std::isalpha(text[0]))) {
-        if (text.find('.') != std::string::npos) unknown(text);
+        // Special registers, and two results in one operand.
+        if (text.find_first_of(".|") != std::string::npos) unknown(text);
         result.kind = Operand::Kind::Register;
         result.reg = register_of(text);
     } else {
@@ -205,7 +206,8 @@ void Parser::decode(Instruction& in) {
             if (!in.shared && !has("global") && !has("param")) unknown(in.text);
             if (bytes_of(in.type) * in.width > 16) unknown(in.text);
             in.atomic |= in.op == Op::Atomic || in.op == Op::Reduction;
-            if (in.atomic && in.shared) unknown(in.text);
+            if (in.atomic && (in.shared || in.op == Op::Store)) unknown(in.text);
+            if (in.op == Op::LoadParameter && in.width > 1) unknown(in.text);
             break;
         case Op::Barrier:
             if (has("warp"))
@@ -214,13 +216,11 @@ void Parser::decode(Instruction& in) {
                 unknown(in.text);
             break;
         case Op::CopyAsync:
-            if (has("prefetch"))
-                in.op = Op::Prefetch;
-            else if (has("commit_group"))
+            if (has("commit_group"))
                 in.op = Op::CopyCommit;
             else if (has("wait_group"))
                 in.op = Op::CopyWait;
-            else if (has("bulk") || in.args.size() < 3)
+            else if (in.args.size() < 3)
                 unknown(in.text);
             break;
         case Op::Product:

@@ -13,7 +13,7 @@ enum class Op {
     Add, Sub, Mul, MulHi, MulWide, Mad, MadWide, Fma, Min, Max, Neg, Abs, Div, Rem, And, Or, Xor, Not, Shl, Shr,
     Bfe, Popc, Ex2, Rsqrt, Select, Compare, Move, Convert, Permute, LoadParameter, Load, Store, Atomic, Reduction,
     Barrier, Branch, Return, Shuffle, WarpReduction, CopyAsync, CopyCommit, CopyWait, LoadMatrix, StoreMatrix,
-    Product, AsyncProduct, ProductCommit, ProductWait, Prefetch,
+    Product, AsyncProduct, ProductCommit, ProductWait,
     // Without effect here: bar.warp.sync, and fences between the generic and the asynchronous proxy.
     Nothing,
 };
