@@ -7,16 +7,13 @@ string holds a line end; one that does, against the rules, holds a space instead
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from .corpus_blocks import BLOCK_BYTES, MAX_RECORD_BYTES
-
-GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
+from .corpus_packed import fault_of
 
 _BEGIN = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*")
 # Strings whole, since what they hold is no structure. A string is one only before what may follow it: behind a quote
@@ -48,7 +45,7 @@ def begins_array(head: bytes) -> bool:
     return _BEGIN.match(head) is not None
 
 
-def array_pieces(stream: BinaryIO | gzip.GzipFile, start: int) -> Iterator[ArrayPiece]:
+def array_pieces(stream: BinaryIO, start: int) -> Iterator[ArrayPiece]:
     """Cut an array into pieces of a few megabytes; one fault, the last piece, where it cannot be followed to its end.
 
     Args:
@@ -59,7 +56,8 @@ def array_pieces(stream: BinaryIO | gzip.GzipFile, start: int) -> Iterator[Array
     while True:
         # Filled up to a block, so that pieces end at the same places wherever reading began.
         wanted = BLOCK_BYTES - len(held) if len(held) < BLOCK_BYTES else BLOCK_BYTES
-        more, fault = _read(stream, wanted)
+        more = stream.read(wanted)
+        fault = fault_of(stream)
         held += more
         ended = len(more) < wanted
         if position == 0 and (begin := _BEGIN.match(held)):
@@ -69,8 +67,8 @@ def array_pieces(stream: BinaryIO | gzip.GzipFile, start: int) -> Iterator[Array
         lines, held = _as_lines(held[:cut], gaps), held[cut:]
         start, position = position, position + cut
         if close is not None:
-            more, fault = _read(stream, BLOCK_BYTES)
-            held += more
+            held += stream.read(BLOCK_BYTES)
+            fault = fault_of(stream)
             if held[1:].strip():
                 fault = "the array ends here, and the file goes on"
         elif ended:
@@ -85,13 +83,6 @@ def array_pieces(stream: BinaryIO | gzip.GzipFile, start: int) -> Iterator[Array
             yield ArrayPiece(position, end, b"", f"{fault}; the rest is not read")
         if is_last:
             return
-
-
-def _read(stream: BinaryIO | gzip.GzipFile, size: int) -> tuple[bytes, str | None]:
-    try:
-        return stream.read(size), None
-    except GZIP_ERRORS as error:
-        return b"", f"the gzip stream is damaged from about here on: {error}"
 
 
 def _structure(held: bytes, ended: bool) -> tuple[list[tuple[int, int]], int | None]:
@@ -129,12 +120,9 @@ def _as_lines(records: bytes, gaps: list[tuple[int, int]]) -> bytes:
     return bytes(lines)
 
 
-def _rest(stream: BinaryIO | gzip.GzipFile) -> int:
+def _rest(stream: BinaryIO) -> int:
     """Number of bytes to the end of a stream, which are read."""
     size = 0
-    try:
-        while window := stream.read(BLOCK_BYTES):
-            size += len(window)
-    except GZIP_ERRORS:
-        pass
+    while window := stream.read(BLOCK_BYTES):
+        size += len(window)
     return size

@@ -1,4 +1,4 @@
-"""Local corpora: .jsonl, .json (one object per line, or one array), .parquet and .txt, gzip or not, folders and globs.
+"""Local corpora: .jsonl, .json (one object per line, or one array), .parquet and .txt, packed or not, folders, globs.
 
 Files are taken in the order of their names. Plain text files are cut into byte ranges that the workers read for
 themselves; compressed ones are decompressed here, block by block. Memory never holds more than one block and the
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import gzip
 import hashlib
 import itertools
 import os
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from .corpus_arrays import GZIP_ERRORS, array_pieces, begins_array
+from .corpus_arrays import array_pieces, begins_array
 from .corpus_blocks import (
     BLOCK_BYTES,
     MAX_PARAGRAPH_BYTES,
@@ -35,6 +34,7 @@ from .corpus_blocks import (
     parse_line,
     too_long,
 )
+from .corpus_packed import PACKED, PackedReader, fault_of, is_packed
 from .errors import CorpusError
 from .files import expand_home
 
@@ -46,9 +46,10 @@ FORMATS: Mapping[str, Format] = {
     ".parquet": "parquet",
     ".txt": "txt",
 }
-READABLE = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt, each also .gz, and .parquet"
+_TEXT_FORMATS = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt"
+READABLE = f"{_TEXT_FORMATS}, each also packed ({', '.join(PACKED)}), and .parquet"
 
-_UNREAD_COMPRESSIONS = (".zst", ".bz2", ".xz", ".lz4", ".zip")
+_UNREAD_COMPRESSIONS = (".lz4", ".zip", ".7z", ".tar")
 _SCAN_BYTES = 64 << 10
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
@@ -89,7 +90,7 @@ def find_files(location: str) -> list[CorpusFile]:
         found = [Path(folder) / name for folder, _, names in os.walk(path) for name in names]
         found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         # Other files are none of the corpus; half of its shards in another compression are.
-        known = [file for file in found if _format_of(file.name) is not None or _is_packed(file.name)]
+        known = [file for file in found if _format_of(file.name) is not None or _is_unread(file.name)]
         base = path
         if not known:
             raise CorpusError(
@@ -111,7 +112,7 @@ def find_files(location: str) -> list[CorpusFile]:
 def _describe(path: Path, name: str) -> CorpusFile:
     file_format = _format_of(path.name)
     if file_format is None:
-        advice = " Unpack it, or compress it with gzip." if _is_packed(path.name) else ""
+        advice = " Unpack it, or compress it with gzip or zstd." if _is_unread(path.name) else ""
         raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.{advice}")
     try:
         state = path.stat()
@@ -119,8 +120,7 @@ def _describe(path: Path, name: str) -> CorpusFile:
             pass
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror}") from error
-    compressed = path.suffix == ".gz"
-    file = CorpusFile(str(path.absolute()), name, file_format, compressed, state.st_size, state.st_mtime_ns)
+    file = CorpusFile(str(path.absolute()), name, file_format, is_packed(path.name), state.st_size, state.st_mtime_ns)
     return replace(file, format="jsonl") if file_format == "json" and not _begins_array(file) else file
 
 
@@ -128,19 +128,19 @@ def _begins_array(file: CorpusFile) -> bool:
     try:
         with _open(file) as data:
             return begins_array(data.read(_SCAN_BYTES))
-    except (OSError, *GZIP_ERRORS):
+    except OSError:
         return False
 
 
 def _format_of(name: str) -> Format | None:
     path = Path(name)
-    if path.suffix == ".gz":
+    if is_packed(name):
         inner = FORMATS.get(Path(path.stem).suffix.lower())
         return None if inner == "parquet" else inner
     return FORMATS.get(path.suffix.lower())
 
 
-def _is_packed(name: str) -> bool:
+def _is_unread(name: str) -> bool:
     """Whether a name is that of a readable file in a compression that is not read."""
     return Path(name).suffix.lower() in _UNREAD_COMPRESSIONS and Path(Path(name).stem).suffix.lower() in FORMATS
 
@@ -184,7 +184,7 @@ def _first_lines(file: CorpusFile) -> Iterator[dict[str, Any]]:
                     continue
                 with contextlib.suppress(ValueError):
                     yield parse_line(line.removeprefix(b"\xef\xbb\xbf"))
-    except (OSError, *GZIP_ERRORS):
+    except OSError:
         return
 
 
@@ -214,7 +214,7 @@ def blocks_of(file: CorpusFile, shard: int, start: int, column: str) -> Iterator
         return _parquet_blocks(file, shard, start, column)
     if file.format == "json":
         return _array_blocks(file, shard, start)
-    return _gzip_blocks(file, shard, start) if file.compressed else _plain_blocks(file, shard, start)
+    return _packed_blocks(file, shard, start) if file.compressed else _plain_blocks(file, shard, start)
 
 
 def _plain_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
@@ -264,17 +264,14 @@ def _line_cut(data: BinaryIO, start: int, size: int) -> tuple[int, bool]:
 
 
 def _array_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
-    with Path(file.path).open("rb") as raw, gzip.open(raw) if file.compressed else raw as stream:
-        try:
-            reached = stream.seek(start) if file.compressed else stream.seek(min(start, file.size))
-        except GZIP_ERRORS:
-            reached = 0
+    with _open(file) as stream:
+        reached = stream.skip(start) if isinstance(stream, PackedReader) else stream.seek(min(start, file.size))
         if reached < start:
             # The last block goes up to behind the end.
             return
-        reported = raw.tell()
+        reported = _compressed_position(stream)
         for piece in array_pieces(stream, start):
-            moved = raw.tell() - reported
+            moved = _compressed_position(stream) - reported
             reported += moved
             if piece.fault is None:
                 yield LinesBlock(shard, piece.start, piece.stop, moved, file.path, piece.lines)
@@ -282,20 +279,16 @@ def _array_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
                 yield FaultBlock(shard, piece.start, piece.stop, moved, piece.fault)
 
 
-def _gzip_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
+def _packed_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
     kind = TextBlock if file.format == "txt" else LinesBlock
     position = 0
     held = b""
     reported = 0
-    with Path(file.path).open("rb") as raw, gzip.open(raw) as stream:
+    with PackedReader(file.path) as stream:
         while True:
-            fault = None
-            try:
-                wanted = BLOCK_BYTES if len(held) < BLOCK_BYTES else len(held) + BLOCK_BYTES
-                held += stream.read(wanted - len(held))
-                ended = len(held) < wanted
-            except GZIP_ERRORS as error:
-                fault, ended = f"the gzip stream is damaged from about here on: {error}", True
+            wanted = BLOCK_BYTES if len(held) < BLOCK_BYTES else len(held) + BLOCK_BYTES
+            held += stream.read(wanted - len(held))
+            ended, fault = len(held) < wanted, fault_of(stream)
             if ended or file.format == "txt":
                 tail = max(0, len(held) - MAX_PARAGRAPH_BYTES)
                 cut = len(held) if ended else tail + cut_text(held[tail:])
@@ -304,7 +297,7 @@ def _gzip_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
             if fault:
                 # Bytes after the last line end belong to a line that was cut off.
                 cut = held.rfind(b"\n") + 1
-            moved = raw.tell() - reported
+            moved = stream.raw.compressed_position - reported
             if not cut and not ended and len(held) > MAX_RECORD_BYTES:
                 cut, rest = _drain_line(stream, len(held))
                 yield from _from(start, FaultBlock(shard, position, position + cut, moved, too_long(cut)))
@@ -321,13 +314,10 @@ def _gzip_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
                 return
 
 
-def _drain_line(stream: BinaryIO | gzip.GzipFile, length: int) -> tuple[int, bytes]:
+def _drain_line(stream: BinaryIO, length: int) -> tuple[int, bytes]:
     """Skip to the end of a line of which `length` bytes were read; returns its length and what follows it."""
     while True:
-        try:
-            window = stream.read(_SCAN_BYTES)
-        except GZIP_ERRORS:
-            return length, b""
+        window = stream.read(_SCAN_BYTES)
         found = window.find(b"\n")
         if found >= 0 or not window:
             return length + found + 1, window[found + 1 :]
@@ -392,11 +382,13 @@ def _split_row_group(
 
 def _open(file: CorpusFile) -> BinaryIO:
     try:
-        if file.compressed:
-            return gzip.open(file.path)  # type: ignore[return-value]  # GzipFile reads like a BinaryIO
-        return Path(file.path).open("rb")
+        return PackedReader(file.path) if file.compressed else Path(file.path).open("rb")
     except OSError as error:
         raise CorpusError(f"{file.path}: cannot be read: {error.strerror}") from error
+
+
+def _compressed_position(stream: BinaryIO) -> int:
+    return stream.raw.compressed_position if isinstance(stream, PackedReader) else stream.tell()
 
 
 def inner_block(file: CorpusFile, shard: int, fraction: float) -> Block | None:
@@ -413,13 +405,10 @@ def inner_block(file: CorpusFile, shard: int, fraction: float) -> Block | None:
 def line_of(file: CorpusFile, position: int) -> int:
     """Line number, from 1, of the byte at a position; reads the file up to there."""
     line, left = 1, position
-    try:
-        with _open(file) as data:
-            while left > 0 and (window := data.read(min(left, BLOCK_BYTES))):
-                line += window.count(b"\n")
-                left -= len(window)
-    except GZIP_ERRORS:
-        pass
+    with _open(file) as data:
+        while left > 0 and (window := data.read(min(left, BLOCK_BYTES))):
+            line += window.count(b"\n")
+            left -= len(window)
     return line
 
 

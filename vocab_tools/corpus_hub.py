@@ -16,6 +16,7 @@ from typing import Any
 
 from .corpus_blocks import Block, RowsBlock
 from .corpus_files import merge_first_values
+from .corpus_packed import PACKED, is_packed
 from .errors import CorpusError, UsageError
 
 _BATCH_ROWS = 100
@@ -72,9 +73,12 @@ class HubDataset:
     def _open_url(self, url: str) -> None:
         import datasets
 
-        suffix = PurePosixPath(url.removesuffix(".gz")).suffix
+        path = PurePosixPath(url)
+        suffix = PurePosixPath(path.stem).suffix if is_packed(url) else path.suffix
         if suffix not in _BUILDERS:
-            raise UsageError(f"{url}: expected files that end in {', '.join(_BUILDERS)}, gzip or not")
+            raise UsageError(
+                f"{url}: expected files that end in {', '.join(_BUILDERS)}, packed ({', '.join(PACKED)}) or not"
+            )
         with _readable_errors(url):
             builder = datasets.load_dataset_builder(_BUILDERS[suffix], data_files={"train": url})
             self._stream = builder.as_streaming_dataset(split="train")
@@ -158,5 +162,7 @@ class _readable_errors:  # noqa: N801 - used as a function
                 f"{message}. If the network is down or HF_HUB_OFFLINE is set, only a dataset that is already in the "
                 "cache can be read; local files work always."
             ) from error
+        if "zstd not supported" in first_line:
+            raise CorpusError(f"{message}. pip install zstandard") from error
         if isinstance(error, DatasetsError | ValueError | RuntimeError) or "pyarrow" in type(error).__module__:
             raise CorpusError(message) from error

@@ -23,7 +23,8 @@ else:
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
 SOURCE_HELP = """\b
-A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .parquet, .txt, gzip or not):
+A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, each also .gz, .zst, .bz2 or
+.xz, and .parquet):
   [NAME=]LOCATION[,KEY=VALUE...]
 KEY is weight, config, split, revision, column, roles, max-tokens, max-documents, sample or shuffle; it goes before
 the option of the same name, which holds for all sources. Amounts may have a unit (10M). Quote globs."""

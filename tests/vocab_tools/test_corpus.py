@@ -1,8 +1,10 @@
 """Corpora: which files, which column, which records, and what is said of bad ones."""
 
+import bz2
 import gzip
 import itertools
 import json
+import lzma
 import os
 import random
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 from eagle_slim.vocab_tools import corpus_blocks, corpus_files
 from eagle_slim.vocab_tools.corpus import CorpusSource, open_corpus, parse_source, with_unique_names
 from eagle_slim.vocab_tools.corpus_blocks import BadRecord, Block, cut_text, document_index, text_documents
+from eagle_slim.vocab_tools.corpus_packed import PACKED
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,10 +113,17 @@ def test_folders_and_globs(files: Path) -> None:
         open_corpus(CorpusSource(str(files / "missing.jsonl")))
     with pytest.raises(CorpusError, match="unknown kind of file"):
         open_corpus(CorpusSource(str(files / "notes.md")))
-    (files / "sub" / "c.jsonl.zst").touch()
-    for location in (files, files / "sub" / "c.jsonl.zst"):
-        with pytest.raises(CorpusError, match=r"c\.jsonl\.zst: unknown kind of file.* compress it with gzip"):
+    (files / "sub" / "c.jsonl.lz4").touch()
+    for location in (files, files / "sub" / "c.jsonl.lz4"):
+        with pytest.raises(CorpusError, match=r"c\.jsonl\.lz4: unknown kind of file.* compress it with gzip or zstd"):
             open_corpus(CorpusSource(str(location)))
+
+
+def pack(data: bytes, suffix: str) -> bytes:
+    if suffix == ".zst":
+        packed: bytes = pa.Codec("zstd").compress(data, asbytes=True)
+        return packed
+    return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].compress(data)
 
 
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
@@ -219,17 +229,40 @@ def test_a_line_without_end_is_one_bad_record(tmp_path: Path, monkeypatch: pytes
         assert bad_places(CorpusSource(str(path)))[0][0] == f"{path}, line 2"
 
 
-def test_damaged_gzip_gives_what_is_before_the_damage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("suffix", PACKED)
+def test_packed_files_hold_what_plain_ones_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    monkeypatch.setattr(corpus_files, "BLOCK_BYTES", 5000)
+    rows = jsonl([{"text": f"{n} " * (n % 300)} for n in range(400)])
+    # Two streams behind each other, as parallel packers write them, are one file.
+    middle = rows.index(b"\n", len(rows) // 2) - 3
+    path = tmp_path / f"a.jsonl{suffix.upper()}"
+    path.write_bytes(pack(rows[:middle], suffix) + pack(rows[middle:], suffix))
+    (tmp_path / "b.jsonl").write_bytes(rows)
+    assert values(CorpusSource(str(path))) == values(CorpusSource(str(tmp_path / "b.jsonl")))
+    corpus = open_corpus(CorpusSource(str(path)))
+    blocks = list(corpus.shard_blocks(0, 0))
+    assert len(blocks) > 10
+    assert sum(block.size for block in blocks) == path.stat().st_size
+    assert [block.start for block in corpus.shard_blocks(0, blocks[5].stop)] == [block.start for block in blocks[6:]]
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_damaged_stream_gives_what_is_before_the_damage(tmp_path: Path, suffix: str) -> None:
     draw = random.Random(0)
-    rows = [{"text": "".join(chr(draw.randrange(97, 123)) for _ in range(300))} for _ in range(400)]
-    data = gzip.compress(jsonl(rows))
-    path = tmp_path / "a.jsonl.gz"
+    # More than bzip2 packs at a time.
+    rows = [{"text": "".join(chr(draw.randrange(97, 123)) for _ in range(3000))} for _ in range(900)]
+    data = pack(jsonl(rows), suffix)
+    path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(data[: len(data) // 2])
     found = values(CorpusSource(str(path)))
-    assert found[-1].startswith("the gzip stream is damaged from about here on")
+    assert found[-1].startswith(f"the {suffix} stream is damaged from about here on")
     assert found[:-1] == [row["text"] for row in rows[: len(found) - 1]]
-    place, _ = bad_places(CorpusSource(str(path)))[-1]
-    assert place.startswith(f"{path}, line ")
+    assert len(found) > 290
+    ((place, _),) = bad_places(CorpusSource(str(path)))
+    assert place == f"{path}, line {len(found)}"
+    path.write_bytes(b"not packed at all\n" * 20)
+    with pytest.raises(CorpusError, match=rf"no readable record\. .*{suffix}, line 1: the {suffix} stream is damaged"):
+        open_corpus(CorpusSource(str(path)))
 
 
 def test_damaged_parquet_is_named(tmp_path: Path, files: Path) -> None:

@@ -1,6 +1,8 @@
 """Datasets of a Hub on loopback, streamed through the real `datasets`."""
 
+import importlib.util
 import json
+import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,6 +126,19 @@ def test_a_url_that_is_named_twice(tmp_path: Path) -> None:
     ]
     with pytest.raises(UsageError, match=r"/b.jsonl: read by source all and by source one"):
         count_tokens(sources, llama3_like(), workers=0)
+
+
+def test_a_packed_file_behind_a_url(tmp_path: Path) -> None:
+    line = json.dumps({"text": "some text"}).encode()
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line))
+    corpus = open_corpus(CorpusSource(f"file://{tmp_path}/a.jsonl.xz"))
+    assert sum(len(block.read("text").positions) for block in corpus.blocks()) == 1
+    with pytest.raises(UsageError, match=r"a\.csv\.xz: expected files that end in .*, packed .*\.zst"):
+        open_corpus(CorpusSource(f"file://{tmp_path}/a.csv.xz"))
+    if importlib.util.find_spec("zstandard") is None:
+        (tmp_path / "a.jsonl.zst").write_bytes(pa.Codec("zstd").compress(line, asbytes=True))
+        with pytest.raises(CorpusError, match=r"a\.jsonl\.zst: .*zstd.*pip install zstandard"):
+            open_corpus(CorpusSource(f"file://{tmp_path}/a.jsonl.zst"))
 
 
 def test_two_splits_are_two_sources(hub: HubServer) -> None:
