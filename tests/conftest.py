@@ -1,12 +1,15 @@
-"""What every test may rely on: a visible skip for GPU tests where there is no GPU, one thread, and a fixed seed."""
+"""What every test may rely on: a visible skip for GPU tests where there is no GPU, one thread, a fixed seed, and Ctrl-C."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell that starts the tests in the background has them ignore it, and commands that they start would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Kernels run in Triton's interpreter where there is no GPU; it must be chosen before triton is imported.
     import torch
 
