@@ -151,6 +151,8 @@ def tree_attention_forward(
             f"{type(module).__name__} adds a position bias to its scores, which counts rows, not positions on a path; "
             "tree verification needs rotary positions."
         )
+    if not getattr(module, "is_causal", True):
+        raise _own_mask(module)
     if attention_mask is not None:
         sliding_window = _marked_window(attention_mask, module)
     context.calls += 1
@@ -159,17 +161,27 @@ def tree_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def mark_window(local_size: int | None = None, **_: Any) -> Tensor | None:
-    """Stand in for a mask that transformers asks for: None, or the size of its window as int64 [1, 1, 1, 1]."""
+def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = False, **_: Any) -> Tensor | None:
+    """Stand in for a mask that transformers asks for: None, or the size of its window as int64 [1, 1, 1, 1].
+
+    ``allow_is_causal_skip`` is transformers' word that the mask is no more than that; for any other, what comes back is
+    no mark, so that the layer it reaches is refused.
+    """
+    if not allow_is_causal_skip:
+        return torch.zeros((1, 1, 1, 1), dtype=torch.bool, device="cpu")
     return None if local_size is None else torch.full((1, 1, 1, 1), local_size, device="cpu")
 
 
 def _marked_window(attention_mask: Tensor, module: nn.Module) -> int:
     if attention_mask.shape == (1, 1, 1, 1) and attention_mask.dtype == torch.int64:
         return int(attention_mask)
-    raise UnsupportedModelError(
-        f"{type(module).__name__} computes an attention mask of its own, by rows of the cache; tree verification needs "
-        "a causal mask, with or without a sliding window."
+    raise _own_mask(module)
+
+
+def _own_mask(module: nn.Module) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(module).__name__} computes an attention mask of its own, by rows of the cache or over tokens that "
+        "follow; tree verification needs a causal mask, with or without a sliding window."
     )
 
 

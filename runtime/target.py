@@ -189,6 +189,12 @@ class TargetModel:
                 f"{type(self.model).__name__} did not call the registered attention function "
                 f"{attention.ATTENTION_NAME!r}: its layers ignore the attention implementation of the configuration."
             )
+        if len(taps) < len(self.tap_layers or (None,)):
+            skipped = sorted({layer for place, layer in enumerate(self.tap_layers or ()) if place not in taps})
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} leaves out decoder layer {skipped[0]} in a forward over text, whose input "
+                "the head reads."
+            )
         features = [taps[place] for place in sorted(taps)]
         expected = (*token_ids.shape, self.hidden_size)
         for tap in features:

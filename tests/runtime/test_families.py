@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
-from support.tiny_models import SIZES, WINDOW, plain_greedy, random_prompts, widen, write_head
+from support.tiny_models import SIZES, WINDOW, plain_greedy, random_prompts, tiny_target, widen, write_head
+from transformers.models.llama import modeling_llama as llama
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -55,6 +57,30 @@ def test_a_mask_of_the_models_own_is_refused(tmp_path: Path) -> None:
     target = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES)).eval()
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
     with pytest.raises(UnsupportedModelError, match="DogeAttention computes an attention mask of its own"):
+        model.generate(random_prompts([9])[0], max_new_tokens=4)
+
+
+def test_a_prompt_that_sees_what_follows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    prompt, refused = random_prompts([9])[0], "LlamaAttention computes an attention mask of its own"
+    with monkeypatch.context() as patch:  # as PaliGemma and others add it for images
+        first_four = partial(llama.create_causal_mask, or_mask_function=lambda batch, head, query, key: key < 4)
+        patch.setattr(llama, "create_causal_mask", first_four)
+        with pytest.raises(UnsupportedModelError, match=refused):
+            model.generate(prompt, max_new_tokens=4)
+    model.generate(prompt, max_new_tokens=4)
+    for layer in target.model.layers:  # as Gemma in PaliGemma
+        layer.self_attn.is_causal = False
+    with pytest.raises(UnsupportedModelError, match=refused):
+        model.generate(prompt, max_new_tokens=4)
+
+
+def test_a_tap_at_a_layer_that_text_does_not_pass_is_refused(tmp_path: Path) -> None:
+    config = transformers.MllamaTextConfig(**SIZES, cross_attention_layers=[3])
+    target = transformers.MllamaForCausalLM(config).eval()
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    with pytest.raises(UnsupportedModelError, match="MllamaForCausalLM leaves out decoder layer 3"):
         model.generate(random_prompts([9])[0], max_new_tokens=4)
 
 
