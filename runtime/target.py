@@ -192,8 +192,8 @@ class TargetModel:
         if len(taps) < len(self.tap_layers or (None,)):
             skipped = sorted({layer for place, layer in enumerate(self.tap_layers or ()) if place not in taps})
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} leaves out decoder layer {skipped[0]} in a forward over text, but the head "
-                "reads its input."
+                f"{type(self.model).__name__} leaves out decoder layer {skipped[0]} in a forward over text, and the "
+                "head reads its input."
             )
         features = [taps[place] for place in sorted(taps)]
         expected = (*token_ids.shape, self.hidden_size)
