@@ -59,9 +59,13 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             "The head rotates only a part of each attention head (partial_rotary_factor = "
             f"{config['partial_rotary_factor']}); draft heads of the Llama kind rotate all of it."
         )
-    fields = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
+    head_dim = config["head_dim"]
     llama = LlamaConfig(
-        **{key: config[key] for key in fields},
+        hidden_size=head_dim,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=head_dim,
         max_position_embeddings=config.get("max_position_embeddings") or 2048,
         rope_theta=config["rope_theta"],
         rope_scaling={**scaling, "rope_type": kind} if scaling else None,

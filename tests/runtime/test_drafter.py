@@ -262,3 +262,12 @@ def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> N
     if scaling is not None:
         plain = rotary_embedding({**sizes, "rope_theta": 5e5, "rope_scaling": None, "max_position_embeddings": 256})
         assert not torch.allclose(tables[0], plain.tables(200)[0])
+
+
+def test_rotary_tables_of_heads_that_do_not_divide_the_hidden_size() -> None:
+    """Qwen and Gemma choose head_dim freely; so may a draft head."""
+    free = {"hidden_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+    usual = {**free, "hidden_size": 96}
+    common = {"rope_theta": 1e4, "rope_scaling": None, "max_position_embeddings": 256}
+    ours, expected = rotary_embedding({**free, **common}), rotary_embedding({**usual, **common})
+    assert torch.equal(ours.tables(50)[0], expected.tables(50)[0])
