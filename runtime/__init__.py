@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import SamplingConfig, TreeConfig
     from .drafter import Drafter, NewPairs, ReferenceDrafter
+    from .drafter_config import Buffers, DrafterConfig
     from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
+    from .launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter, prefill_drafter
     from .model import GenerationOutput, SpeculativeModel
     from .requests import RequestOutput
     from .slots import ActiveSlots
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "AcceptanceWarning": "errors",
     "ActiveSlots": "slots",
+    "Buffers": "drafter_config",
     "DraftTree": "tree",
     "Drafter": "drafter",
+    "DrafterConfig": "drafter_config",
     "DrafterError": "errors",
     "GenerationOutput": "model",
     "GenerationStats": "stats",
@@ -35,14 +39,22 @@ _HOMES = {
     "SpeculativeModel": "model",
     "TreeConfig": "config",
     "TargetError": "errors",
+    "TritonDrafter": "launch",
     "UnsupportedModelError": "errors",
+    "Weights": "launch",
+    "allocate_buffers": "launch",
+    "check_finished": "launch",
+    "launch_drafter": "launch",
+    "prefill_drafter": "launch",
 }
 
 __all__ = [
     "AcceptanceWarning",
     "ActiveSlots",
+    "Buffers",
     "DraftTree",
     "Drafter",
+    "DrafterConfig",
     "DrafterError",
     "GenerationOutput",
     "GenerationStats",
@@ -55,7 +67,13 @@ __all__ = [
     "SpeculativeModel",
     "TargetError",
     "TreeConfig",
+    "TritonDrafter",
     "UnsupportedModelError",
+    "Weights",
+    "allocate_buffers",
+    "check_finished",
+    "launch_drafter",
+    "prefill_drafter",
 ]
 
 

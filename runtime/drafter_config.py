@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import index
 from typing import Any
 
 import torch
@@ -24,8 +27,8 @@ class DrafterConfig:
     ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV
     cache per slot, the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
     ``weight_dtype`` the same or float8_e4m3fn. Raises `UsageError` outside the limits: hidden up to 8192, head_dim to
-    256, draft_vocab top_k to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to
-    131,072 and a tree.
+    256, draft_vocab top_k to 262,144 and the target's vocabulary, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
+    slots 1 to 16, positions to 131,072 and a tree.
     """
 
     kind: str
@@ -57,6 +60,8 @@ class DrafterConfig:
             "num_heads": (1, 1024),
             "num_kv_heads": (1, self.num_heads),
             "head_dim": (2, 256),
+            "feature_width": (16, 1 << 20),
+            "target_vocab": (self.top_k, 1 << 30),
             "draft_vocab": (self.top_k, 262144),
             "depth": (1, 10),
             "top_k": (1, 16),
@@ -66,8 +71,18 @@ class DrafterConfig:
         }
         for name, (low, high) in bounds.items():
             value = getattr(self, name)
-            if not low <= value <= high:
-                raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value}.")
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.")
+        if self.draft_vocab > self.target_vocab:
+            raise UsageError(
+                f"draft_vocab = {self.draft_vocab} is more than the target's whole vocabulary of {self.target_vocab}."
+            )
+        if not isinstance(self.norm_eps, (int, float)) or not 0 <= self.norm_eps < math.inf:
+            raise UsageError(f"norm_eps must be a number of at least 0; got {self.norm_eps!r}.")
+        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise UsageError(f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.")
+        if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise UsageError(f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.")
         # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
         unit, weights = (32, " with FP8 weights") if self.weight_dtype.itemsize == 1 else (16, "")
         for name in ("hidden", "intermediate", "feature_width"):
@@ -83,10 +98,14 @@ class DrafterConfig:
             )
         if self.kind not in ("eagle3", "eagle"):
             raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.')
-        if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UsageError(f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.")
-        if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
-            raise UsageError(f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.")
+        if self.kind == "eagle" and not self.has_fc:
+            raise UsageError("An EAGLE-1/2 head has fc at every level; got has_fc = False.")
+        if (self.kind == "eagle" or not self.has_fc) and self.feature_width != self.hidden:
+            which = "EAGLE-1/2" if self.kind == "eagle" else "a head with has_fc = False"
+            raise UsageError(
+                f"Features of {which} are as wide as the head: "
+                f"feature_width = {self.feature_width}, hidden = {self.hidden}."
+            )
 
     @classmethod
     def of(
@@ -96,24 +115,19 @@ class DrafterConfig:
 
         Raises `UnsupportedModelError` for options of a head that the kernel does not compute; the reference does.
         """
-        w = head.tensors
         for name in ("input_norm.weight", "fc_norm.0.weight", "self_attn.o_proj.bias", "mlp.gate_proj.bias"):
-            if name in w:
+            if name in head.tensors:
                 raise UnsupportedModelError(f'drafter="triton" does not compute {name}. Use drafter="reference".')
         for option in ("norm_before_residual", "norm_output", "sliding_window"):
             if getattr(head, option):
                 raise UnsupportedModelError(f'drafter="triton" does not compute {option}. Use drafter="reference".')
         if head.activation != "silu":
             raise UnsupportedModelError(f'drafter="triton" computes silu only, the head has {head.activation}.')
-        has_fc = head.kind == "eagle" or head.feature_width != head.hidden
         return cls(
-            kind=head.kind, hidden=head.hidden, intermediate=w["mlp.gate_proj.weight"].shape[0],
-            num_heads=head.num_heads, num_kv_heads=head.num_kv_heads, head_dim=head.head_dim,
-            feature_width=head.feature_width, target_vocab=head.embedding.shape[0], draft_vocab=head.draft_vocab,
-            depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens, norm_eps=head.norm_eps,
-            num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k, dtype=head.dtype,
-            weight_dtype=weight_dtype or head.dtype, has_fc=has_fc, has_fc_bias=has_fc and "fc.bias" in w,
-            has_qkv_bias="self_attn.q_proj.bias" in w,
+            **head_dimensions(head), draft_vocab=head.draft_vocab,
+            depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
+            num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k,
+            weight_dtype=weight_dtype or head.dtype,
         )  # fmt: skip
 
     @property
@@ -161,6 +175,19 @@ class DrafterConfig:
         return fc + (self.depth + 1) * (self.level_bytes + kv)
 
 
+def head_dimensions(head: HeadWeights) -> dict[str, Any]:
+    """What a configuration has from its head: all but ``draft_vocab``, of which it may use less, by field."""
+    w = head.tensors
+    has_fc = head.kind == "eagle" or head.feature_width != head.hidden
+    return {
+        "kind": head.kind, "hidden": head.hidden, "intermediate": w["mlp.gate_proj.weight"].shape[0],
+        "num_heads": head.num_heads, "num_kv_heads": head.num_kv_heads, "head_dim": head.head_dim,
+        "feature_width": head.feature_width, "target_vocab": head.embedding.shape[0], "norm_eps": head.norm_eps,
+        "dtype": head.dtype, "has_fc": has_fc, "has_fc_bias": has_fc and "fc.bias" in w,
+        "has_qkv_bias": "self_attn.q_proj.bias" in w,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Buffers:
     """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
@@ -169,7 +196,7 @@ class Buffers:
     (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in
     the KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
     State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
-    the kernel's own.
+    the kernel's own. Raises `UsageError` for tensors of other shapes, types or devices, and for strided ones.
     """
 
     new_tokens: Tensor
@@ -191,35 +218,49 @@ class Buffers:
     target_vocab: int
     """New tokens are below it."""
     workspace: dict[str, Tensor]
+    host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What is known without asking the device: the ``new`` tokens of the longest sequence of the last `set_step`, and
+    the configuration and weights that were found to fit (``fits``)."""
+
+    def __post_init__(self) -> None:
+        if self.keys.dim() != 4 or self.retrieve_indices.dim() != 3:
+            raise UsageError(
+                "Buffers hold keys [slots, kv_heads, positions, head_dim] and retrieve_indices [slots, total, depth + "
+                f"2]; got {tuple(self.keys.shape)} and {tuple(self.retrieve_indices.shape)}."
+            )
+        slots, total, width = self.retrieve_indices.shape
+        cache = (slots, *self.keys.shape[1:])
+        for name, (shape, dtype) in _layout(slots, total, width, cache, self.keys.dtype).items():
+            found = getattr(self, name)
+            if found.shape != shape or found.dtype != dtype:
+                raise UsageError(
+                    f"The buffers' {name} must be {dtype} {tuple(shape)}, for {slots} slots and {total} nodes; got "
+                    f"{found.dtype} {tuple(found.shape)}. Buffers.allocate(cfg, device) makes them all."
+                )
+            if found.device != self.keys.device or not found.is_contiguous():
+                raise UsageError(
+                    f"The buffers' {name} must be contiguous on {self.keys.device}; got strides {found.stride()} on "
+                    f"{found.device}."
+                )
 
     @classmethod
     def allocate(cls, cfg: DrafterConfig, device: torch.device | str) -> Buffers:
         """Allocate for a configuration; outputs start as -2, a value no draft writes."""
-        slots, total = cfg.num_slots, cfg.total_tokens
-        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+        slots = cfg.num_slots
         cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
-        return cls(
-            new_tokens=torch.zeros(slots, MAX_NEW_TOKENS, **int32),
-            num_new=torch.ones(slots, **int32),
-            prefix=torch.zeros(slots, **int32),
-            active_slots=torch.arange(slots, **int32),
-            active_inverse=torch.arange(slots, **int32),
-            active_count=torch.full((1,), slots, **int32),
-            keys=torch.zeros(cache, dtype=cfg.dtype, device=device),
-            values=torch.zeros(cache, dtype=cfg.dtype, device=device),
-            draft_tokens=torch.full((slots, total), -2, **int64),
-            parents=torch.full((slots, total), -2, **int64),
-            tree_mask=torch.zeros(slots, 1, total, total, dtype=torch.bool, device=device),
-            tree_position_ids=torch.full((slots, total), -2, **int64),
-            retrieve_indices=torch.full((slots, total, cfg.tree.path_width), -2, **int64),
-            num_leaves=torch.full((slots,), -2, **int64),
-            tree_rows=cfg.depth * cfg.top_k,
-            target_vocab=cfg.target_vocab,
-            workspace={},
-        )
+        layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache, cfg.dtype)
+        tensors = {
+            name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
+            for name, (shape, dtype) in layout.items()
+        }
+        bufs = cls(**tensors, tree_rows=cfg.depth * cfg.top_k, target_vocab=cfg.target_vocab, workspace={})
+        bufs.num_new.fill_(1)
+        for name in ("active_slots", "active_inverse"):
+            torch.arange(slots, out=getattr(bufs, name))
+        bufs.active_count.fill_(slots)
+        return bufs
 
-    def set_step(self, active: list[int], new_tokens: list[list[int]], prefix: list[int]) -> None:
+    def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
         """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
 
         Raises `UsageError` for no or more than 16 new tokens, ids outside the target's vocabulary, a slot out of range
@@ -230,16 +271,16 @@ class Buffers:
                 f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
                 f"lists of tokens and {len(prefix)} prefixes."
             )
-        slots, positions = self.keys.shape[0], self.keys.shape[2]
+        try:
+            active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
+            new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
+        except TypeError as error:
+            raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
+        slots = self.keys.shape[0]
         if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
             raise UsageError(f"active slots {active} must be different and below {slots}.")
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
-            if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
-                raise UsageError(f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.")
-            wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
-            if wrong:
-                raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.")
-            check_room(slot, past, len(tokens), self.tree_rows, positions)
+            self.check_sequence(slot, tokens, past)
         blank = [-1] * slots
         inverse, rows, counts, pasts = list(blank), [[0] * MAX_NEW_TOKENS for _ in blank], [1] * slots, [0] * slots
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
@@ -251,6 +292,31 @@ class Buffers:
             (self.active_count, [len(active)]),
         ):  # fmt: skip
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
+        self.host["new"] = max(map(len, new_tokens), default=0)
+
+    def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
+        """Raise `UsageError` unless a slot can take these new tokens behind ``past`` cached pairs."""
+        if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
+            raise UsageError(f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.")
+        wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
+        if wrong:
+            raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.")
+        check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
+
+
+def _layout(
+    slots: int, total: int, path_width: int, cache: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own."""
+    int32, int64 = torch.int32, torch.int64
+    return {
+        "new_tokens": ((slots, MAX_NEW_TOKENS), int32), "num_new": ((slots,), int32), "prefix": ((slots,), int32),
+        "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32), "active_count": ((1,), int32),
+        "keys": (cache, dtype), "values": (cache, dtype),
+        "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),
+        "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
+        "retrieve_indices": ((slots, total, path_width), int64), "num_leaves": ((slots,), int64),
+    }  # fmt: skip
 
 
 def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:

@@ -6,6 +6,8 @@ says which (``backend``), and nothing falls back. Kernels are imported only when
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from .cache import SlotRows
 from .config import TreeConfig
 from .drafter import NewPairs, ReferenceDrafter, check_tree_fits
-from .drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room
+from .drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
 from .errors import DrafterError, UsageError
 from .slots import ActiveSlots
 from .tree import DraftTree
@@ -23,8 +25,10 @@ from .weights import HeadWeights
 
 if TYPE_CHECKING:
     from .kernels.drafter import PackedHead
+    from .kernels.launch_params import TunedCache
 
 __all__ = [
+    "BACKENDS",
     "Buffers",
     "DrafterConfig",
     "TritonDrafter",
@@ -34,6 +38,8 @@ __all__ = [
     "launch_drafter",
     "prefill_drafter",
 ]
+
+BACKENDS = ("triton", "reference")
 
 # What a `DraftTree` holds for inactive slots.
 _BLANK = {
@@ -48,25 +54,53 @@ _BLANK = {
 
 @dataclass(frozen=True)
 class Weights:
-    """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`)."""
+    """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
+
+    Raises `UsageError` for an ``order`` that is none of this head's rows, and for what another head was packed to.
+    """
 
     head: HeadWeights
     packed: PackedHead | None = None
     order: Tensor | None = None
     """int64 [draft_vocab]: LM-head rows best first; a draft over fewer rows takes the first of these."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.head, HeadWeights):
+            raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.")
+        _check_order(self.head, self.order)
+        if self.packed is not None and self.packed.draft_vocab != self.head.draft_vocab:
+            raise UsageError(
+                f"{self.packed.draft_vocab} LM-head rows are packed, the head has {self.head.draft_vocab}; take "
+                "Weights.pack(head, cfg)."
+            )
+
     @classmethod
-    def pack(cls, head: HeadWeights, cfg: DrafterConfig, order: Tensor | None = None, strict: bool = False) -> Weights:
+    def pack(
+        cls,
+        head: HeadWeights,
+        cfg: DrafterConfig,
+        order: Tensor | None = None,
+        strict: bool = False,
+        cache: TunedCache | None = None,
+    ) -> Weights:
         """Lay a head out for the kernel on its device, with tuned launch parameters where the cache has them.
 
         ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any smaller ``draft_vocab``.
-        ``strict``: a miss in the tuned cache is a `DrafterError` (also ``EAGLE_SLIM_STRICT=1``).
+        ``strict``: a miss in the tuned cache is a `DrafterError` (also ``EAGLE_SLIM_STRICT=1``). ``cache``: default
+        the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its ``hits`` and ``misses`` count. Raises
+        `UsageError` for a configuration or an order of another head, and draft ids that the target does not have.
         """
         from .kernels.drafter import chip_of, pack_head
-        from .kernels.launch_params import default_cache, is_strict
+        from .kernels.launch_params import is_strict
 
-        params = default_cache().lookup(cfg, chip_of(head.device), strict or is_strict())
-        return cls(head, pack_head(head, cfg, params, order), order)
+        _check_head(cfg, head)
+        _check_order(head, order)
+        ids = head.draft_to_target
+        if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
+            raise UsageError(f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.")
+        cache = open_tuned_cache() if cache is None else cache
+        params = cache.lookup(cfg, chip_of(head.device), strict or is_strict())
+        return cls(head, pack_head(_contiguous(head), cfg, params, order), order)
 
     def first_rows(self, draft_vocab: int) -> HeadWeights:
         """The head with only the LM-head rows that a draft over ``draft_vocab`` of them uses, ascending."""
@@ -85,9 +119,29 @@ class Weights:
         return replace(self, packed=replace(self.packed, cos=cos, sin=sin))
 
 
+def open_tuned_cache() -> TunedCache:
+    """Open the cache of launch parameters that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships.
+
+    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file that is none.
+    """
+    from .kernels.launch_params import LaunchParams, default_cache
+
+    where = f"EAGLE_SLIM_TUNED={os.environ['EAGLE_SLIM_TUNED']!r}" if "EAGLE_SLIM_TUNED" in os.environ else "tuned.json"
+    try:
+        cache = default_cache()
+        for values in cache.entries.values():
+            LaunchParams.from_json(values)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DrafterError(
+            f"{where} is no cache of launch parameters ({type(error).__name__}: {error}). Name a file that python -m "
+            "eagle_slim.runtime.tune --out wrote, or one that does not exist yet."
+        ) from error
+    return cache
+
+
 def launch_drafter(
     cfg: DrafterConfig,
-    X: Tensor | tuple[Tensor, ...],
+    X: Tensor | Sequence[Tensor],
     weights: Weights,
     bufs: Buffers,
     backend: str = "triton",
@@ -101,25 +155,23 @@ def launch_drafter(
     are -1 and 0.
 
     "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
-    PyTorch and waits. Raises `UsageError` for features, weights or buffers that are not of this configuration, and an
-    unknown backend.
+    PyTorch and waits. Raises `UsageError` for features, weights or buffers that are not of this configuration, for a
+    step that does not fit (where the host can know it: written by `Buffers.set_step`, or lying on the CPU), and an
+    unknown backend; `DrafterError` where the kernel cannot run.
     """
-    _check_features(cfg, X)
+    if backend not in BACKENDS:
+        raise UsageError(f"backend = {backend!r} is unknown; expected {' or '.join(BACKENDS)}.")
     _check_parts(cfg, weights, bufs)
+    taps = _check_features(cfg, X)
+    if taps[0].device != bufs.keys.device:
+        raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
-    if backend == "triton":
-        if weights.packed is None:
-            raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
-        if not bufs.workspace:
-            raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
-        from .kernels.drafter import launch
-
-        launch(cfg, X, weights.packed, bufs)
-    elif backend == "reference":
+    if backend == "reference":
+        _check_step(taps[0].shape[1], bufs)
         _launch_reference(cfg, X, weights.first_rows(cfg.draft_vocab), bufs)
     else:
-        raise UsageError(f"backend = {backend!r} is unknown; expected triton or reference.")
+        _launch_triton(cfg, X, taps[0].shape[1], weights, bufs)
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
 
 
@@ -142,68 +194,159 @@ def check_finished(bufs: Buffers) -> None:
 
 
 def prefill_drafter(
-    cfg: DrafterConfig, X: Tensor, next_tokens: Tensor, weights: Weights, bufs: Buffers, slot: int, start: int = 0
+    cfg: DrafterConfig,
+    X: Tensor | Sequence[Tensor],
+    next_tokens: Tensor,
+    weights: Weights,
+    bufs: Buffers,
+    slot: int,
+    start: int = 0,
 ) -> None:
     """Fill a slot's KV cache with a prompt's pairs, by PyTorch, in chunks.
 
-    ``X`` [seq, feature_width], ``next_tokens`` int64 [seq]: the token after each feature; pairs take the positions from
-    ``start`` on. Raises `UsageError` when they and a tree do not fit, and for other shapes and slots.
+    ``X`` [seq, feature_width] of any float type, or three taps side by side; ``next_tokens`` int64 [seq]: the token
+    after each feature; pairs take the positions from ``start`` on. Waits for the device. Raises `UsageError` when they
+    and a tree do not fit, and for other shapes, slots and token ids.
     """
     _check_parts(cfg, weights, bufs)
+    if not isinstance(X, Tensor):
+        X = torch.cat(tuple(X), -1)
     if not 0 <= slot < cfg.num_slots:
         raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
+    if not isinstance(next_tokens, Tensor) or next_tokens.is_floating_point():
+        raise UsageError(f"Next tokens are an int64 tensor [seq]; got {getattr(next_tokens, 'dtype', next_tokens)}.")
     if next_tokens.dim() != 1 or X.shape != (len(next_tokens), cfg.feature_width):
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}] and next tokens [seq]; got {tuple(X.shape)} and "
             f"{tuple(next_tokens.shape)}."
         )
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
+    next_tokens = next_tokens.to(bufs.keys.device, torch.int64)
+    wrong = next_tokens[(next_tokens < 0) | (next_tokens >= cfg.target_vocab)].tolist()
+    if wrong:
+        raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.")
     drafter = _reference_on(cfg, weights.head, bufs)
     drafter.lengths[slot] = start
     drafter.prefill(slot, X, next_tokens)
 
 
-def _check_features(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...]) -> None:
+def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     taps = (X,) if isinstance(X, Tensor) else X
-    width = sum(tap.shape[-1] for tap in taps)
     separate = not isinstance(X, Tensor)
-    if (separate and len(taps) != 3) or len({(tap.shape, tap.stride(), tap.dtype) for tap in taps}) != 1:
-        raise UsageError("Features are one tensor, or three of equal shape, strides and dtype.")
+    if not isinstance(taps, (tuple, list)) or not all(isinstance(tap, Tensor) for tap in taps):
+        raise UsageError(f"Features are one tensor, or a tuple of three; got {type(X).__name__}.")
+    if (separate and len(taps) != 3) or len({(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps}) != 1:
+        raise UsageError("Features are one tensor, or three of equal shape, strides and dtype on one device.")
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc):
         raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
-    slots, new = taps[0].shape[:2]
-    if taps[0].dim() != 3 or slots != cfg.num_slots or new > MAX_NEW_TOKENS or width != cfg.feature_width:
+    shape, width = taps[0].shape, cfg.feature_width // len(taps)
+    slots = cfg.num_slots
+    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= MAX_NEW_TOKENS or shape[2] != width:
         raise UsageError(
-            f"Features must be [{cfg.num_slots} slots, at most {MAX_NEW_TOKENS} new tokens, {cfg.feature_width}]; got "
+            f"Features must be [{slots} slots, 1 to {MAX_NEW_TOKENS} new tokens, {cfg.feature_width}]; got "
             f"{[tuple(tap.shape) for tap in taps]}."
         )
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
         raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
+    return taps
+
+
+def _contiguous(head: HeadWeights) -> HeadWeights:
+    """The kernel knows no strides but the contiguous ones."""
+    tensors = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
+    return replace(head, tensors=tensors, embedding=head.embedding.contiguous())
+
+
+def _check_order(head: HeadWeights, order: Tensor | None) -> None:
+    if order is None:
+        return
+    if not isinstance(order, Tensor):
+        raise UsageError(f"order must be an int64 tensor; got {type(order).__name__}.")
+    if order.device.type == "meta":
+        return
+    rows = torch.arange(head.draft_vocab, device=order.device)
+    if order.dtype != torch.int64 or order.shape != rows.shape or not torch.equal(order.sort().values, rows):
+        raise UsageError(
+            f"order must be int64 and hold each of the {head.draft_vocab} rows of the LM head once; got {order.dtype} "
+            f"{tuple(order.shape)}."
+        )
+
+
+def _check_head(cfg: DrafterConfig, head: HeadWeights) -> None:
+    for name, value in head_dimensions(head).items():
+        if value != getattr(cfg, name):
+            raise UsageError(
+                f"The head has {name} = {value}, the configuration {getattr(cfg, name)}; make it with "
+                "DrafterConfig.of(head, ...)."
+            )
 
 
 def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     """Refuse parts of another configuration: the kernel would read and write beyond them."""
-    head, slots, total = weights.head, cfg.num_slots, cfg.total_tokens
-    for name in ("kind", "hidden", "num_heads", "num_kv_heads", "head_dim", "feature_width", "dtype"):
-        if getattr(head, name) != getattr(cfg, name):
-            raise UsageError(
-                f"The head has {name} = {getattr(head, name)}, the configuration {getattr(cfg, name)}; make it with "
-                "DrafterConfig.of(head, ...)."
-            )
-    cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
-    wanted = {"draft_tokens": (slots, total), "retrieve_indices": (slots, total, cfg.tree.path_width), "keys": cache}
-    for name, shape in wanted.items():
-        found = tuple(getattr(bufs, name).shape)
-        if found != shape:
-            raise UsageError(
-                f"The buffers hold {name} {found}, the configuration needs {shape}; allocate them with "
-                "allocate_buffers(cfg, weights)."
-            )
+    for part, kind in ((cfg, DrafterConfig), (weights, Weights), (bufs, Buffers)):
+        if not isinstance(part, kind):
+            raise UsageError(f"A draft takes a DrafterConfig, Weights and Buffers; got {type(part).__name__}.")
+    # Looked at once: the same parts come at every step.
+    parts = (cfg, weights.head, weights.packed, len(bufs.workspace))
+    known = bufs.host.get("fits")
+    if known is not None and all(mine is theirs for mine, theirs in zip(parts, known, strict=True)):
+        return
+    _check_head(cfg, weights.head)
+    _check_buffers(cfg, weights, bufs)
+    if weights.packed is not None and weights.packed.stream.dtype != cfg.weight_dtype:
+        raise UsageError(
+            f"The weights are packed in {weights.packed.stream.dtype}, the configuration has weight_dtype = "
+            f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
+        )
     if weights.packed is not None and weights.packed.cos.shape[0] < cfg.max_positions:
         raise UsageError(
             f"The weights are packed for {weights.packed.cos.shape[0]} positions, the configuration has "
             f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions})."
         )
+    bufs.host["fits"] = parts
+
+
+def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+    allocate = "allocate them with allocate_buffers(cfg, weights)."
+    slots, total = cfg.num_slots, cfg.total_tokens
+    cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
+    wanted = {"draft_tokens": (slots, total), "retrieve_indices": (slots, total, cfg.tree.path_width), "keys": cache}
+    for name, shape in wanted.items():
+        found = tuple(getattr(bufs, name).shape)
+        if found != shape:
+            raise UsageError(f"The buffers hold {name} {found}, the configuration needs {shape}; {allocate}")
+    if (bufs.keys.dtype, bufs.keys.device) != (cfg.dtype, weights.head.device):
+        raise UsageError(
+            f"The buffers hold keys in {bufs.keys.dtype} on {bufs.keys.device}, the configuration needs {cfg.dtype} "
+            f"where the weights are, on {weights.head.device}; {allocate}"
+        )
+    if bufs.tree_rows != cfg.depth * cfg.top_k or bufs.target_vocab != cfg.target_vocab:
+        raise UsageError(
+            f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
+            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}; {allocate}"
+        )
+    if weights.packed is None or not bufs.workspace:
+        return
+    from .kernels.drafter import allocate_workspace
+
+    for name, like in allocate_workspace(cfg, weights.packed.params, "meta").items():
+        tensor = bufs.workspace.get(name)
+        if tensor is None or (tensor.shape, tensor.dtype) != (like.shape, like.dtype):
+            held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise UsageError(
+                f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}; "
+                f"{allocate}"
+            )
+
+
+def _check_step(width: int, bufs: Buffers) -> None:
+    """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
+    active = bufs.active_slots[: int(bufs.active_count)].tolist()
+    num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
+    for slot in active:
+        if num_new[slot] > width:
+            raise UsageError(f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.")
+        bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])
 
 
 def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> ReferenceDrafter:
@@ -214,18 +357,51 @@ def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> Refer
     return drafter
 
 
-def _launch_reference(cfg: DrafterConfig, X: Tensor | tuple[Tensor, ...], head: HeadWeights, bufs: Buffers) -> None:
-    features = X if isinstance(X, Tensor) else torch.cat(X, -1)
+def _launch_triton(
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], width: int, weights: Weights, bufs: Buffers
+) -> None:
+    if weights.packed is None:
+        raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
+    if not bufs.workspace:
+        raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
+    device = bufs.keys.device
+    if device.type == "cpu":
+        _check_step(width, bufs)
+        if not int(bufs.active_count):
+            # The kernel deals work out by dividing by the number of active sequences, which the interpreter minds.
+            _blank(bufs)
+            return
+    elif bufs.host.get("new", 0) > width:
+        raise UsageError(f"A slot has {bufs.host['new']} new tokens, but features of {width}.")
+    from .kernels.drafter import launch
+
+    try:
+        launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
+    except (RuntimeError, ValueError) as error:
+        # Triton's words where there is no GPU, and where there is one and tensors are not on it.
+        no_gpu = ("active drivers", "cannot be accessed from Triton")
+        if device.type == "cuda" or not any(words in str(error) for words in no_gpu):
+            raise
+        raise DrafterError(
+            f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
+            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
+        ) from error
+
+
+def _blank(bufs: Buffers) -> None:
+    for name, blank in _BLANK.items():
+        getattr(bufs, name).fill_(blank)
+
+
+def _launch_reference(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], head: HeadWeights, bufs: Buffers) -> None:
+    features = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     drafter = _reference_on(cfg, head, bufs)
     drafter.lengths = bufs.prefix.tolist()
     counts = bufs.num_new.tolist()
-    for name, blank in _BLANK.items():
-        getattr(bufs, name).fill_(blank)
+    _blank(bufs)
     # One slot after the other, as each has its own number of new tokens and room for no more rows than those.
     for slot in bufs.active_slots[: int(bufs.active_count)].tolist():
         new = counts[slot]
-        if new > features.shape[1]:
-            raise UsageError(f"Slot {slot} has {new} new tokens, but features of {features.shape[1]}.")
         pairs = NewPairs(features[:, :new], bufs.new_tokens[:, :new].long(), bufs.num_new.long(), (new,))
         tree = drafter.draft(ActiveSlots.of([slot], cfg.num_slots, features.device), pairs)
         for name in _BLANK:
@@ -286,6 +462,11 @@ class TritonDrafter:
         check_finished(bufs)
         width = pairs.features.shape[1]
         for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
+            if width > MAX_NEW_TOKENS or not 1 <= count <= width:
+                raise UsageError(
+                    f"Slot {slot}: {count} new tokens with features of {width}; a draft takes 1 to {MAX_NEW_TOKENS}, "
+                    "and a feature for each."
+                )
             check_room(slot, self.lengths[slot], count, bufs.tree_rows, bufs.keys.shape[2])
         features[:, :width].copy_(pairs.features)
         bufs.new_tokens[:, :width].copy_(pairs.next_tokens)

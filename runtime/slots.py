@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .errors import UsageError
+
 
 @dataclass(frozen=True)
 class ActiveSlots:
@@ -32,10 +34,13 @@ class ActiveSlots:
 
     @classmethod
     def of(cls, indices: Iterable[int], num_slots: int, device: torch.device | str = "cpu") -> ActiveSlots:
-        """Build from slot numbers in any order; each must be below ``num_slots`` and appear once."""
+        """Build from slot numbers in any order.
+
+        Raises `UsageError` unless all are different and below ``num_slots``.
+        """
         chosen = tuple(sorted(indices))
-        assert len(set(chosen)) == len(chosen), chosen
-        assert all(0 <= slot < num_slots for slot in chosen), chosen
+        if len(set(chosen)) != len(chosen) or not all(0 <= slot < num_slots for slot in chosen):
+            raise UsageError(f"active slots {list(chosen)} must be different and below {num_slots}.")
         inverse = [-1] * num_slots
         for place, slot in enumerate(chosen):
             inverse[slot] = place

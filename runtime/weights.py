@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from .target import TargetModel
 
+_OPTIONAL = frozenset({"fc.bias"})
+
 
 @dataclass(frozen=True)
 class HeadWeights:
@@ -30,6 +32,7 @@ class HeadWeights:
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
     ``.bias``, ``mlp.{gate,up,down}_proj.weight``, ``input_layernorm.weight``, ``hidden_norm.weight``,
     ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: if there.
+    Raises `UsageError` for tensors that are missing, or of a shape, type or device that does not fit the others.
     """
 
     kind: str
@@ -54,6 +57,55 @@ class HeadWeights:
     norm_output: bool = False
     sliding_window: int | None = None
     """A key is seen if query position - key position is below it; None for no window."""
+
+    def __post_init__(self) -> None:
+        hidden, ids = self.hidden, self.draft_to_target
+        if self.embedding.dim() != 2 or self.embedding.shape[1] != hidden:
+            raise UsageError(f"embedding must be [target_vocab, {hidden}]; got {tuple(self.embedding.shape)}.")
+        if self.lm_head.dim() != 2 or self.lm_head.shape[1] != hidden:
+            raise UsageError(f"lm_head must be [draft_vocab, {hidden}]; got {tuple(self.lm_head.shape)}.")
+        if ids.dtype != torch.int64 or ids.shape != self.lm_head.shape[:1]:
+            raise UsageError(
+                f"draft_to_target must be int64 [{self.draft_vocab}], an id for each row of lm_head; got {ids.dtype} "
+                f"{tuple(ids.shape)}."
+            )
+        shapes = self._shapes()
+        missing = [name for name in shapes if name not in self.tensors and name not in _OPTIONAL]
+        if missing:
+            raise UsageError(f"{missing[0]} is missing among the tensors of this {self.kind} head.")
+        for name, tensor in {"embedding": self.embedding, **self.tensors}.items():
+            if tensor.dtype != self.dtype or tensor.device != self.device:
+                raise UsageError(
+                    f"{name} is {tensor.dtype} on {tensor.device}, lm_head {self.dtype} on {self.device}; a head is of "
+                    "one type on one device."
+                )
+            if name in shapes and tensor.shape != shapes[name]:
+                raise UsageError(f"{name} must be {shapes[name]} by this head's dimensions; got {tuple(tensor.shape)}.")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors whose names a head of this kind has or may have."""
+        hidden, eagle3 = self.hidden, self.kind == "eagle3"
+        gate = self.tensors.get("mlp.gate_proj.weight")
+        intermediate = 0 if gate is None else gate.shape[0]
+        sizes = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        shapes: dict[str, tuple[int, ...]] = {
+            f"self_attn.{name}_proj.weight": (heads * self.head_dim, (2 if eagle3 else 1) * hidden)
+            for name, heads in sizes.items()
+        }
+        biased = any(f"self_attn.{name}_proj.bias" in self.tensors for name in sizes)
+        if biased:
+            shapes |= {f"self_attn.{name}_proj.bias": (heads * self.head_dim,) for name, heads in sizes.items()}
+        shapes |= {
+            "self_attn.o_proj.weight": (hidden, self.num_heads * self.head_dim),
+            "mlp.gate_proj.weight": (intermediate, hidden), "mlp.up_proj.weight": (intermediate, hidden),
+            "mlp.down_proj.weight": (hidden, intermediate), "post_attention_layernorm.weight": (hidden,),
+        }  # fmt: skip
+        if eagle3:
+            shapes |= {f"{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm", "norm")}
+        if not eagle3 or self.feature_width != hidden:
+            shapes["fc.weight"] = (hidden, self.feature_width if eagle3 else 2 * hidden)
+            shapes["fc.bias"] = (hidden,)
+        return shapes
 
     @property
     def draft_vocab(self) -> int:

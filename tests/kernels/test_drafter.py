@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay
+from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter_config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError
@@ -184,6 +184,30 @@ def test_inactive_slots_are_blank(device: str) -> None:
         assert (drafted.tree.tree_position_ids[slot] == 0).all()
         assert drafted.tree.num_leaves[slot] == 0
         assert torch.equal(drafted.bufs.keys[slot], drafted.step.keys[slot])
+
+
+def test_no_active_slot(device: str) -> None:
+    cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [4, 4], [1, 1], [])
+    trees = []
+    for backend in ("triton", "reference"):
+        nan_fill(bufs)
+        launch_drafter(cfg, features, weights, bufs, backend)
+        trees.append(tree_of(bufs))
+    assert_equal_trees(*trees)
+    assert (trees[0].draft_tokens == -1).all()
+    assert not bufs.keys.any()
+
+
+def test_weights_of_any_strides(device: str) -> None:
+    head = random_head(device=device)
+    expected = draft(head, (2, 3, 12), [6], [2])
+
+    def strided(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, tensor], -1)[..., 0]
+
+    tensors = {name: strided(tensor) for name, tensor in head.tensors.items()}
+    other = replace(head, tensors=tensors, embedding=strided(head.embedding), lm_head=strided(head.lm_head))
+    assert_equal_trees(draft(other, (2, 3, 12), [6], [2]).tree, expected.tree)
 
 
 def test_the_replay_sees_a_wrong_draft(device: str) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from eagle_slim.runtime.bench.problem import MODELS, draft_config
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter_config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError
+from eagle_slim.runtime.kernels.drafter import chip_of
 from eagle_slim.runtime.kernels.launch_params import (
     KNOWN_CHIPS,
     LaunchParams,
@@ -24,7 +26,7 @@ from eagle_slim.runtime.kernels.launch_params import (
     is_strict,
     stage_bytes,
 )
-from eagle_slim.runtime.launch import Weights
+from eagle_slim.runtime.launch import Weights, open_tuned_cache
 from support.drafting import problem, random_head
 
 TREE = TreeConfig(5, 10, 60)
@@ -114,6 +116,29 @@ def test_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_STRICT", "0")
     _, _, weights, _ = problem(head, TreeConfig(1, 2, 5), [3], [1])
     assert isinstance(weights, Weights)
+
+
+def test_lookups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
+    head = random_head()
+    tree = TreeConfig(1, 2, 5)
+    cfg = DrafterConfig.of(head, tree, 1, 20)
+    cache = open_tuned_cache()
+    Weights.pack(head, cfg, cache=cache)
+    cache.store(cfg, chip_of(head.device), choose_launch(cfg, chip_of(head.device)))
+    cache.save()
+    Weights.pack(head, cfg, cache=cache, strict=True)
+    Weights.pack(head, DrafterConfig.of(head, tree, 2, 20), cache=cache)
+    assert (cache.hits, cache.misses) == (1, 2)
+    Weights.pack(head, cfg, strict=True)  # reads the file
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])
+def test_files_that_are_no_cache(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tuned.json").write_text(text)
+    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
+    with pytest.raises(DrafterError, match=r"EAGLE_SLIM_TUNED='.*tuned.json' is no cache of launch parameters"):
+        open_tuned_cache()
 
 
 def test_the_shipped_cache_can_be_read() -> None:

@@ -96,10 +96,57 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
 def test_more_programs_than_can_be_resident(step: Problem) -> None:
     cfg, features, weights, bufs = step
     assert weights.packed is not None
-    many = replace(weights.packed.params, num_programs=100_000)
-    packed = replace(weights.packed, params=many)
-    with pytest.raises(DrafterError, match="100000 programs cannot be resident"):
-        launch_drafter(cfg, features, Weights(weights.head, packed), bufs)
+    packed = replace(weights.packed, params=replace(weights.packed.params, num_programs=1000))
+    many = Weights(weights.head, packed)
+    with pytest.raises(UsageError, match=r"workspace has .* partial, these weights need .* \(1000, 32\)"):
+        launch_drafter(cfg, features, many, bufs)
+    with pytest.raises(DrafterError, match="1000 programs cannot be resident"):
+        launch_drafter(cfg, features, many, allocate_buffers(cfg, many))
+
+
+def test_weights_packed_for_another_configuration(step: Problem) -> None:
+    cfg, features, weights, _ = step
+    fp8 = replace(cfg, weight_dtype=torch.float8_e4m3fn)
+    with pytest.raises(UsageError, match=r"packed in torch.float32, the configuration has weight_dtype = torch.float8"):
+        launch_drafter(fp8, features, weights, allocate_buffers(fp8, weights))
+    with pytest.raises(UsageError, match="hidden = 32, the configuration 64"):
+        Weights.pack(random_head(hidden=32), cfg)
+    with pytest.raises(UsageError, match="120 LM-head rows are packed, the head has 90"):
+        Weights(random_head(draft_vocab=90), weights.packed)
+    with pytest.raises(UsageError, match="ids of the target, 0 to 299"):
+        Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
+
+
+@pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0), [1, 2]])
+def test_orders_that_are_none(step: Problem, order: torch.Tensor) -> None:
+    with pytest.raises(UsageError, match="order must be"):
+        Weights.pack(step[2].head, step[0], order)
+
+
+def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own words, without a GPU and with tensors elsewhere; a fault of the kernel stays what it is."""
+    cfg, features, weights, bufs = step
+    if bufs.keys.is_cuda:
+        pytest.skip("there is a GPU")
+    from eagle_slim.runtime.kernels import drafter
+
+    bufs.set_step([0], [[1]], [0])
+    for error, raised in (
+        (RuntimeError("0 active drivers ([]). There should only be one."), DrafterError),
+        (ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"), DrafterError),
+        (RuntimeError("device-side assert"), RuntimeError),
+    ):
+        monkeypatch.setattr(drafter, "launch", lambda *_, error=error: (_ for _ in ()).throw(error))
+        with pytest.raises(raised, match="needs an NVIDIA GPU" if raised is DrafterError else "assert"):
+            launch_drafter(cfg, features, weights, bufs)
+
+
+def test_more_new_tokens_than_features(device: str) -> None:
+    _, features, weights, bufs = problem(random_head(device=device), TREE, [5], [2])
+    cfg = DrafterConfig.of(weights.head, TREE, 1, 21)
+    bufs.set_step([0], [[1, 2, 3]], [5])
+    with pytest.raises(UsageError, match="3 new tokens, but features of 2"):
+        launch_drafter(cfg, features[:, :2], weights, bufs)
 
 
 @pytest.mark.parametrize(
