@@ -117,6 +117,18 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
         Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
 
 
+def test_a_workspace_larger_than_needed(device: str) -> None:
+    """As `bench.stages` makes the barrier's, for time stamps."""
+    cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [3], [1])
+    plain = launch_drafter(cfg, features, weights, bufs)[0].clone()
+    bufs.workspace["barrier"] = torch.zeros(100, dtype=torch.int32, device=device)
+    larger = replace(bufs)
+    assert torch.equal(launch_drafter(cfg, features, weights, larger)[0], plain)
+    larger.workspace["hidden"] = larger.workspace["hidden"].half()
+    with pytest.raises(UsageError, match="workspace has torch.float16"):
+        launch_drafter(cfg, features, weights, replace(larger))
+
+
 @pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0), [1, 2]])
 def test_orders_that_are_none(step: Problem, order: torch.Tensor) -> None:
     with pytest.raises(UsageError, match="order must be"):
