@@ -398,7 +398,9 @@ def _check_eagle3(
         config.pop("target_hidden_size", None)
     kv_heads, head_dim = config["num_key_value_heads"], config["head_dim"]
     middle = tensors.shape("midlayer.mlp.gate_proj.weight")[0]
-    if config.setdefault("intermediate_size", middle) != middle:
+    if config.get("intermediate_size") is None:
+        config["intermediate_size"] = middle
+    if config["intermediate_size"] != middle:
         raise MismatchError(f"{where}: intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows")
     layer = "midlayer.self_attn."
     expected = {

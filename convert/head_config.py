@@ -31,8 +31,10 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
 _SIZES = (
     "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size", "draft_vocab_size", "target_hidden_size",
-    "num_aux_hidden_states",
+    "num_aux_hidden_states", "max_position_embeddings",
 )  # fmt: skip
+# What transformers' LlamaConfig takes where config.json says nothing.
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False}
 
 # Flags that change what the layer computes, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -67,9 +69,12 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     if config.get("model_type") == "llama4_text" and config.get("intermediate_size_mlp") is not None:
         # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
+    if not isinstance(config.get("eagle_config"), Mapping | None):
+        raise MismatchError(f"{where}: eagle_config: expected an object or null, found {config['eagle_config']!r}")
     _flatten_rope(config, where)
     _settle_window(config, where)
     _settle_norm_flags(config)
+    _drop_empty_taps(config)
     for key in (*_DROPPED_KEYS, *_SPECULATORS_KEYS):
         config.pop(key, None)
 
@@ -83,11 +88,10 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         config["num_key_value_heads"] = heads
     if config.get("head_dim") is None:
         config["head_dim"] = config["hidden_size"] // heads
-    config.setdefault("hidden_act", "silu")
-    config.setdefault("rms_norm_eps", 1e-6)
+    config |= {key: value for key, value in _DEFAULTS.items() if config.get(key) is None}
+    _check_constants(config, where)
     if config.get("attention_bias") is None:
         config["attention_bias"] = config.get("qkv_bias")
-    config.setdefault("mlp_bias", False)
     return config
 
 
@@ -189,6 +193,24 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
         )
 
 
+def _check_constants(config: Mapping[str, Any], where: str) -> None:
+    for key in ("rms_norm_eps", "rope_theta"):
+        value = config[key]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise MismatchError(f"{where}: {key}: expected a positive number, found {value!r}")
+    if not isinstance(config["hidden_act"], str):
+        raise MismatchError(f"{where}: hidden_act: expected a name, such as 'silu', found {config['hidden_act']!r}")
+
+
+def _drop_empty_taps(config: dict[str, Any]) -> None:
+    """An empty list of tap layers means the default to every reader but SGLang, which would capture no layer at all."""
+    nested = config.get("eagle_config")
+    if isinstance(nested, Mapping) and nested.get(AUX_LAYER_KEY) == []:
+        config["eagle_config"] = {key: value for key, value in nested.items() if key != AUX_LAYER_KEY}
+    if config.get(AUX_LAYER_KEY) == []:
+        del config[AUX_LAYER_KEY]
+
+
 def _settle_norm_flags(config: dict[str, Any]) -> None:
     """Put a flag that is set under any name, at top level or in `eagle_config`, where every engine reads it.
 
@@ -212,6 +234,8 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
     """
     types = config.get("layer_types")
     window = config.get("sliding_window")
+    if not isinstance(types, list | None):
+        raise MismatchError(f"{where}: layer_types: expected a list or null, found {types!r}")
     if isinstance(types, list) and types[:1] in ([], [_FULL]):
         # The default; vLLM looks up an EAGLE-1/2 layer behind the target's, where a list has no entry.
         del config["layer_types"]

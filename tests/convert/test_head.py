@@ -124,6 +124,24 @@ def test_tap_layers(tmp_path, changes, expected, warned):
     assert any("--tap-layers 2,4,5" in warning for warning in head.warnings) == warned
 
 
+@pytest.mark.parametrize("kind", ["top", "nested"])
+def test_an_empty_list_of_taps_is_not_written(tmp_path, kind):
+    """SGLang would take the one in eagle_config to mean that no layer is captured."""
+    changes = {NESTED: []} if kind == "top" else {"eagle_config": {NESTED: [], "next_layer_regular": True}}
+    config = open_head(write_eagle3(tmp_path / "head", **changes)).config
+    assert NESTED not in config
+    assert config.get("eagle_config") == (None if kind == "top" else {"next_layer_regular": True})
+
+
+def test_null_is_the_default(tmp_path):
+    silent = dict.fromkeys(["hidden_act", "rms_norm_eps", "mlp_bias", "intermediate_size", "rope_theta"])
+    config = open_head(write_eagle3(tmp_path / "head", **silent)).config
+    found = {key: config[key] for key in silent}
+    assert found == {
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False, "intermediate_size": MIDDLE, "rope_theta": 1e4,
+    }  # fmt: skip
+
+
 def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
     folder = write_eagle3(tmp_path / "head", **{NESTED: [2, 4, 5], "eagle_config": {NESTED: [2, 4, 5]}})
     with pytest.raises(MismatchError, match="--tap-layers 3,5,6"):
@@ -316,6 +334,12 @@ def ones(*shape):
         ({"draft_vocab_size": 0}, MismatchError, "draft_vocab_size: expected a positive integer, found 0"),
         ({"rope_scaling": "yarn"}, MismatchError, "RoPE: expected an object of parameters or null, found 'yarn'"),
         ({"rope_theta": float("inf")}, CheckpointError, r"config\.json cannot be read as JSON \(Infinity"),
+        ({"rope_theta": -1.0}, MismatchError, "rope_theta: expected a positive number, found -1.0"),
+        ({"rms_norm_eps": "1e-05"}, MismatchError, "rms_norm_eps: expected a positive number, found '1e-05'"),
+        ({"hidden_act": 3}, MismatchError, "hidden_act: expected a name"),
+        ({"max_position_embeddings": "2048"}, MismatchError, "max_position_embeddings: expected a positive integer"),
+        ({"layer_types": True}, MismatchError, "layer_types: expected a list or null, found True"),
+        ({"eagle_config": []}, MismatchError, r"eagle_config: expected an object or null, found \[\]"),
         ({"architectures": "Eagle3DeepseekV2ForCausalLM"}, UnsupportedHeadError, "MLA"),
         ({"norm_before_fc": True}, MismatchError, "input_norm.weight"),
         ({"fc_norm": True}, MismatchError, "fc_norm"),
