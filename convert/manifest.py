@@ -6,7 +6,7 @@ Holds no time and no path, so that the same inputs give the same bytes. FORMAT.m
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -133,6 +133,9 @@ class Manifest:
                 found = "nothing" if key not in value else type(value[key]).__name__
                 expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
                 raise ArtifactError(f"{where}: {key}: expected {expected}, found {found}; convert the head again")
+        for key, is_sound in _parts(value):
+            if not is_sound:
+                raise ArtifactError(f"{where}: {key}: an entry is missing or of a wrong type; convert the head again")
         if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in get_args(Flavour):
             raise ArtifactError(f"{where}: unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
         draft_vocab = value["draft_vocab"]
@@ -159,7 +162,7 @@ class Manifest:
             lm_head=value["lm_head"],
             tokenizer=value["tokenizer"],
             vocabulary=value["vocabulary"],
-            tap_layers=None if taps is None else tuple(int(layer) for layer in taps),
+            tap_layers=None if taps is None else tuple(taps),
             coverage=value["coverage"],
             dropped=value["dropped"],
             warnings=tuple(value["warnings"]),
@@ -190,8 +193,34 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Keys whose entries readers rely on, and whether these have the right types."""
+    for name, entry in value["files"].items():
+        yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
+    for key in ("head", "target"):
+        yield key, all(isinstance(value[key].get(name), str | None) for name in ("repo_id", "revision", "subfolder"))
+    yield "tap_layers", _are_integers(value["tap_layers"] or [])
+    vocabulary = value["vocabulary"] or {}
+    forced = vocabulary.get("forced", {})
+    yield "vocabulary: forced", isinstance(forced, dict) and all(key.isdecimal() for key in forced)
+    yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
+
+
+def _is_record(entry: dict[str, Any]) -> bool:
+    hashes = entry.get("tensors")
+    is_hashed = isinstance(entry.get("sha256"), str) or (
+        isinstance(hashes, dict)
+        and all(isinstance(found, str) for found in (entry.get("header_sha256"), *hashes.values()))
+    )
+    return is_hashed and type(entry.get("size_bytes")) is int
+
+
+def _are_integers(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int for value in values)
+
+
 def _ids(values: list[Any], draft_vocab: int, where: str) -> NDArray[np.int64]:
-    if any(type(value) is not int for value in values) or len(values) != draft_vocab:
+    if not _are_integers(values) or len(values) != draft_vocab:
         raise ArtifactError(f"{where}: rank_order_ids: expected {draft_vocab} integers, found {len(values)} entries")
     try:
         return np.array(values, dtype=np.int64)

@@ -55,7 +55,7 @@ class Verification:
         return tuple(check for check in self.checks if check.status == "failed")
 
     def __getitem__(self, name: str) -> Check:
-        return next(check for check in self.checks if check.name == name)
+        return {check.name: check for check in self.checks}[name]
 
     def raise_if_failed(self) -> None:
         """Raise ArtifactError naming every failed check."""

@@ -82,7 +82,7 @@ class FileChecks:
             path = self.found.folder / name
             if not path.is_file():
                 problems.append(f"{name} is missing")
-            elif sha256_file(path) != entry["sha256"]:
+            elif path.stat().st_size != entry["size_bytes"] or sha256_file(path) != entry["sha256"]:
                 problems.append(f"{name} is not as it was written")
         if CONFIG_NAME not in small or WEIGHTS_NAME not in manifest.files:
             problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
@@ -90,13 +90,15 @@ class FileChecks:
         return f"{len(small)} files"
 
     def tensors(self) -> str:
-        """Header and tensors of the weights have the checksums that the manifest records; the digests are kept."""
+        """Size, header and tensors of the weights are those that the manifest records; the digests are kept."""
         manifest = self.found.need_manifest()
         weights = self.found.need_weights()
         entry = manifest.files.get(WEIGHTS_NAME, {})
         with weights.path.open("rb") as file:
             start = file.read(weights.header.data_offset)
         problems = []
+        if weights.size_bytes != entry.get("size_bytes"):
+            problems.append(f"expected {entry.get('size_bytes')} bytes, found {weights.size_bytes}")
         if hashlib.sha256(start).hexdigest() != entry.get("header_sha256"):
             problems.append("the header is not as it was written")
         recorded = entry.get("tensors", {})

@@ -183,6 +183,43 @@ def test_manifest_faults(slim, made):
     assert not result.ok
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("files", "README.md"), None),
+        (("files", "config.json", "size_bytes"), "100"),
+        (("files", "model.safetensors", "tensors"), ["fc.weight"]),
+        (("head", "repo_id"), 5),
+        (("target", "revision"), []),
+        (("tap_layers",), ["2"]),
+        (("vocabulary", "forced"), {"end of turn": "2"}),
+        (("vocabulary", "forced_but_untrained"), [[1]]),
+    ],
+)
+def test_parts_of_the_manifest_of_a_wrong_type(slim, made, path, value):
+    def damage(manifest):
+        for key in path[:-1]:
+            manifest = manifest[key]
+        manifest[path[-1]] = value
+
+    change_manifest(slim, damage)
+    result = verify(slim, made)
+    assert [check.name for check in result.failed] == ["manifest"]
+    assert ": ".join(path[:2]) in result["manifest"].detail or path[0] in result["manifest"].detail
+    with pytest.raises(ArtifactError, match="an entry is missing or of a wrong type"):
+        Artifact.load(slim)
+
+
+@pytest.mark.parametrize(
+    ("name", "check"), [("config.json", "file checksums"), ("model.safetensors", "tensor checksums")]
+)
+def test_sizes_that_the_manifest_has_wrong(slim, made, name, check):
+    change_manifest(slim, lambda manifest: manifest["files"][name].update(size_bytes=7))
+    assert [found.name for found in verify(slim, made).failed] == [check]
+    with pytest.raises(KeyError, match="no such check"):
+        verify(slim, made)["no such check"]
+
+
 def test_token_map_faults(slim, made):
     ids = torch.load(slim / "freq_320.pt", weights_only=True)
     write_freq(slim / "freq_320.pt", ids[::-1])
