@@ -142,7 +142,12 @@ Example:
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
 @click.option("--force-id", "force_ids", type=int, multiple=True, metavar="ID", help="A further id that must be in.")
-@click.option("--target-vocab", type=int, metavar="V", help="Rows of the target's LM head (config.json: vocab_size).")
+@click.option(
+    "--target-vocab",
+    type=click.IntRange(1),
+    metavar="V",
+    help="Rows of the target's LM head (config.json: vocab_size).",
+)
 @click.option(
     "--round-to", type=click.IntRange(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
 )
@@ -260,6 +265,8 @@ def coverage(
     outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
     if plot is not None and not plot.lower().endswith(".png"):
         raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png")
+    if plot is not None and out is not None and outputs[plot].resolve() == outputs[out].resolve():
+        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own")
     held = _import(vocabulary, None)
     report = measure_coverage(
         held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
@@ -319,7 +326,12 @@ Example:
   eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json""",
 )
 @click.argument("token_map", metavar="MAP")
-@click.option("--target-vocab", type=int, metavar="V", help="Rows of the target's LM head (config.json: vocab_size).")
+@click.option(
+    "--target-vocab",
+    type=click.IntRange(1),
+    metavar="V",
+    help="Rows of the target's LM head (config.json: vocab_size).",
+)
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
 @click.option("--kind", type=click.Choice(["ids", "d2t"]), help="What a bare list or tensor is.")
 @_out_option
@@ -365,7 +377,7 @@ Example:
 @click.option("--size", "-n", type=int, metavar="N", help="Take the first N ids of the ranking.")
 @click.option(
     "--target-vocab",
-    type=int,
+    type=click.IntRange(1),
     metavar="V",
     help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
 )

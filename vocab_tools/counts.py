@@ -221,7 +221,9 @@ class TokenCounts:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         # numpy knows no bfloat16, and says so with a TypeError.
         except (SafetensorError, OSError, TypeError) as error:
-            raise VocabularyError(f"{path}: not a readable safetensors file: {error}") from error
+            raise VocabularyError(
+                f"{path}: not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`."
+            ) from error
         try:
             return _from_parts(json.loads(metadata[_KEY]), tensors)
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

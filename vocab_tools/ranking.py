@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -74,8 +75,8 @@ def rank_vocabulary(
         warnings.append(
             f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab} and are left out"
         )
-    score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
     pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
+    score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
@@ -169,12 +170,14 @@ class _Pool:
         warnings: list[str],
     ) -> _Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
+        if target_vocab < 1:
+            raise UsageError(f"target_vocab: expected the rows of the target's LM head, found {target_vocab}")
         real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
         real = real[real < target_vocab]
         if forced is None:
             forced = () if tokenizer is None else forced_ids(tokenizer, force_added)
         reasons: Mapping[int, str] = forced.reasons if isinstance(forced, ForcedIds) else {}
-        wanted = np.unique(np.asarray(forced.ids if isinstance(forced, ForcedIds) else list(forced), np.int64))
+        wanted = np.unique(np.asarray(forced.ids if isinstance(forced, ForcedIds) else [*map(index, forced)], np.int64))
         if isinstance(forced, ForcedIds):
             warnings.extend(forced.warnings)
         outside = wanted[~np.isin(wanted, real)]
@@ -274,6 +277,12 @@ def _scores(
     return smoothed.score, smoothed.to_json()
 
 
+def check_coverage(coverage: float) -> None:
+    """Raise UsageError for what is no share of tokens."""
+    if not 0 < coverage <= 1:
+        raise UsageError(f"coverage {coverage} is not a share of tokens: give a number above 0 and at most 1")
+
+
 def _size_for_coverage(
     counts: TokenCounts,
     weights: Mapping[str, float] | None,
@@ -285,8 +294,7 @@ def _size_for_coverage(
     """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
     from .coverage import tokens_for_sizing
 
-    if not 0 < coverage <= 1:
-        raise UsageError(f"coverage {coverage} is not a share of tokens: give a number above 0 and at most 1")
+    check_coverage(coverage)
     tokens, part = tokens_for_sizing(counts, weights)
     held = np.zeros(max(pool.target_vocab, len(tokens)), np.float64)
     held[: len(tokens)] = tokens

@@ -59,6 +59,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
         TokenizerError: missing, gated, unreadable, or a tokenizer without a fast (`tokenizers`) form.
     """
     path = expand_home(source)
+    if not str(source):
+        raise TokenizerError("the tokenizer's name is empty. Give a tokenizer.json, its folder, or a Hub id.")
     if path.is_file():
         return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
     if path.is_dir():

@@ -80,6 +80,10 @@ def test_size_errors_name_both_numbers() -> None:
         rank_vocabulary(counts, size=0, forced=[])
     with pytest.raises(UsageError, match="forced id 4 is no token"):
         rank_vocabulary(counts, size=2, forced=[4])
+    with pytest.raises(UsageError, match="target_vocab: expected the rows of the target's LM head, found -3"):
+        rank_vocabulary(counts, size=2, forced=[], target_vocab=-3)
+    with pytest.raises(TypeError, match="float"):
+        rank_vocabulary(counts, size=2, forced=[1.5])
 
 
 def test_a_size_off_64_is_kept_with_a_warning() -> None:

@@ -290,6 +290,9 @@ def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_tokenizer(tmp_path / "none")
     with pytest.raises(TokenizerError, match="no such file or folder"):
         load_tokenizer("./none/tokenizer.json")
+    monkeypatch.chdir(write_folder(tmp_path / "here", byte_level_bpe()))
+    with pytest.raises(TokenizerError, match="the tokenizer's name is empty"):
+        load_tokenizer("")
     with pytest.raises(TokenizerError, match=r"not in the cache|no tokenizer there"):
         load_tokenizer("someone/no-such-model", offline=True)
     for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct"):

@@ -124,6 +124,11 @@ def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> No
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     refused = run("coverage", tmp_path / "v.json", files / "chat.counts", "--plot", tmp_path / "c.pdf")
     assert (refused.code, refused.out) == (2, "")
+    one = ("--plot", tmp_path / "one.png", "--out", tmp_path / "one.png")
+    both = run("coverage", tmp_path / "v.json", files / "chat.counts", *one)
+    assert both.code == 2
+    assert "give each a file of its own" in both.err
+    assert not (tmp_path / "one.png").exists()
 
 
 def test_rank_by_coverage_by_ids_and_smoothed(run, files: Path, tmp_path: Path) -> None:
@@ -169,6 +174,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "prose=1"], "prose"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--force-id", "400"], "forced id 400"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
         (["rank", "CHAT", "--tokenizer", "WORDS", "--smooth", "1"], "another tokenizer"),
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
