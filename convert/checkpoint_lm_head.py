@@ -186,7 +186,7 @@ def lm_head_of(
         CheckpointError: the tensor is not a matrix of floating-point numbers (an LM head quantised to integers, say).
     """
     info = checkpoint.info(name)
-    if len(info.shape) != 2 or info.dtype not in ("BF16", "F16", "F32", "F64"):
+    if len(info.shape) != 2 or info.dtype not in ("BF16", "F16", "F32"):
         raise CheckpointError(
             f"{label}: {name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}.\n"
             "Give the unquantised target with --target."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.ranking import rank_by_order
+from eagle_slim.vocab_tools.ranking import check_coverage, rank_by_order
 from eagle_slim.vocab_tools.tokenizer import forced_ids
 
 from . import eagle1, eagle3, names, readme, target
@@ -28,7 +28,7 @@ from .errors import UnsupportedHeadError
 from .head import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
 from .model_card import model_card
-from .vocab_choice import Ranking, Say, VocabRequest, make_ranking
+from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus import CorpusSource
@@ -177,8 +177,8 @@ def convert_head(
         None if tap_layers is None else tuple(tap_layers), offline, say,
     )  # fmt: skip
     opened = job.open()
+    job.check_sizes(opened, sizes)
     if any(size != "full" for size in sizes):
-        job.check_sizes(opened, [size for size in sizes if isinstance(size, int)])
         ranking = make_ranking(
             opened.head,
             request,
@@ -190,9 +190,10 @@ def convert_head(
         )
     else:
         ranking = None
+    # All of them before the first is written: a size that does not fit leaves nothing behind.
+    vocabs = [None if size == "full" or ranking is None else ranking.cut(size, coverage) for size in sizes]
     done = []
-    for size, title, folder in zip(sizes, titles, folders, strict=True):
-        vocab = None if size == "full" or ranking is None else ranking.cut(size, coverage)
+    for vocab, title, folder in zip(vocabs, titles, folders, strict=True):
         say(f"writing {folder}")
         done.append(job.write(opened, ranking, vocab, folder, title, force))
     return tuple(done)
@@ -247,15 +248,23 @@ class _Job:
         choice = target.choose_target(self.target_name, self.head_name, head, readme.base_model(card))
         if choice is not None and choice.reason != "given":
             self.say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+        if self.target_revision is not None and (choice is None or choice.name is None):
+            raise UsageError(
+                f"--target-revision {self.target_revision} is of no target; name the repository with --target"
+            )
         needs_rows = head.kind == "eagle3" and not head.has_lm_head
-        needs_tokenizer = self.request.needs_tokenizer and self.tokenizer_name is None
+        # The ranks of an artifact hold what its tokenizer forces.
+        ranked = own_manifest(head) if self.request.is_default else None
+        is_ranked = ranked is not None and ranked.tokenizer is not None
+        needs_tokenizer = self.request.needs_tokenizer and self.tokenizer_name is None and not is_ranked
         if choice is None and needs_rows:
             raise UsageError(
                 f"{head.location}: has no LM head of its own, so its rows come from the target, and neither its "
                 "files nor the table of public heads says which that is; name it with --target"
             )
         opened = None
-        if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or choice.reason == "given"):
+        is_named = choice is not None and (choice.reason == "given" or self.target_revision is not None)
+        if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or is_named):
             opened = target.open_target(choice, self.target_revision, self.offline)
             target.check_head_fits(head, opened)
         loaded = target.open_tokenizer(
@@ -264,17 +273,21 @@ class _Job:
         licence = EMBEDDED_LICENCE if self.head_name is None else readme.licence(card)
         return _Opened(head, choice, opened, loaded, licence)
 
-    def check_sizes(self, opened: _Opened, sizes: Sequence[int]) -> None:
+    def check_sizes(self, opened: _Opened, sizes: Sequence[DraftVocabSize | None]) -> None:
         """Refuse a size that cannot be before anything is counted."""
+        if "full" in sizes:
+            eagle3.all_ids(opened.head)
         trained = opened.head.trained_ids
+        numbers = [size for size in sizes if isinstance(size, int) and (trained is None or size != len(trained))]
+        if not numbers:
+            return
         forced = (
             self.request.force_ids
             if opened.tokenizer is None
             else forced_ids(opened.tokenizer, self.request.force_added, self.request.force_ids)
         )
-        for size in sizes:
-            if trained is None or size != len(trained):
-                rank_by_order(None, size, opened.tokenizer, forced, opened.head.target_vocab, trained)
+        for size in numbers:
+            rank_by_order(None, size, opened.tokenizer, forced, opened.head.target_vocab, trained)
 
     def write(
         self,
@@ -423,6 +436,10 @@ class _Job:
             config = opened.target.config
             sizes = {key: config[key] for key in ("hidden_size", "num_hidden_layers", "vocab_size") if key in config}
             return {**opened.target.provenance, **sizes}
+        if opened.choice is not None and opened.choice.reason == target.RECORDED:
+            assert opened.head.source is not None
+            recorded = Manifest.load(opened.head.source.folder).target
+            return {key: value for key, value in recorded.items() if key != "files"}
         return {"repo_id": None if opened.choice is None else opened.choice.name, "revision": None}
 
 
@@ -432,6 +449,7 @@ def _sizes(
     if coverage is not None:
         if draft_vocab is not None:
             raise UsageError("--draft-vocab and --coverage exclude each other: give a size, or let it be found")
+        check_coverage(coverage)
         return [None]
     if draft_vocab is None:
         raise UsageError("give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one")
@@ -470,6 +488,8 @@ def default_name(
 def _output(out: str | Path | None, name: str, *, several: bool) -> Path:
     if out is None:
         return Path(name)
+    if out == "":
+        raise UsageError("--out: the name is empty; name the folder to write, or leave the option out")
     return Path(out) / name if several else Path(out)
 
 

@@ -70,6 +70,20 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
     return rows
 
 
+def all_ids(head: DraftHead) -> NDArray[np.int64]:
+    """Every target id, int64 [target_vocab], as a full vocabulary holds them.
+
+    Raises:
+        MismatchError: the head was trained on fewer.
+    """
+    if head.draft_vocab < head.target_vocab:
+        raise MismatchError(
+            f"{head.location}: was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
+            f"vocabulary to write; use --draft-vocab {head.draft_vocab} to normalise it as it is"
+        )
+    return np.arange(head.target_vocab, dtype=np.int64)
+
+
 def gather_lm_head(head: DraftHead, lm_head: LmHeadSource, target_ids: NDArray[np.int64]) -> GatheredRows:
     """The LM-head rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
     return GatheredRows(
@@ -95,15 +109,7 @@ def plan_tensors(
     Raises:
         MismatchError: an id the head was not trained on; a head with a map asked for its full vocabulary.
     """
-    ids = target_ids
-    if ids is None:
-        if head.draft_ids_to_target is not None and len(head.draft_ids_to_target) < head.target_vocab:
-            raise MismatchError(
-                f"{head.location}: was trained on {len(head.draft_ids_to_target)} of {head.target_vocab} ids, so "
-                f"there is no full vocabulary to write; use --draft-vocab {len(head.draft_ids_to_target)} to "
-                "normalise it as it is"
-            )
-        ids = np.arange(head.target_vocab, dtype=np.int64)
+    ids = all_ids(head) if target_ids is None else target_ids
     gathered = gather_lm_head(head, lm_head, ids)
     plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors if _kept(head, name)]
     if needs_zero_output_bias(head):

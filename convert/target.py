@@ -27,6 +27,9 @@ _MOST_PADDING = 2048
 _MOST_SURPLUS = 8
 
 
+RECORDED = "recorded in the head's manifest"
+
+
 @dataclass(frozen=True)
 class TargetChoice:
     """Which target is meant, and on whose word.
@@ -84,9 +87,9 @@ def choose_target(
     if manifest is not None and manifest.is_file():
         recorded = Manifest.load(manifest.parent).target
         if recorded.get("wheel"):
-            return TargetChoice(None, "recorded in the head's manifest")
+            return TargetChoice(None, RECORDED)
         if recorded.get("repo_id"):
-            return TargetChoice(str(recorded["repo_id"]), "recorded in the head's manifest")
+            return TargetChoice(str(recorded["repo_id"]), RECORDED)
     known = known_target(opened.source.repo_id if opened.source else None)
     if known is not None:
         return TargetChoice(known, "from the table of public heads")

@@ -211,7 +211,7 @@ def make_ranking(
         UsageError: a tokenizer is needed and there is none.
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
-    if request.is_default and (manifest := _own_manifest(head)) is not None:
+    if request.is_default and (manifest := own_manifest(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")
         own = _ranks_of(manifest)
         if tokenizer is None:
@@ -256,7 +256,7 @@ def make_ranking(
     return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
 
 
-def _own_manifest(head: DraftHead) -> Manifest | None:
+def own_manifest(head: DraftHead) -> Manifest | None:
     """The manifest of a head that is an artifact with ranks already, or None."""
     if head.source is None or not (head.source.folder / MANIFEST_NAME).is_file():
         return None

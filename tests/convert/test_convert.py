@@ -39,6 +39,7 @@ from support.heads import (
     write_freq,
     write_target,
 )
+from support.tampering import change_manifest
 from support.token_counts import token_counts
 
 
@@ -319,6 +320,13 @@ def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_pat
     assert found["output"] == ["vllm serve", "sglang.launch_server", "trtllm-serve", "eagle-generate HEAD"]
 
 
+def test_a_target_in_float64_is_refused(tmp_path):
+    target = write_target(tmp_path / "target", dtype=torch.float64)
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    with pytest.raises(CheckpointError, match="expected a matrix of bf16, fp16 or fp32, found F64"):
+        convert_head(head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out")
+
+
 @pytest.mark.parametrize("sizes", [np.int64(8), np.array([8, 8]), range(8, 9)])
 def test_sizes_of_any_integer_type(tmp_path, sizes):
     done = convert_head(
@@ -351,6 +359,10 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
         convert_head(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
     with pytest.raises(UsageError, match="--tokenizer-revision main is of no tokenizer"):
         convert_head(head, draft_vocab=8, vocabulary=ranked, tokenizer_revision="main", out=tmp_path / "out")
+    with pytest.raises(UsageError, match="--target-revision main is of no target"):
+        convert_head(head, draft_vocab=8, vocabulary=ranked, target_revision="main", out=tmp_path / "out")
+    with pytest.raises(UsageError, match="--out: the name is empty"):
+        convert_head(head, draft_vocab=8, vocabulary=ranked, out="", force=True)
 
 
 def test_requests_that_mean_nothing_are_refused():
@@ -434,6 +446,14 @@ def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     assert rows.tolist() == ids.tolist() == sorted(freq[:300])
     assert "--speculative-token-map HEAD/freq_320.pt" in (done.folder / "README.md").read_text()
     assert verify_artifact(done.folder, head=head, target=target).ok
+
+
+def test_eagle1_with_its_full_vocabulary(tmp_path):
+    head = write_eagle1(tmp_path / "head")
+    (done,) = convert_head(head, draft_vocab="full", out=tmp_path / "out")
+    assert done.load().rank_order_ids is None
+    assert done.load().head.draft_vocab == VOCAB
+    assert verify_artifact(done.folder, head=head).ok
 
 
 def test_eagle1_keeps_its_own_bias(tmp_path):
@@ -560,6 +580,24 @@ def test_sizes_that_do_not_fit(tmp_path, target):
         attempt()
     with pytest.raises(UsageError, match="needs counted text"):
         attempt(coverage=0.9, vocabulary=by_id)
+    for share in (0, 1.5, float("nan")):
+        with pytest.raises(UsageError, match="is not a share of tokens"):
+            attempt(coverage=share)
+    assert not counted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ([8, "full"], MismatchError, "trained on 200 of 384 ids.*use --draft-vocab 200"),
+        ([8, 11], UsageError, "the token map has 10 usable ids"),
+    ],
+)
+def test_of_several_sizes_none_is_written_where_one_does_not_fit(tmp_path, sizes, error, message):
+    head = write_eagle3(tmp_path / "head", ids=trained_ids())
+    with pytest.raises(error, match=message):
+        convert_head(head, draft_vocab=sizes, vocabulary=by_map(tmp_path, trained_ids()[:10]), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
@@ -609,6 +647,19 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with pytest.raises(UsageError, match="smaller than the 259 forced ids"):
         convert_head(first.folder, draft_vocab=200, out=tmp_path / "less")
+
+
+def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
+    (first,) = convert_head(
+        write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target,
+        out=tmp_path / "first",
+    )  # fmt: skip
+    named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
+    change_manifest(first.folder, lambda manifest: manifest.update(target=named))
+    (again,) = convert_head(first.folder, draft_vocab=280, out=tmp_path / "again")
+    assert again.manifest.target == named
+    assert again.manifest.tokenizer == first.manifest.tokenizer
+    assert again.manifest.rank_order_ids.tolist() == first.manifest.rank_order_ids[:280].tolist()
 
 
 def test_force_replaces_an_artifact(tmp_path):
