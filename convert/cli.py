@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -22,6 +23,7 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
     from .convert import Conversion
@@ -149,6 +151,7 @@ def convert(head: str | None, **options: Any) -> None:
         raise UsageError("--push-to-hub takes one size: give each size a repository of its own")
     if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
         raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here")
+    save_counts = None if options["save_counts"] is None else refuse_existing(options["save_counts"], options["force"])
     request = VocabRequest(
         counts=options["counts"],
         token_map=options["token_map"],
@@ -159,6 +162,7 @@ def convert(head: str | None, **options: Any) -> None:
         force_added=options["force_added"],
         force_ids=options["force_ids"],
     )
+    saved: list[Path] = []
     done = convert_head(
         head,
         draft_vocab=sizes,
@@ -176,12 +180,14 @@ def convert(head: str | None, **options: Any) -> None:
         d2t_form=options["d2t_form"],
         tap_layers=options["tap_layers"],
         offline=options["offline"],
-        count=partial(_count, options["save_counts"], options["progress"], options["force"], counting),
+        count=partial(_count, save_counts, options["progress"], counting, saved),
         say=note,
     )
     pushed = _push(done[0], options["push_to_hub"], options["private"]) if options["push_to_hub"] else None
     # Several sizes of one head have most of their warnings in common.
     warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
+    if save_counts is not None and not saved:
+        warn([f"--save-counts: nothing was counted, so {save_counts} was not written; name text with --dataset"])
     if options["as_json"]:
         results = [conversion.to_json() for conversion in done]
         if pushed is not None:
@@ -198,16 +204,22 @@ convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
 
 
 def _count(
-    save_counts: str | None, progress: bool | None, force: bool, arguments: dict[str, Any], sources: Any, tokenizer: Any
+    save_to: Path | None,
+    progress: bool | None,
+    arguments: dict[str, Any],
+    saved: list[Path],
+    sources: Any,
+    tokenizer: Any,
 ) -> Any:
+    """Count a corpus; `saved` gets the file that the counts were kept in."""
     from eagle_slim.vocab_tools.counting import count_tokens
-    from eagle_slim.vocab_tools.files import refuse_existing
 
     where: dict[str, Any] = {}
-    if save_counts is not None:
-        path = refuse_existing(save_counts, force)
-        where = {"save_to": path, "checkpoint": path.with_name(f"{path.name}.checkpoint")}
-    return count_tokens(sources, tokenizer, progress=progress, notify=note, **where, **arguments)
+    if save_to is not None:
+        where = {"save_to": save_to, "checkpoint": save_to.with_name(f"{save_to.name}.checkpoint")}
+    counts = count_tokens(sources, tokenizer, progress=progress, notify=note, **where, **arguments)
+    saved += [save_to] if save_to is not None else []
+    return counts
 
 
 def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:

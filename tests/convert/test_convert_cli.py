@@ -97,6 +97,15 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
         assert path.read_bytes() == (second / path.name).read_bytes(), path.name
 
 
+def test_counts_that_were_not_made_are_not_silently_unsaved(run, tmp_path):
+    target = write_target(tmp_path / "target")
+    first = (write_eagle3(tmp_path / "head"), "--draft-vocab", "320", "--order", "ids", "--target", target)
+    assert run(convert_command, *first, "--out", "first")[0] == 0
+    code, _, err = run(convert_command, "first", "--draft-vocab", "280", "--save-counts", "kept.safetensors")
+    assert code == 0
+    assert "warning: --save-counts: nothing was counted, so kept.safetensors was not written" in err
+
+
 def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp_path):
     usage = [
         ((head,), "--draft-vocab"),
@@ -110,6 +119,7 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8", "--weights", "chat"), "NAME=SHARE"),
         ((head, "--draft-vocab", "8,9", "--token-map", token_map, "--push-to-hub", "me/x"), "one size"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--save-counts", "c"), "--save-counts"),
+        ((tmp_path / "nothing", "--draft-vocab", "8", "--save-counts", token_map), "freq.pt: exists already"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
         ((head, "--unknown"), "--unknown"),
