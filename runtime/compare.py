@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import UsageError
+from .errors import PromptError, UsageError
 from .model import GenerationOutput, SpeculativeModel
 from .prompts import Prompt
 from .stats import GenerationStats
@@ -147,7 +147,7 @@ def compare(
 
     ``rank_order``: target ids, best first, for the coverage curve over the answers; ``advance`` is called after each
     answer (`num_answers` says how many there will be). Later turns of a conversation follow plain decoding's answers.
-    Raises `UsageError` for nothing to compare or a size given twice.
+    Raises `UsageError` for nothing to compare or a size given twice, `PromptError` for a turn without room.
     """
     if not (sizes and prompts and modes):
         raise UsageError("There is nothing to compare: give at least one size, one prompt and one mode.")
@@ -165,16 +165,22 @@ def compare(
     collected: dict[tuple[str, str, str], list[_Answer]] = {}
     answers: list[int] = []
     for repeat in range(repeats):
-        for prompt in prompts:
+        for place, prompt in enumerate(prompts):
             # Not to be taken for the row over all categories.
             category = f"{ALL} (category)" if prompt.category == ALL else prompt.category
             for mode in modes:
                 messages: list[dict[str, str]] = []
-                for turn in prompt.turns:
+                for number, turn in enumerate(prompt.turns, 1):
                     messages.append({"role": "user", "content": turn})
                     ids = _encode(model, messages, use_chat_template)
                     options = {"max_new_tokens": max_new_tokens, **mode.options}
-                    plain = model.generate(ids, speculative=False, **options)
+                    try:
+                        plain = model.generate(ids, speculative=False, **options)
+                    except PromptError as error:
+                        reason = str(error).removeprefix("Prompt 0 ")
+                        raise PromptError(
+                            f"Turn {number} of prompt {place}, with the conversation before it, {reason}"
+                        ) from error
                     advance()
                     runs = {PLAIN: plain}
                     for label, sized in models.items():
@@ -188,7 +194,7 @@ def compare(
                     messages.append({"role": "assistant", "content": plain.text[0] or ""})
     rows = _rows(collected, {label: sized.draft_vocab for label, sized in models.items()}, modes)
     curves = [] if rank_order is None else [answer_coverage(rank_order, answers)]
-    return CompareReport(tuple(rows), tuple(curves), _setup(model, prompts, max_new_tokens, repeats))
+    return CompareReport(tuple(rows), tuple(curves), _setup(model, prompts, modes, max_new_tokens, repeats))
 
 
 def num_answers(sizes: Sequence[Size], prompts: Sequence[Prompt], modes: Sequence[Mode], repeats: int) -> int:
@@ -246,7 +252,9 @@ def _encode(model: SpeculativeModel, messages: list[dict[str, str]], use_chat_te
     return "\n".join(message["content"] for message in messages)
 
 
-def _setup(model: SpeculativeModel, prompts: Sequence[Prompt], max_new_tokens: int, repeats: int) -> dict[str, Any]:
+def _setup(
+    model: SpeculativeModel, prompts: Sequence[Prompt], modes: Sequence[Mode], max_new_tokens: int, repeats: int
+) -> dict[str, Any]:
     from importlib.metadata import version
 
     import torch
@@ -266,6 +274,7 @@ def _setup(model: SpeculativeModel, prompts: Sequence[Prompt], max_new_tokens: i
         "total_tokens": tree.total_tokens,
         "num_prompts": len(prompts),
         "num_turns": sum(len(prompt.turns) for prompt in prompts),
+        "modes": {mode.name: mode.options for mode in modes},
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,
         "versions": {package: version(package) for package in ("eagle-slim", "torch", "transformers")},

@@ -183,6 +183,12 @@ def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: Spe
         compare(model, [Size("full", None)], prompts, [Mode("greedy")], 4, advance=lambda: pytest.fail("measured"))
 
 
+def test_a_later_turn_without_room_is_named(model: SpeculativeModel) -> None:
+    prompts = [Prompt(("one",)), Prompt(("two", "x " * 300))]
+    with pytest.raises(PromptError, match=r"Turn 2 of prompt 1, with the conversation before it, has .* no room"):
+        compare(model, [Size("full", None)], prompts, [Mode("greedy")], 4)
+
+
 def test_nothing_to_compare(model: SpeculativeModel) -> None:
     prompt = [Prompt(("x",))]
     with pytest.raises(UsageError, match="nothing to compare"):
@@ -279,8 +285,10 @@ def test_hover_in_a_real_browser(tmp_path: Path) -> None:
 
 
 def test_setup_names_the_pair(model: SpeculativeModel) -> None:
-    report = compare(model, [Size("full", None)], [Prompt(("x",))], [Mode("greedy")], 4)
+    modes = [Mode("greedy"), Mode("sampled", {"temperature": 0.7, "seed": 3})]
+    report = compare(model, [Size("full", None)], [Prompt(("x",))], modes, 4)
     setup: dict[str, Any] = report.setup
+    assert setup["modes"] == {"greedy": {}, "sampled": {"temperature": 0.7, "seed": 3}}
     assert setup["dtype"] == "float32"
     assert (setup["depth"], setup["top_k"], setup["total_tokens"]) == (2, 8, 40)
     assert report.curves == ()
