@@ -58,6 +58,8 @@ def generate(**options: Any) -> None:
             raise UsageError("There is no prompt: give --prompt, or text on stdin.")
     for name, text in (("prompt", prompt), ("--system", options["system"])):
         _check_text(name, text)
+    if options["raw"] and options["system"] is not None:
+        raise UsageError("--system belongs to the chat template, which --raw leaves out; give one of them.")
     if prompt is None and (as_json or options["check"]):
         raise UsageError("--json and --check answer one prompt; give --prompt.")
     from .model import sampling_config

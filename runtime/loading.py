@@ -101,7 +101,7 @@ def open_any_head(
 def choose_device(device: str | torch.device | None) -> torch.device:
     """Read a device such as "cuda:1" or "cpu"; None is the first GPU where there is one, else the CPU.
 
-    Raises `UsageError` for a name that is none, and for a GPU that is not there.
+    Raises `UsageError` for a name that is none, and for a device that is not there.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,6 +116,13 @@ def choose_device(device: str | torch.device | None) -> torch.device:
             raise UsageError(
                 f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out."
             )
+    elif place.type != "cpu":
+        try:
+            torch.zeros(1, device=place).item()
+        except (RuntimeError, NotImplementedError) as error:
+            raise UsageError(
+                f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out."
+            ) from error
     return place
 
 

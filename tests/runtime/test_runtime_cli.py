@@ -133,7 +133,9 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
         (["--prompt", "x", "--drafter", "triton", "--device", "cpu"], 1, "GPU"),
         (["--prompt", "x", "--device", "gpu"], 2, "expected cpu, cuda"),
         (["--prompt", "x", "--device", "cuda:64"], 2, "is not there"),
+        (["--prompt", "x", "--device", "meta"], 2, "cannot be computed on"),
         (["--prompt", "x", "--tap-layers", "1,b,3"], 2, "layer numbers"),
+        (["--prompt", "x", "--raw", "--system", "y"], 2, "give one of them"),
     ],
 )
 def test_mistakes(run: Run, pair: tuple[str, str, str], args: list[str], code: int, message: str) -> None:
