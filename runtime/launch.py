@@ -431,16 +431,17 @@ class TritonDrafter:
 
     def allocate(self, num_slots: int, capacity: int) -> None:
         """See `Drafter.allocate`. Packs for a number of slots once; later calls reuse what is large enough."""
+        cfg = self._config(num_slots, capacity)
         if self._packed is None or num_slots != self._cfg.num_slots:
-            self._cfg = self._config(num_slots, capacity)
-            self._packed = Weights.pack(self.weights, self._cfg, strict=self._strict)
+            packed = Weights.pack(self.weights, cfg, strict=self._strict)
+            self._cfg, self._packed, self._bufs = cfg, packed, None
+        if self._bufs is None or cfg.max_positions > self._cfg.max_positions:
+            # Before the new ones, so that there is room for them.
             self._bufs = None
-        if self._bufs is None or self._config(num_slots, capacity).max_positions > self._cfg.max_positions:
-            self._cfg = self._config(num_slots, capacity)
-            self._packed = self._packed.with_positions(self._cfg.max_positions)
-            self._bufs = allocate_buffers(self._cfg, self._packed)
-            shape = (num_slots, MAX_NEW_TOKENS, self._cfg.feature_width)
-            self._features = torch.zeros(shape, dtype=self._cfg.dtype, device=self.weights.device)
+            self._cfg, self._packed = cfg, self._packed.with_positions(cfg.max_positions)
+            self._bufs = allocate_buffers(cfg, self._packed)
+            shape = (num_slots, MAX_NEW_TOKENS, cfg.feature_width)
+            self._features = torch.zeros(shape, dtype=cfg.dtype, device=self.weights.device)
         self.lengths = [0] * num_slots
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:

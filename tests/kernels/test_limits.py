@@ -125,7 +125,7 @@ def test_a_workspace_larger_than_needed(device: str) -> None:
     larger = replace(bufs)
     assert torch.equal(launch_drafter(cfg, features, weights, larger)[0], plain)
     larger.workspace["hidden"] = larger.workspace["hidden"].half()
-    with pytest.raises(UsageError, match="workspace has torch.float16"):
+    with pytest.raises(UsageError, match=r"workspace has torch\.float16"):
         launch_drafter(cfg, features, weights, replace(larger))
 
 
