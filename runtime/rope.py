@@ -42,7 +42,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     """Initialise from a head's ``config.json`` (``rope_theta``, ``rope_scaling``, ``head_dim``).
 
     Raises `UnsupportedModelError` for a scaling whose frequencies change while text grows, which a KV cache cannot
-    follow, for one unknown to transformers, and for partial rotation.
+    follow, for one that transformers does not know or that lacks a parameter, and for partial rotation.
     """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -59,21 +59,26 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             "The head rotates only a part of each attention head (partial_rotary_factor = "
             f"{config['partial_rotary_factor']}); draft heads of the Llama kind rotate all of it."
         )
-    # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
     head_dim = config["head_dim"]
-    llama = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=config.get("max_position_embeddings") or 2048,
-        rope_theta=config["rope_theta"],
-        rope_scaling={**scaling, "rope_type": kind} if scaling else None,
-    )
+    if head_dim % 2:
+        raise UnsupportedModelError(f"The head's head_dim = {head_dim} is odd; RoPE turns pairs of values.")
     try:
+        # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
+        llama = LlamaConfig(
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=config.get("max_position_embeddings") or 2048,
+            rope_theta=config["rope_theta"],
+            rope_scaling={**scaling, "rope_type": kind} if scaling else None,
+        )
         rotary = LlamaRotaryEmbedding(llama)
-    except KeyError as error:
-        raise UnsupportedModelError(f"The head's RoPE scaling {kind!r} lacks or is unknown by {error}.") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"The head's RoPE scaling {scaling or None} with rope_theta = {config['rope_theta']} cannot be initialised "
+            f"({type(error).__name__}: {error}). Correct rope_scaling in the head's config.json."
+        ) from error
     return RotaryEmbedding(rotary.inv_freq.float().to(device), float(rotary.attention_scaling))
 
 

@@ -116,9 +116,11 @@ def test_supported_models_pass(kind: str) -> None:
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic RoPE scaling"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         ({"rope_scaling": {"rope_type": "unheard"}}, "unheard"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor.*config.json"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "four"}}, "'four'.*cannot be initialised"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
-    ids=["dynamic", "longrope", "unknown", "partial"],
+    ids=["dynamic", "longrope", "unknown", "incomplete", "not a number", "partial"],
 )
 def test_rotary_scalings_a_cache_cannot_follow(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
