@@ -182,8 +182,10 @@ class Ranking:
         ranked = self._cut(counts, None, None)
         size = min(len(vocab), len(ranked))
         shown = sorted({size, *(step for step in _SHOWN_SIZES if max(ranked.num_forced, 1) <= step <= len(ranked))})
-        report = measure_coverage(ranked, counts, shown, weights=self.request.weights)
-        return replace(report, draft_vocab=size), note
+        report = measure_coverage(
+            ranked, counts, shown, weights=self.request.weights, draft_vocab=size, candidates=self.head.trained_ids
+        )
+        return report, note
 
 
 def make_ranking(

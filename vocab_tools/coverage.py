@@ -150,6 +150,8 @@ def measure_coverage(
     seed: int = 0,
     bootstrap: int = 1000,
     weights: Mapping[str, float] | None = None,
+    draft_vocab: int | None = None,
+    candidates: NDArray[np.int64] | None = None,
 ) -> CoverageReport:
     """Measure what share of each source a vocabulary covers.
 
@@ -160,6 +162,9 @@ def measure_coverage(
         seed: of the bootstrap.
         bootstrap: resamples of the documents; 0 for no interval.
         weights: share of each source in the mean, by name.
+        draft_vocab: the size that is to be used, one of `sizes`, which the warnings are about; default all of `vocab`.
+        candidates: ids that a vocabulary could hold, such as those a head was trained on; the baseline takes the first
+            of them. Default all.
 
     Raises:
         TokenizerError: vocabulary and counts belong to different tokenizers.
@@ -170,7 +175,8 @@ def measure_coverage(
     shown, grid = _sizes(vocab, sizes)
     length = max(vocab.target_vocab, counts.vocab_size)
     buckets = _buckets(vocab.target_ids, grid, length)
-    baseline = _buckets(_first_ids(vocab), grid, length)
+    baseline = _buckets(_first_ids(vocab, candidates), grid, length)
+    draft_vocab = vocab.size if draft_vocab is None else draft_vocab
     shares = source_shares(counts, weights)
     measured: list[SourceCoverage] = []
     resampled: list[NDArray[np.float64] | None] = []
@@ -182,14 +188,14 @@ def measure_coverage(
     if len(measured) > 1:
         measured.append(_weighted_mean(measured, resampled, shares))
     return CoverageReport(
-        draft_vocab=vocab.size,
+        draft_vocab=draft_vocab,
         target_vocab=vocab.target_vocab,
         sizes=grid,
         shown=shown,
         sources=tuple(measured),
         bootstrap=bootstrap,
         seed=seed,
-        warnings=tuple(_warnings(measured, grid, vocab.size)),
+        warnings=tuple(_warnings(measured, grid, draft_vocab)),
     )
 
 
@@ -289,10 +295,11 @@ def _buckets(order: NDArray[np.int64], sizes: Sequence[int], length: int) -> NDA
     return np.searchsorted(np.asarray(sizes), rank, side="right").astype(np.int64)
 
 
-def _first_ids(vocab: DraftVocab) -> NDArray[np.int64]:
-    """Return the order of the baseline: the vocabulary's forced ids, then all other ids ascending."""
+def _first_ids(vocab: DraftVocab, candidates: NDArray[np.int64] | None) -> NDArray[np.int64]:
+    """Return the order of the baseline: the vocabulary's forced ids, then all other candidates ascending."""
     forced = vocab.target_ids[: vocab.num_forced] if vocab.ranked else vocab.target_ids[:0]
-    rest = np.ones(vocab.target_vocab, np.bool_)
+    rest = np.full(vocab.target_vocab, candidates is None)
+    rest[[] if candidates is None else candidates] = True
     rest[forced] = False
     return np.concatenate([forced, np.flatnonzero(rest)])
 

@@ -494,6 +494,19 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
 
 
+@pytest.mark.parametrize("ids", [None, np.arange(330)], ids=["full", "with a map"])
+def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(tmp_path, target, ids):
+    counts = token_counts([1] * 300 + [9] * 60, [[297, 298, 299]], load_tokenizer(str(target)).tokenizer_hash)
+    (done,) = convert_head(
+        write_eagle3(tmp_path / "head", ids=ids), draft_vocab=310, vocabulary=VocabRequest(counts=(counts,)),
+        target=target, out=tmp_path / "out",
+    )  # fmt: skip
+    assert done.coverage.draft_vocab == 310
+    lost = [warning for warning in done.warnings if "which need no corpus" in warning]
+    assert len(lost) == 1
+    assert "less than the 100.00% of the first 310 ids" in lost[0]
+
+
 def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
     other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")

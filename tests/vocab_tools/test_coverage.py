@@ -112,6 +112,22 @@ def test_losing_to_the_first_ids_is_warned_about() -> None:
     assert measure_coverage(vocab([0, 1]), counts).warnings == ()
 
 
+def test_warnings_are_about_the_size_that_is_used() -> None:
+    vocab, counts = DraftVocab(np.array([4, 3, 0, 1, 2]), 0, 5), token_counts([9, 9, 1, 1, 1], [[0, 0, 1, 3]])
+    assert measure_coverage(vocab, counts, [2, 5]).warnings == ()
+    used = measure_coverage(vocab, counts, [2, 5], draft_vocab=2)
+    assert used.draft_vocab == 2
+    assert ["25.00%, less than the 75.00% of the first 2 ids" in warning for warning in used.warnings] == [True]
+
+
+def test_the_baseline_is_of_ids_that_could_be_chosen() -> None:
+    vocab, counts = DraftVocab(np.array([4, 3]), 0, 5), token_counts([9, 9, 1, 1, 1], [[0, 0, 1, 3]])
+    report = measure_coverage(vocab, counts, [1, 2], candidates=np.array([3, 4]))
+    assert report.sources[0].baseline.tolist() == [0.25, 0.25]
+    assert report.sources[0].coverage.tolist() == [0.0, 0.25]
+    assert report.warnings == ()
+
+
 def test_forced_ids_are_in_the_baseline_too() -> None:
     report = measure_coverage(vocab([9, 5], forced=1), token_counts([1] * 10, [[9, 0, 1]]))
     assert report.sources[0].baseline[-1] == pytest.approx(2 / 3)
