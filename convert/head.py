@@ -358,7 +358,8 @@ def _map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2tForm
     if len(d2t) != rows or (stated is not None and stated != rows):
         raise MismatchError(
             f"{where}: lm_head.weight has {rows} rows, d2t {len(d2t)} entries, draft_vocab_size is {stated}; "
-            "expected three times the same number"
+            "expected three times the same number; "
+            + ("correct config.json" if len(d2t) == rows else "the files are of two heads, fetch them again")
         )
     try:
         ids = ids_from_d2t(

@@ -324,7 +324,7 @@ def ones(*shape):
         ({"extra": {"fc.bias": ones(HIDDEN)}}, UnsupportedHeadError, "fc.bias is not zero"),
         ({"extra": {"layers.0.hidden_norm.weight": ones(HIDDEN)}}, CheckpointError, "both mean"),
         ({"vocab_size": VOCAB + 1}, MismatchError, "t2d has"),
-        ({"draft_vocab_size": 199}, MismatchError, "three times the same number"),
+        ({"draft_vocab_size": 199}, MismatchError, "three times the same number; correct config.json"),
         ({"intermediate_size": 47}, MismatchError, "intermediate_size"),
         ({"num_attention_heads": 2}, MismatchError, "q_proj"),
         ({"hidden_size": 33}, MismatchError, "expected"),
