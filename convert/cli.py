@@ -134,8 +134,8 @@ def convert(head: str | None, **options: Any) -> None:
     HEAD is a folder or a repository of the Hugging Face Hub; without it, the built-in EAGLE-3 head of
     SmolLM2-135M-Instruct. The result is a folder that vLLM, SGLang, TensorRT-LLM and SafeAILab's EAGLE load as it is.
 
-    The tokens come from --counts, --token-map, --dataset or --order; without any of them from the built-in counts
-    (built-in head) or from a public chat dataset.
+    The tokens come from --counts, --token-map, --dataset or --order; without any of them from the head's own ranks (a
+    head that eagle-convert wrote), from the built-in counts (the built-in head) or from a public chat dataset.
     """
     from .convert import convert_head
     from .vocab_choice import VocabRequest

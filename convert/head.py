@@ -273,6 +273,10 @@ def head_from_checkpoint(
             "TensorRT-LLM would build them and fill them with nothing. Set it to false"
         )
     if table.kind == "eagle":
+        if tap_layers is not None:
+            raise MismatchError(
+                f"{location}: --tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone"
+            )
         flat["vocab_size"] = _vocab_size(flat, None, location)
         _check_eagle(tensors, flat, location)
         bias = _nonzero(tensors, names.FC_BIAS)

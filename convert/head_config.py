@@ -307,4 +307,7 @@ def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, 
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= lowest for layer in value
     ):
         raise MismatchError(f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}")
+    if sorted(set(value)) != value:
+        # Engines capture a layer once, on the way through the target.
+        raise MismatchError(f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}")
     return tuple(value)

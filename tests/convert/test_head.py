@@ -301,6 +301,11 @@ def test_eagle1(tmp_path):
     assert any("vLLM drops it" in warning for warning in warned.warnings)
 
 
+def test_eagle1_has_no_tap_layers(tmp_path):
+    with pytest.raises(MismatchError, match="--tap-layers for an EAGLE-1/2 head"):
+        open_head(write_eagle1(tmp_path / "head"), tap_layers=[2, 4, 5])
+
+
 def test_eagle1_with_lm_head_drops_it(tmp_path):
     head = open_head(write_eagle1(tmp_path / "head", extra={"lm_head.weight": random((VOCAB, HIDDEN), 9)}))
     assert "lm_head.weight" not in head.tensors
@@ -365,6 +370,8 @@ def ones(*shape):
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, MismatchError, "captured layers"),
         ({"eagle_aux_hidden_state_layer_ids": [-2, 2, 5]}, MismatchError, "layer numbers from 0 on"),
+        ({"eagle_aux_hidden_state_layer_ids": [5, 4, 2]}, MismatchError, r"ascending.*each once, found \[5, 4, 2\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}}, MismatchError, "ascending.*each once"),
         ({"d2t": None}, MismatchError, "t2d without d2t"),
         ({"d2t": None, "t2d": False}, MismatchError, "no d2t"),
         ({"lm_head": False}, MismatchError, "without lm_head"),
