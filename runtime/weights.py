@@ -73,6 +73,8 @@ class HeadWeights:
         missing = [name for name in shapes if name not in self.tensors and name not in _OPTIONAL]
         if missing:
             raise UsageError(f"{missing[0]} is missing among the tensors of this {self.kind} head.")
+        if ids.device != self.device:
+            raise UsageError(f"draft_to_target is on {ids.device}, lm_head on {self.device}; a head is on one device.")
         for name, tensor in {"embedding": self.embedding, **self.tensors}.items():
             if tensor.dtype != self.dtype or tensor.device != self.device:
                 raise UsageError(

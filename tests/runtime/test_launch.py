@@ -159,6 +159,7 @@ def tensors_without(name: str) -> dict[str, Tensor]:
     [({"embedding": torch.zeros(300, 32)}, r"embedding must be \[target_vocab, 64\]; got \(300, 32\)"),
      ({"lm_head": torch.zeros(120, 32)}, r"lm_head must be \[draft_vocab, 64\]"),
      ({"draft_to_target": torch.arange(119)}, r"draft_to_target must be int64 \[120\]"),
+     ({"draft_to_target": torch.arange(120, device="meta")}, "draft_to_target is on meta, lm_head on cpu"),
      ({"tensors": tensors_without("norm.weight")}, "norm.weight is missing among the tensors of this eagle3 head"),
      ({"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}}, "norm.weight is torch.float16 on cpu"),
      ({"tensors": {**HEAD.tensors, "fc.weight": torch.ones(64, 128)}}, r"fc.weight must be \(64, 192\)"),
