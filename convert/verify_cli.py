@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import NoReturn
 
 import click
@@ -66,7 +65,6 @@ def verify(
             click.echo(f"{status}  {check.name:<{width}}  {check.detail}")
         counted = {status: sum(check.status == status for check in result.checks) for status in colours}
         click.echo(f"{folder}: " + ", ".join(f"{number} {status}" for status, number in counted.items()))
-    sys.stdout.flush()
     return 0 if result.ok else 1
 
 

@@ -293,6 +293,14 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
         assert process.wait(60) == 1
 
 
+def test_a_closed_stdout_is_no_error(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as stop:
+        run_cli(vocab, ["merge", str(files / "chat.counts"), "--out", str(tmp_path / "merged")])
+    assert stop.value.code == 0
+    assert (tmp_path / "merged").is_file()
+
+
 def test_sigint_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text("[1, 2]")
     program = (
