@@ -366,7 +366,7 @@ class ChatRenderer:
                 raise ChatError(
                     f"message {position}: cannot tell where this assistant turn begins, because the template renders "
                     "the messages before it differently when they stand alone. Count with --roles all, or give a "
-                    "--chat-template with {% generation %} marks."
+                    "--chat-template with {% generation %} marks"
                 )
             spans.append((len(before), self._end_of(text, len(before), messages, position)))
         return text, spans
@@ -380,7 +380,7 @@ class ChatRenderer:
         if not token or found < 0:
             raise ChatError(
                 f"message {position}: cannot tell where this assistant turn ends. Count with --roles all, or give a "
-                "--chat-template with {% generation %} marks."
+                "--chat-template with {% generation %} marks"
             )
         return found + len(token)
 
