@@ -61,9 +61,7 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
     with _explained(out):
         clean_leftovers(out)
         check_output(out, force, marker)
-        parent_existed = out.parent
-        while not parent_existed.exists():
-            parent_existed = parent_existed.parent
+        parent_existed = _nearest(out.parent)
         out.parent.mkdir(parents=True, exist_ok=True)
         temporary, lock = _locked_folder(out)
     try:
@@ -116,9 +114,17 @@ def atomic_file(path: Path | str, force: bool = True) -> Iterator[BinaryIO]:
 def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
     """Raise OutputExistsError unless `atomic_directory` with these arguments may write `out`; touches nothing.
 
-    For a command that wants to refuse before it downloads or computes anything.
+    For a command that wants to refuse before it downloads or computes anything. OutputError where no folder can be made
+    there: below a file, or where writing is not permitted.
     """
     out = _real(out)
+    place = _nearest(out.parent)
+    if not place.is_dir():
+        raise OutputError(f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
+        refusal = OSError(errno.EROFS if read_only else errno.EACCES, "", str(place))
+        raise OutputError(f"{out}: cannot be written: {_reason(refusal, out)}")
     if not os.path.lexists(out):
         return
     if not force:
@@ -134,10 +140,7 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
 
 def require_space(folder: Path | str, size_bytes: int) -> None:
     """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
-    place = _real(folder)
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(_nearest(_real(folder))).free
     if free < size_bytes:
         raise OutputError(
             f"{folder}: the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
@@ -357,12 +360,16 @@ def _explained(out: Path, temporary: Path | None = None) -> Iterator[None]:
         raise OutputError(f"{out}: cannot be written: {_reason(error, out)}") from error
 
 
+def _nearest(place: Path) -> Path:
+    """The path itself, or the nearest of its parents that exists."""
+    while not place.exists():
+        place = place.parent
+    return place
+
+
 def _reason(error: OSError, out: Path) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        place = out.parent
-        while not place.exists():
-            place = place.parent
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(_nearest(out.parent)).free
         return f"the disk is full ({free:,} bytes free).\nFree some space, or write to another disk with --out."
     if error.errno == errno.EROFS:
         return "the disk is mounted read-only.\nWrite to another place with --out."

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -135,6 +136,17 @@ def test_errors_about_other_files_pass(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_place_that_cannot_be_written_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="file is a file"):
+        check_output(tmp_path / "file" / "not" / "yet")
+    check_output(tmp_path / "not" / "yet")
+    monkeypatch.setattr(atomic.os, "access", lambda *_: False)
+    with pytest.raises(OutputError, match=f"no permission for {re.escape(str(tmp_path))}"):
+        check_output(tmp_path / "not" / "yet")
+    assert os.listdir(tmp_path) == ["file"]
+
+
 def test_a_place_that_cannot_be_written() -> None:
     with pytest.raises(OutputError, match="cannot be written"), atomic_directory("/proc/out"):
         pytest.fail("the body must not run")
@@ -160,6 +172,8 @@ def test_a_real_full_and_read_only_disk(tmp_path: Path) -> None:
         assert libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", remount | read_only, b"size=1m") == 0
         with pytest.raises(OutputError, match="read-only"):
             write(disk / "out", "new", force=True)
+        with pytest.raises(OutputError, match="mounted read-only"):
+            check_output(disk / "not" / "yet")
         assert tree(disk) == {"out/a": "old", "out/sub/b": "old"}
     finally:
         libc.umount2(os.fsencode(disk), 2)
