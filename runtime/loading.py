@@ -132,9 +132,12 @@ def _naming(target: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
+        # Without the names of all that it could load.
+        reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
         raise TargetError(
-            f"Target {target}: transformers cannot load it ({error}). Expected the folder of a causal language model, "
-            "or its repository on the Hub (name/model)."
+            f"Target {target}: transformers cannot load it ({reason}). Expected the folder of a causal language model, "
+            "or its repository on the Hub (name/model). A model that another class of transformers loads, such as a "
+            "vision-language one, can be handed over loaded (from Python)."
         ) from error
 
 

@@ -213,6 +213,14 @@ def test_a_target_that_transformers_cannot_load(tmp_path: Path, config: str | No
         SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head"))
 
 
+def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None:
+    text = tiny_target("llama").config
+    transformers.LlavaConfig(text_config=text).save_pretrained(tmp_path / "target")
+    with pytest.raises(TargetError, match=r"LlavaConfig'> for this kind of AutoModel.* handed over loaded") as error:
+        SpeculativeModel.from_pretrained(tmp_path / "target", write_head(tmp_path / "head"))
+    assert "Model type should be one of" not in str(error.value)
+
+
 def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     target, head = write_pair(tmp_path)
     vocabulary = VocabRequest(order="ids")
