@@ -221,9 +221,10 @@ def configurations(args: argparse.Namespace) -> list[tuple[str, Dims, DrafterCon
     else:
         dims = MODELS[args.dims]
         wanted = [(args.dims, dims, vocab, batch) for vocab in args.draft_vocab or [32000] for batch in args.batch]
-    types = [torch.bfloat16, torch.float8_e4m3fn] if args.fp8 or args.all else [torch.bfloat16]
+    dtype = getattr(torch, args.dtype)
+    types = [dtype, torch.float8_e4m3fn] if args.fp8 or args.all else [dtype]
     return [
-        (name, dims, draft_config(dims, vocab, tree, batch, PREFIX, weight_dtype=weight_dtype))
+        (name, dims, draft_config(dims, vocab, tree, batch, PREFIX, dtype, weight_dtype))
         for name, dims, vocab, batch in dict.fromkeys(wanted)
         for weight_dtype in types
     ]
@@ -262,9 +263,10 @@ def main(argv: list[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--head", help="folder or repository of a head, converted or not")
     what.add_argument("--dims", choices=sorted(MODELS), help="dimensions of a known model")
-    what.add_argument("--all", action="store_true", help="all configurations of bench.draft, bf16 and FP8")
+    what.add_argument("--all", action="store_true", help="all configurations of bench.draft, with FP8")
     parser.add_argument("--draft-vocab", type=int, nargs="+", help="default: all the head has, or 32000")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="slots")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="what it computes in")
     parser.add_argument("--fp8", action="store_true", help="FP8 weights too")
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--top-k", type=int, default=10)

@@ -1,4 +1,4 @@
-"""What every test may rely on: a visible skip for GPU tests where there is no GPU, one thread, a fixed seed, and Ctrl-C."""
+"""What every test may rely on: a visible skip for GPU tests where there is no GPU, one thread, a seed, and Ctrl-C."""
 
 import os
 import signal

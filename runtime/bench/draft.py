@@ -359,7 +359,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, help="write JSON here, and PNG curves beside it where matplotlib is there")
     args = parser.parse_args(argv)
-    rows = [row for row in all_rows() if not args.rows or re.search(args.rows, row.name)]
+    try:
+        rows = [row for row in all_rows() if re.search(args.rows or "", row.name)]
+    except re.error as error:
+        parser.error(f"argument --rows: {args.rows!r} is no regular expression: {error}")
     if args.quick:
         rows = [row for row in rows if replace(row, prefix=HEADLINE.prefix) == HEADLINE]
     if args.list:

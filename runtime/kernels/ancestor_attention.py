@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import check_tensors
 from .weight_stream import hidden_zero, store_activation
 
 ROWS = tl.constexpr(16)
@@ -403,8 +404,23 @@ def ancestor_attention(
     positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
     max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
     last one queries. Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined.
+    Raises `ValueError` for other tensors and levels; that all positions are within the cache is the caller's to see to.
     """
-    slots, _, _, head_dim = keys.shape
+    if keys.dim() != 4 or heads % kv_heads or not 1 <= top_k <= 16 or not 0 <= level <= chain.shape[-1] + 1:
+        raise ValueError(
+            f"keys {list(keys.shape)} must have 4 dimensions, {heads=} be a multiple of {kv_heads=}, {top_k=} be 1..16 "
+            f"and {level=} within the {chain.shape[-1]} levels of chain and one more"
+        )
+    slots, _, positions, head_dim = keys.shape
+    cache = (slots, kv_heads, positions, head_dim)
+    turns = (cos.shape[0] if cos.dim() == 2 else None, head_dim // 2)
+    check_tensors(
+        qkv.device, qkv=(qkv, torch.float32, (slots, 16, (heads + 2 * kv_heads) * head_dim)),
+        keys=(keys, keys.dtype, cache), values=(values, keys.dtype, cache),
+        cos=(cos, torch.float32, turns), sin=(sin, torch.float32, turns),
+        chain=(chain, torch.int32, (slots, 16, None)),
+        prefix=(prefix, torch.int32, (slots,)), num_new=(num_new, torch.int32, (slots,)),
+    )  # fmt: skip
     heads_per_unit = heads_per_attention_unit(heads // kv_heads, head_dim)
     groups = slots * kv_heads * -(-(heads // kv_heads) // heads_per_unit)
     block_d = triton.next_power_of_2(head_dim)

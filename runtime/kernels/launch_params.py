@@ -214,13 +214,26 @@ def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
 
 
 class TunedCache:
-    """Tuned parameters by `cache_key`, in one JSON file; counts its hits and misses."""
+    """Tuned parameters by `cache_key`, in one JSON file; counts its hits and misses.
+
+    Raises `DrafterError` for a file that is none; one that does not exist is empty.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.hits = 0
         self.misses = 0
-        self.entries: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.entries: dict[str, Any] = {}
+        try:
+            if path.exists():
+                self.entries = json.loads(path.read_text())
+            for values in self.entries.values():
+                LaunchParams.from_json(values)
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+            raise DrafterError(
+                f"{path} is no cache of launch parameters ({type(error).__name__}: {error}). Name a file that python "
+                "-m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED)."
+            ) from error
 
     def lookup(self, cfg: DrafterConfig, chip: Chip, strict: bool = False) -> LaunchParams:
         """Return the tuned parameters, or `choose_launch`'s; ``strict`` makes a miss a `DrafterError`."""
@@ -250,9 +263,9 @@ class TunedCache:
 
 def default_cache() -> TunedCache:
     """The cache named by ``EAGLE_SLIM_TUNED``, or the one that ships."""
-    return TunedCache(Path(os.environ.get("EAGLE_SLIM_TUNED", Path(__file__).with_name("tuned.json"))))
+    return TunedCache(Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json")))
 
 
 def is_strict() -> bool:
     """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
-    return os.environ.get("EAGLE_SLIM_STRICT", "0") not in ("", "0")
+    return os.environ.get("EAGLE_SLIM_STRICT", "").strip().lower() not in ("", "0", "false", "no", "off")

@@ -295,11 +295,17 @@ def lm_head_topk(
     multiple of 16, 1 <= top_k <= min(16, draft_vocab). ``num_programs``: default one per SM. Packs the weight on each
     call; a drafter packs once. Raises `ValueError` for other shapes.
     """
+    if x.dim() != 2 or weight.dim() != 2:
+        raise ValueError(f"x and weight must be matrices; got {tuple(x.shape)} and {tuple(weight.shape)}")
+    x = x.contiguous()
     rows, hidden = x.shape
     vocab = weight.shape[0]
     block_k = chunk_size(hidden, block_k)
-    if weight.shape[1] != hidden or weight.dtype != x.dtype:
-        raise ValueError(f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not match")
+    if weight.shape[1] != hidden or weight.dtype != x.dtype or weight.device != x.device:
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} on {x.device} and weight {tuple(weight.shape)} {weight.dtype} on "
+            f"{weight.device} do not match"
+        )
     if not 1 <= top_k <= min(16, vocab) or not 1 <= rows <= 256 or block_k == 0:
         raise ValueError(f"{top_k=} must be 1..min(16, {vocab}), {rows=} 1..256, {hidden=} a multiple of 16")
     if num_programs is None:

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import check_tensors
 from .selection import best_k_mask
 from .weight_stream import hidden_zero
 
@@ -147,9 +148,17 @@ def build_tree_on_device(
     """Build the trees of a batch: the fields of `eagle_slim.runtime.tree.DraftTree`, in their order.
 
     ``root_tokens`` int32 [batch]; ``tokens`` int32, ``scores`` fp32, ``parents`` int32 [batch, candidates]. Raises
-    `ValueError` beyond 128 nodes or 4096 candidates, or when there are fewer candidates than nodes to choose.
+    `ValueError` for other tensors, beyond 128 nodes or 4096 candidates, or when there are fewer candidates than nodes
+    to choose.
     """
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens must be [batch, candidates]; got {list(tokens.shape)}")
     batch, candidates = tokens.shape
+    check_tensors(
+        tokens.device, tokens=(tokens, torch.int32, (batch, candidates)),
+        scores=(scores, torch.float32, (batch, candidates)), parents=(parents, torch.int32, (batch, candidates)),
+        root_tokens=(root_tokens, torch.int32, (batch,)),
+    )  # fmt: skip
     if not 2 <= total_tokens <= min(128, candidates + 1) or candidates > 4096:
         raise ValueError(f"{total_tokens=} must be 2..min(128, {candidates} + 1) and candidates at most 4096")
     device = tokens.device

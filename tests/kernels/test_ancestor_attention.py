@@ -95,3 +95,16 @@ def test_a_node_sees_its_ancestors_only(device: str) -> None:
     assert torch.equal(node_0(2), untouched)
     assert not torch.equal(node_0(0), untouched)
     assert not torch.equal(node_0(3), untouched)
+
+
+def test_refused(device: str) -> None:
+    given = setup(2, 4, 2, 16, 3, 1, torch.float32, device)
+    for change, said in (
+        ({"values": given["values"].transpose(1, 2).contiguous().transpose(1, 2)}, "values must be .* contiguous"),  # type: ignore[union-attr]
+        ({"qkv": given["qkv"].half()}, r"qkv must be torch.float32 \[2, 16, 128\].* got torch.float16"),  # type: ignore[union-attr]
+        ({"cos": given["cos"][:, :4].contiguous()}, r"cos must be .*, 8\], contiguous"),  # type: ignore[index]
+        ({"heads": 3}, "heads=3"),
+        ({"level": 99}, "level=99"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ancestor_attention(**{**given, **change})  # type: ignore[arg-type]

@@ -72,9 +72,11 @@ def test_rows() -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     draft.main(["--quick", "--list"])
     assert capsys.readouterr().out.split() == ["llama-3.1-8b/v32000/d5/b1/p512", "llama-3.1-8b/v32000/d5/b1/p8192"]
-    with pytest.raises(SystemExit) as stopped:
-        draft.main(["--rows", "gpt"])
-    assert stopped.value.code == 2
+    for pattern, said in (("gpt", "no row matches"), ("(", "no regular expression")):
+        with pytest.raises(SystemExit) as stopped:
+            draft.main(["--rows", pattern])
+        assert stopped.value.code == 2
+        assert said in capsys.readouterr().err
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit) as stopped:
             draft.main(["--quick"])

@@ -104,6 +104,15 @@ def test_refused(x: tuple[int, int], weight: tuple[int, int], top_k: int, said: 
         lm_head_topk(torch.zeros(1, 16), torch.zeros(4, 16).half(), 1)
 
 
+def test_inputs_of_any_strides(device: str) -> None:
+    x, weight = torch.randn(3, 64, device=device), torch.randn(50, 64, device=device)
+    strided = (tensor.t().contiguous().t() for tensor in (x, weight))
+    for mine, straight in zip(lm_head_topk(*strided, 4), lm_head_topk(x, weight, 4), strict=True):
+        assert torch.equal(mine, straight)
+    with pytest.raises(ValueError, match="must be matrices"):
+        lm_head_topk(x[0], weight, 4)
+
+
 def test_tiles_are_equal() -> None:
     assert head_tiles(128256, 132, 256) == (243, 972)
     for vocab in (1, 2, 131, 132, 133, 32000, 262144):

@@ -84,6 +84,11 @@ def test_refused() -> None:
     for total in (1, 14, 129):
         with pytest.raises(ValueError, match=f"total_tokens={total}"):
             build_tree_on_device(roots, some, some.float(), some, total, 4)
+    strided = torch.zeros(12, 2, dtype=torch.int32).t()
+    with pytest.raises(ValueError, match=r"tokens must be torch.int32 \[2, 12\], contiguous, .* strides \[1, 2\]"):
+        build_tree_on_device(torch.zeros(2, dtype=torch.int32), strided, strided.float(), strided, 5, 4)
+    with pytest.raises(ValueError, match=r"scores must be torch.float32 \[1, 12\].* got torch.int32"):
+        build_tree_on_device(roots, some, some, some, 5, 4)
     many = torch.zeros(1, 4097, dtype=torch.int32)
     with pytest.raises(ValueError, match="at most 4096"):
         build_tree_on_device(roots, many, many.float(), many, 60, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,15 @@ def test_heads_are_read_for_their_dimensions() -> None:
     dims, rows = tune.head_dims(str(Path(__file__).parents[2] / "convert" / "default" / "head"))
     assert dims == Dims(576, 1536, 9, 3, 64, 49152, "eagle3", 1728)
     assert rows == 49152
+
+
+def test_types() -> None:
+    wanted = argparse.Namespace(
+        depth=5, top_k=10, total_tokens=60, all=False, head=None, dims="llama-3.2-1b", draft_vocab=None, batch=[2],
+        dtype="float16", fp8=True,
+    )  # fmt: skip
+    types = [(cfg.dtype, cfg.weight_dtype) for _, _, cfg in tune.configurations(wanted)]
+    assert types == [(torch.float16, torch.float16), (torch.float16, torch.float8_e4m3fn)]
 
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
