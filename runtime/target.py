@@ -307,13 +307,15 @@ def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:
 def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
     """Return the list of decoder layers: the one ModuleList whose length is the configuration's number of layers."""
     count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    base = model.base_model
-    found = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count]  # type: ignore[union-attr]
-    if not found:
+    # The decoder first: a vision tower may have as many layers.
+    parts: Any = (model.get_decoder(), model.base_model)  # type: ignore[operator]
+    lists = (m for part in parts for m in part.modules() if isinstance(m, nn.ModuleList))
+    found = next((layers for layers in lists if len(layers) == count), None)
+    if found is None:
         raise UnsupportedModelError(
             f"{type(model).__name__}: no list of {count} decoder layers was found to read features from."
         )
-    return found[0]
+    return found
 
 
 def _distinct_attention_configs(model: nn.Module) -> list[Any]:

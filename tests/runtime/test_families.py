@@ -53,6 +53,19 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
     assert max(output.stats.accepted_lengths) > 1
 
 
+def test_text_of_a_vision_language_model_whose_tower_has_as_many_layers(tmp_path: Path) -> None:
+    text = tiny_target("qwen2").config
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 6, "num_attention_heads": 2}
+    vision = transformers.CLIPVisionConfig(**tower, image_size=28, patch_size=14)
+    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=0)
+    target = transformers.LlavaForConditionalGeneration(config).eval()
+    widen(target.named_parameters())
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
+    prompts = random_prompts([1, 9])
+    output = model.generate(prompts, max_new_tokens=16, ignore_eos=True)
+    assert output.token_ids == [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
+
+
 def test_a_mask_of_the_models_own_is_refused(tmp_path: Path) -> None:
     target = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES)).eval()
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
