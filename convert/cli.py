@@ -257,3 +257,7 @@ def _bytes(size_bytes: int) -> str:
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-convert and leave the process."""
     run_cli(convert, args, "eagle-convert")
+
+
+if __name__ == "__main__":
+    main()

@@ -190,6 +190,8 @@ def convert_head(
         )
     else:
         ranking = None
+        if not request.is_default or request.force_ids:
+            say("--draft-vocab full keeps every row in its place: counts, maps, text and forced ids change nothing")
     # All of them before the first is written: a size that does not fit leaves nothing behind.
     vocabs = [None if size == "full" or ranking is None else ranking.cut(size, coverage) for size in sizes]
     done = []

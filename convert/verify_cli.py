@@ -71,3 +71,7 @@ def verify(
 def main(args: list[str] | None = None) -> NoReturn:
     """Run eagle-verify and leave the process."""
     run_cli(verify, args, "eagle-verify")
+
+
+if __name__ == "__main__":
+    main()

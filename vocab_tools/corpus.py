@@ -28,7 +28,9 @@ from .corpus_files import (
     line_of,
     looks_local,
 )
+from .corpus_packed import PACKED
 from .errors import CorpusError, UsageError
+from .files import expand_home
 
 __all__ = ["BadRecord", "Block", "CorpusSource", "OpenCorpus", "open_corpus", "parse_source", "refuse_repeated_inputs"]
 
@@ -70,6 +72,7 @@ class CorpusSource:
     shuffle: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "location", os.fspath(self.location))
         if not self.location:
             raise UsageError("a corpus source needs a location: a dataset id, file, folder or glob")
         if not self.name:
@@ -88,9 +91,11 @@ class CorpusSource:
 
 def _default_name(location: str) -> str:
     name = Path(location).name if looks_local(location) else location.rsplit("/", 1)[-1]
-    for suffix in (".gz", ".jsonl", ".ndjson", ".json", ".parquet", ".txt"):
+    for suffix in (*PACKED, ".jsonl", ".ndjson", ".json", ".parquet", ".txt"):
         name = name.removesuffix(suffix)
-    name = name.strip("*?[]. ")
+    # What is left of a glob; a file may well be called a[1].jsonl.
+    if not expand_home(location).exists():
+        name = name.strip("*?[]. ")
     return name or "corpus"
 
 

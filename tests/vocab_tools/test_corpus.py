@@ -382,6 +382,10 @@ def test_parse_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert parse_source("org/data").name == "data"
     assert parse_source("some/code-*.jsonl.gz").name == "code-"
+    assert parse_source("some/code.jsonl.zst").name == "code"
+    (tmp_path / "a[1].jsonl").touch()
+    assert parse_source("a[1].jsonl").name == "a[1]"
+    assert CorpusSource(tmp_path / "b.txt") == CorpusSource(str(tmp_path / "b.txt"))  # type: ignore[arg-type]
     assert parse_source("x.jsonl,column=body,shuffle=yes").shuffle is True
     assert parse_source("a,b.jsonl,column=body").location == "a,b.jsonl"
     defaults = {"split": "test", "column": "body", "max_tokens": 7}
