@@ -105,10 +105,7 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device = {device!r} is no device; expected cpu, cuda, or cuda:1 and so on.") from error
+    place = _device(device)
     if place.type == "cuda":
         there = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (place.index or 0) >= there:
@@ -124,6 +121,13 @@ def choose_device(device: str | torch.device | None) -> torch.device:
                 f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out."
             ) from error
     return place
+
+
+def _device(name: str | torch.device) -> torch.device:
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"device = {name!r} is no device; expected cpu, cuda, or cuda:1 and so on.") from error
 
 
 @contextmanager
@@ -200,7 +204,7 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
         raise UsageError(
             f"dtype = {dtype} is asked for, but the loaded target is in {weight.dtype}: convert it, or leave dtype out."
         )
-    place = weight.device if device is None else torch.device(device)
+    place = weight.device if device is None else _device(device)
     if place.type != weight.device.type or place.index not in (None, weight.device.index):
         raise UsageError(
             f"device = {str(device)!r} is asked for, but the loaded target is on {weight.device}: move it, or leave "

@@ -178,14 +178,16 @@ class SpeculativeModel:
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = _tree(depth, top_k, total_tokens)
-        place = choose_device(device)
+        if isinstance(target, nn.Module):
+            check_loaded(target, dtype, device)
+        else:
+            check_dtype(dtype)
+            place = choose_device(device)
         opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
-            check_loaded(target, dtype, device)
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
         else:
-            check_dtype(dtype)
             location = target_location(opened, target)
             name, model = str(location), None
             text_config = load_target_config(location, revision, offline).get_text_config()

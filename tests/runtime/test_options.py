@@ -263,6 +263,8 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
     for options in ({"dtype": torch.float16}, {"dtype": "bfloat16"}, {"dtype": "float7"}, {"device": "meta"}):
         with pytest.raises(UsageError, match="is asked for, but the loaded target is"):
             SpeculativeModel.from_pretrained(target, head, **options)
+    with pytest.raises(UsageError, match="is no device"):
+        SpeculativeModel.from_pretrained(target, head, device="gpu")
     SpeculativeModel.from_pretrained(target, head, dtype="float32", device="cpu")
 
 
