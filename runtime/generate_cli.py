@@ -124,8 +124,10 @@ class _Session:
             _check(self.model, ids, output, self.options)
 
     def chat(self) -> None:
-        """Talk until /exit or the end of input."""
-        note(f"draft vocabulary {self.model.draft_vocab}; /reset starts anew, /exit or Ctrl-D ends")
+        """Talk until /exit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
+        note(
+            f"draft vocabulary {self.model.draft_vocab}; /reset starts anew, Ctrl-C ends an answer, /exit or Ctrl-D all"
+        )
         while True:
             try:
                 prompt = input("> ").strip()
@@ -147,6 +149,9 @@ class _Session:
                 except EagleSlimError as error:
                     # A conversation that outgrew the context is no reason to lose the session.
                     note(f"error: {error}")
+                    self.messages = before
+                except KeyboardInterrupt:
+                    note("\ninterrupted; the conversation goes on without this message")
                     self.messages = before
 
     def _encode(self, prompt: str) -> Sequence[int] | str:

@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from eagle_slim.convert.convert import convert_head
 from eagle_slim.convert.vocab_choice import VocabRequest
 from eagle_slim.runtime import compare_cli, generate_cli
+from eagle_slim.runtime.streaming import StopTextStreamer
 from support.tiny_models import write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -210,6 +212,34 @@ def test_a_chat_in_a_terminal(pair: tuple[str, str, str]) -> None:
     # After /reset the same message gets the same answer.
     answers = [line.lstrip("> ") for line in out.split("\n") if line.lstrip("> ")]
     assert answers[0] == answers[1]
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_chat(
+    run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _, slim = pair
+    command = [slim, "--target", target, *TREE, "--max-new-tokens", "5"]
+    put, interrupted = StopTextStreamer.put, []
+
+    def interrupt_once(self: StopTextStreamer, value: torch.Tensor) -> None:
+        if not interrupted:
+            interrupted.append(value)
+            raise KeyboardInterrupt
+        put(self, value)
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(StopTextStreamer, "put", interrupt_once)
+    monkeypatch.setattr(sys, "stdin", Terminal("hello\nhello\n/exit\n"))
+    code, out, err = run(generate_cli.main, *command)
+    assert code == 0, err
+    assert err.count("tokens per target pass") == 1
+    assert "interrupted; the conversation goes on without this message" in err
+    # As if the first message had never been.
+    monkeypatch.setattr(sys, "stdin", Terminal("hello\n/exit\n"))
+    assert run(generate_cli.main, *command)[1] == out.replace("> > ", "> ", 1)
 
 
 def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
