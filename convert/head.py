@@ -494,7 +494,7 @@ def _taps(
 def _layer_numbers(given: Any) -> tuple[int, ...]:
     try:
         layers = tuple(given)
-        if not any(isinstance(layer, bool) for layer in layers):
+        if not any(isinstance(layer, bool | np.bool_) for layer in layers):
             return tuple(map(operator.index, layers))
     except TypeError:
         pass

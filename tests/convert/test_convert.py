@@ -214,7 +214,8 @@ def test_rows_from_the_target(tmp_path, tied, shards):
 @pytest.mark.parametrize("stale", [True, False])
 def test_rows_of_a_tied_target_that_stores_an_lm_head_too(tmp_path, stale):
     target = write_target(tmp_path / "target", tied=True)
-    tensors = load_file(target / "model.safetensors")
+    # Copies: what was loaded may still lie in the file that is written next.
+    tensors = {name: tensor.clone() for name, tensor in load_file(target / "model.safetensors").items()}
     embedding = tensors["model.embed_tokens.weight"]
     tensors["lm_head.weight"] = embedding.flip(0).contiguous() if stale else embedding.clone()
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
