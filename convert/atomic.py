@@ -118,6 +118,11 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     there: below a file, or where writing is not permitted.
     """
     out = _real(out)
+    with _explained(out):
+        _check_output(out, force, marker)
+
+
+def _check_output(out: Path, force: bool, marker: str | None) -> None:
     place = _nearest(out.parent)
     if not place.is_dir():
         raise OutputError(f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking import check_coverage, rank_by_order
-from eagle_slim.vocab_tools.tokenizer import forced_ids
+from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
 
 from . import eagle1, eagle3, names, readme, target
 from .artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
@@ -28,7 +28,7 @@ from .errors import UnsupportedHeadError
 from .head import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
 from .model_card import model_card
-from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_manifest
+from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_ids, own_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus import CorpusSource
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .target import Target, TargetChoice
 
 DraftVocabSize = int | Literal["full"]
+_NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
 
 @dataclass(frozen=True)
@@ -255,9 +256,9 @@ class _Job:
                 f"--target-revision {self.target_revision} is of no target; name the repository with --target"
             )
         needs_rows = head.kind == "eagle3" and not head.has_lm_head
-        # The ranks of an artifact hold what its tokenizer forces.
+        # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
         ranked = own_manifest(head) if self.request.is_default else None
-        is_ranked = ranked is not None and ranked.tokenizer is not None
+        is_ranked = ranked is not None and ranked.tokenizer is not None and self.request.force_added == "chat"
         needs_tokenizer = self.request.needs_tokenizer and self.tokenizer_name is None and not is_ranked
         if choice is None and needs_rows:
             raise UsageError(
@@ -283,11 +284,11 @@ class _Job:
         numbers = [size for size in sizes if isinstance(size, int) and (trained is None or size != len(trained))]
         if not numbers:
             return
-        forced = (
-            self.request.force_ids
-            if opened.tokenizer is None
-            else forced_ids(opened.tokenizer, self.request.force_added, self.request.force_ids)
-        )
+        forced: ForcedIds | tuple[int, ...] = self.request.force_ids
+        if opened.tokenizer is not None:
+            forced = forced_ids(opened.tokenizer, self.request.force_added, self.request.force_ids)
+        elif self.request.is_default and (ranked := own_manifest(opened.head)) is not None:
+            forced = own_forced_ids(ranked) + self.request.force_ids
         for size in numbers:
             rank_by_order(None, size, opened.tokenizer, forced, opened.head.target_vocab, trained)
 
@@ -387,7 +388,10 @@ class _Job:
         if measured is not None:
             warnings += measured[0].warnings
         if opened.target is None:
-            warnings.append("the target was not at hand: the head was not compared with it")
+            # That of an artifact was at hand when the artifact was made, or this stands among its warnings.
+            ranked = own_manifest(opened.head)
+            if ranked is None or _NOT_COMPARED in ranked.warnings:
+                warnings.append(_NOT_COMPARED)
         warnings += [str(finding) for finding in self._findings(head, opened, rows)]
         return Manifest(
             kind=head.kind,

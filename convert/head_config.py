@@ -6,6 +6,7 @@ transformers spells RoPE. What it changes, and which engine each change is for, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,13 +137,13 @@ def tap_layers(
     Raises:
         MismatchError: both are present and disagree, or a list holds something else than numbers of layers.
     """
+    if given is not None:
+        return _layer_ids(list(given), where, "--tap-layers") or (), None
     top = _layer_ids(config.get(AUX_LAYER_KEY), where, AUX_LAYER_KEY)
     eagle_config = config.get("eagle_config")
     raw = eagle_config.get(AUX_LAYER_KEY) if isinstance(eagle_config, Mapping) else None
     nested = _layer_ids(raw, where, f"eagle_config.{AUX_LAYER_KEY}", lowest=-1)
     shifted = None if nested is None else tuple(layer + 1 for layer in nested)
-    if given is not None:
-        return _layer_ids(list(given), where, "--tap-layers") or (), None
     if top is not None and shifted is not None and top != shifted:
         raise MismatchError(
             f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
@@ -196,7 +197,7 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
 def _check_constants(config: Mapping[str, Any], where: str) -> None:
     for key in ("rms_norm_eps", "rope_theta"):
         value = config[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise MismatchError(f"{where}: {key}: expected a positive number, found {value!r}")
     if not isinstance(config["hidden_act"], str):
         raise MismatchError(f"{where}: hidden_act: expected a name, such as 'silu', found {config['hidden_act']!r}")
@@ -306,8 +307,14 @@ def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, 
     if not isinstance(value, list) or not all(
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= lowest for layer in value
     ):
-        raise MismatchError(f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}")
+        raise MismatchError(
+            f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}; say which are right "
+            "with --tap-layers"
+        )
     if sorted(set(value)) != value:
         # Engines capture a layer once, on the way through the target.
-        raise MismatchError(f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}")
+        raise MismatchError(
+            f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}; say which are right with "
+            "--tap-layers"
+        )
     return tuple(value)

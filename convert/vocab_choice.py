@@ -217,7 +217,7 @@ def make_ranking(
         say("vocabulary: the rank order in the head's own manifest")
         own = _ranks_of(manifest)
         if tokenizer is None:
-            request = replace(request, force_ids=tuple(own.target_ids[: own.num_forced].tolist()))
+            request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
     if request.needs_tokenizer and tokenizer is None:
         raise UsageError(
@@ -264,6 +264,11 @@ def own_manifest(head: DraftHead) -> Manifest | None:
         return None
     manifest = Manifest.load(head.source.folder)
     return None if manifest.rank_order_ids is None else manifest
+
+
+def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:
+    """The ids that an artifact's ranks begin with, which its tokenizer forced."""
+    return tuple(_ranks_of(manifest).target_ids[: manifest.num_forced].tolist())
 
 
 def _ranks_of(manifest: Manifest) -> DraftVocab:

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from .drafter import Drafter, NewPairs, ReferenceDrafter
     from .drafter_config import Buffers, DrafterConfig
     from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
-    from .launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter, prefill_drafter
+    from .launch import (
+        TritonDrafter,
+        Weights,
+        allocate_buffers,
+        check_finished,
+        launch_drafter,
+        open_tuned_cache,
+        prefill_drafter,
+    )
     from .model import GenerationOutput, SpeculativeModel
     from .requests import RequestOutput
     from .slots import ActiveSlots
@@ -45,6 +53,7 @@ _HOMES = {
     "allocate_buffers": "launch",
     "check_finished": "launch",
     "launch_drafter": "launch",
+    "open_tuned_cache": "launch",
     "prefill_drafter": "launch",
 }
 
@@ -73,6 +82,7 @@ __all__ = [
     "allocate_buffers",
     "check_finished",
     "launch_drafter",
+    "open_tuned_cache",
     "prefill_drafter",
 ]
 

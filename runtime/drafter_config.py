@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from operator import index
 from typing import Any
 
@@ -70,14 +71,18 @@ class DrafterConfig:
             "max_positions": (tree.depth * tree.top_k + 1, 131072 + 256),
         }
         for name, (low, high) in bounds.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            value: Any = getattr(self, name)
+            is_number = isinstance(value, Integral) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high:
                 raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.")
+            # NumPy's integers become Python's, which are what is compiled for.
+            object.__setattr__(self, name, int(value))
         if self.draft_vocab > self.target_vocab:
             raise UsageError(
                 f"draft_vocab = {self.draft_vocab} is more than the target's whole vocabulary of {self.target_vocab}."
             )
-        if not isinstance(self.norm_eps, (int, float)) or not 0 <= self.norm_eps < math.inf:
+        eps: Any = self.norm_eps
+        if not isinstance(eps, Real) or not 0 <= float(eps) < math.inf:
             raise UsageError(f"norm_eps must be a number of at least 0; got {self.norm_eps!r}.")
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UsageError(f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.")
@@ -219,8 +224,8 @@ class Buffers:
     """New tokens are below it."""
     workspace: dict[str, Tensor]
     host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What is known without asking the device: the ``new`` tokens of the longest sequence of the last `set_step`, and
-    the configuration and weights that were found to fit (``fits``)."""
+    """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
+    ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
 
     def __post_init__(self) -> None:
         if self.keys.dim() != 4 or self.retrieve_indices.dim() != 3:
@@ -292,7 +297,14 @@ class Buffers:
             (self.active_count, [len(active)]),
         ):  # fmt: skip
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
-        self.host["new"] = max(map(len, new_tokens), default=0)
+        # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
+        if not self.num_new.is_inference():
+            self.host["new"] = (max(map(len, new_tokens), default=0), self.num_new._version)
+
+    def most_new_tokens(self) -> int | None:
+        """Most new tokens of a sequence, as `set_step` wrote them; None if something else may have written since."""
+        most, version = self.host.get("new", (None, None))
+        return most if version is not None and version == self.num_new._version else None
 
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
         """Raise `UsageError` unless a slot can take these new tokens behind ``past`` cached pairs."""

@@ -35,6 +35,7 @@ __all__ = [
     "allocate_buffers",
     "check_finished",
     "launch_drafter",
+    "open_tuned_cache",
     "prefill_drafter",
 ]
 
@@ -199,6 +200,8 @@ def prefill_drafter(
     """
     _check_parts(cfg, weights, bufs)
     if not isinstance(X, Tensor):
+        if not isinstance(X, (tuple, list)) or len(X) != 3 or not all(isinstance(tap, Tensor) for tap in X):
+            raise UsageError(f"A prompt's features are one tensor, or a tuple of three; got {type(X).__name__}.")
         X = torch.cat(tuple(X), -1)
     if not 0 <= slot < cfg.num_slots:
         raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
@@ -331,7 +334,10 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
 
 def _check_step(width: int, bufs: Buffers) -> None:
     """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
-    active = bufs.active_slots[: int(bufs.active_count)].tolist()
+    slots, count = len(bufs.num_new), int(bufs.active_count)
+    active = bufs.active_slots[: max(0, count)].tolist()
+    if not 0 <= count <= slots or len(set(active)) != count or not all(0 <= slot < slots for slot in active):
+        raise UsageError(f"The {count} active slots {active} must be different and below {slots}.")
     num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
     for slot in active:
         if num_new[slot] > width:
@@ -361,8 +367,8 @@ def _launch_triton(
             # The kernel deals work out by dividing by the number of active sequences, which the interpreter minds.
             _blank(bufs)
             return
-    elif bufs.host.get("new", 0) > width:
-        raise UsageError(f"A slot has {bufs.host['new']} new tokens, but features of {width}.")
+    elif (bufs.most_new_tokens() or 0) > width:
+        raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.")
     from .kernels.drafter import launch
 
     try:

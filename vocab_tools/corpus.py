@@ -94,7 +94,7 @@ def _default_name(location: str) -> str:
     for suffix in (*PACKED, ".jsonl", ".ndjson", ".json", ".parquet", ".txt"):
         name = name.removesuffix(suffix)
     # What is left of a glob; a file may well be called a[1].jsonl.
-    if not expand_home(location).exists():
+    if not os.path.exists(expand_home(location)):
         name = name.strip("*?[]. ")
     return name or "corpus"
 

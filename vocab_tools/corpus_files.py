@@ -49,7 +49,7 @@ FORMATS: Mapping[str, Format] = {
 _TEXT_FORMATS = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt"
 READABLE = f"{_TEXT_FORMATS}, each also packed ({', '.join(PACKED)}), and .parquet"
 
-_UNREAD_COMPRESSIONS = (".lz4", ".zip", ".7z", ".tar")
+_COMPRESSIONS = (*PACKED, ".lz4", ".zip", ".7z", ".tar")
 _SCAN_BYTES = 64 << 10
 # Records in which a column's kind is looked for.
 _ROWS_LOOKED_AT = 1000
@@ -106,7 +106,14 @@ def find_files(location: str) -> list[CorpusFile]:
             raise CorpusError(f"{location}: no file matches this pattern")
     else:
         raise CorpusError(f"{location}: no such file or folder")
-    return [_describe(file, file.relative_to(base).as_posix()) for file in sorted(set(known))]
+    unique = set(known)
+    twice = next((file for file in known if is_packed(file.name) and file.with_suffix("") in unique), None)
+    if twice is not None:
+        raise CorpusError(
+            f"{twice}: stands beside {twice.stem}, so that its text would count twice. Remove one, or name the files "
+            "by a glob that leaves it out."
+        )
+    return [_describe(file, file.relative_to(base).as_posix()) for file in sorted(unique)]
 
 
 def _describe(path: Path, name: str) -> CorpusFile:
@@ -141,8 +148,9 @@ def _format_of(name: str) -> Format | None:
 
 
 def _is_unread(name: str) -> bool:
-    """Whether a name is that of a readable file in a compression that is not read."""
-    return Path(name).suffix.lower() in _UNREAD_COMPRESSIONS and Path(Path(name).stem).suffix.lower() in FORMATS
+    """Whether a name is that of a readable file in a compression in which it is not read."""
+    inner = Path(Path(name).stem).suffix.lower()
+    return Path(name).suffix.lower() in _COMPRESSIONS and inner in FORMATS and _format_of(name) is None
 
 
 def _is_glob(location: str) -> bool:

@@ -12,6 +12,7 @@ from eagle_slim.convert import (
     CheckpointError,
     MismatchError,
     OutputExistsError,
+    SourceError,
     UnsupportedHeadError,
     VocabRequest,
     convert_head,
@@ -678,6 +679,17 @@ def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, t
     assert again.manifest.target == named
     assert again.manifest.tokenizer == first.manifest.tokenizer
     assert again.manifest.rank_order_ids.tolist() == first.manifest.rank_order_ids[:280].tolist()
+    assert not any("not at hand" in warning for warning in again.warnings)
+    # What is forced besides is looked for without the target, too; added tokens are not.
+    last = int(first.manifest.rank_order_ids[-1])
+    more = VocabRequest(force_ids=(last,))
+    (forced,) = convert_head(first.folder, draft_vocab=280, vocabulary=more, out=tmp_path / "forced")
+    assert last in forced.manifest.rank_order_ids
+    assert forced.manifest.num_forced == first.manifest.num_forced + 1
+    with pytest.raises(UsageError, match="smaller than the 260 forced ids"):
+        convert_head(first.folder, draft_vocab=259, vocabulary=more, out=tmp_path / "less")
+    with pytest.raises(SourceError, match="org/nowhere"):
+        convert_head(first.folder, draft_vocab=280, vocabulary=VocabRequest(force_added="all"), out=tmp_path / "all")
 
 
 def test_force_replaces_an_artifact(tmp_path):

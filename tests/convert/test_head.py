@@ -142,6 +142,13 @@ def test_null_is_the_default(tmp_path):
     }  # fmt: skip
 
 
+def test_tap_layers_given_stand_in_for_wrong_ones(tmp_path):
+    path = write_eagle3(tmp_path / "head", eagle_aux_hidden_state_layer_ids=[5, 4, 2])
+    with pytest.raises(MismatchError, match=r"ascending.*say which are right with --tap-layers"):
+        open_head(path)
+    assert open_head(path, tap_layers=(2, 4, 5)).tap_layers == (2, 4, 5)
+
+
 def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
     folder = write_eagle3(tmp_path / "head", **{NESTED: [2, 4, 5], "eagle_config": {NESTED: [2, 4, 5]}})
     with pytest.raises(MismatchError, match="--tap-layers 3,5,6"):

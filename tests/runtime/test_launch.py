@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime.config import TreeConfig
@@ -98,7 +99,8 @@ def test_fewer_features_than_new_tokens(bufs: Buffers) -> None:
     ("field", "value", "message"),
     [("num_new", 17, "Slot 0 has 17 new tokens, but features of 16"), ("num_new", 0, "1 to 16 new tokens, got 0"),
      ("prefix", 40, "Slot 0: 40 cached pairs, 1 new and 12 tree rows exceed"), ("prefix", -1, "-1 cached pairs"),
-     ("new_tokens", 300, "token id 300")],
+     ("new_tokens", 300, "token id 300"), ("active_slots", 7, "must be different and below 3"),
+     ("active_slots", -1, "must be different and below 3"), ("active_count", 4, "The 4 active slots")],
 )  # fmt: skip
 def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, message: str) -> None:
     getattr(bufs, field)[0] = value
@@ -140,6 +142,19 @@ def test_buffers_that_are_none(bufs: Buffers, name: str, tensor: Tensor, message
 def test_configurations_that_are_none(field: str, value: object) -> None:
     with pytest.raises(UsageError, match=field):
         replace(CFG, **{field: value})
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    cfg = replace(CFG, hidden=np.int64(64), norm_eps=np.float32(1e-5))
+    assert type(cfg.hidden) is int
+    assert cfg.hidden == CFG.hidden
+
+
+def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers) -> None:
+    bufs.set_step([0, 2], [[1], [2, 3]], [0, 0])
+    assert bufs.most_new_tokens() == 2
+    bufs.num_new.fill_(1)
+    assert bufs.most_new_tokens() is None
 
 
 def test_an_eagle_1_configuration_has_features_as_wide_as_the_head() -> None:
@@ -217,6 +232,9 @@ def test_prompts_with_ids_that_the_target_lacks(bufs: Buffers) -> None:
 
 
 def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
+    for wrong in ([], [FEATURES[0]], FEATURES[0].numpy()):
+        with pytest.raises(UsageError, match="one tensor, or a tuple of three"):
+            prefill_drafter(CFG, wrong, torch.arange(16), WEIGHTS, bufs, 0)  # type: ignore[arg-type]
     tokens = torch.arange(16)
     prefill_drafter(CFG, FEATURES[0], tokens, WEIGHTS, bufs, 0)
     prefill_drafter(CFG, FEATURES[0].chunk(3, -1), tokens, WEIGHTS, bufs, 1)

@@ -126,6 +126,17 @@ def pack(data: bytes, suffix: str) -> bytes:
     return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].compress(data)
 
 
+def test_a_file_and_its_packed_copy_are_not_both_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": "a"}]))
+    (tmp_path / "a.jsonl.zst").write_bytes(pack(jsonl([{"text": "a"}]), ".zst"))
+    with pytest.raises(CorpusError, match=r"a\.jsonl\.zst: stands beside a\.jsonl, so that its text would count twice"):
+        open_corpus(CorpusSource(str(tmp_path)))
+    assert values(CorpusSource(str(tmp_path / "*.jsonl"))) == ["a"]
+    (tmp_path / "a.jsonl.zst").rename(tmp_path / "b.parquet.zst")
+    with pytest.raises(CorpusError, match=r"b\.parquet\.zst: unknown kind of file.*Unpack it"):
+        open_corpus(CorpusSource(str(tmp_path)))
+
+
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
     def column_of(row: dict[str, Any], column: str | None = None) -> tuple[str, str]:
         path = tmp_path / "a.jsonl"
@@ -263,6 +274,13 @@ def test_a_damaged_stream_gives_what_is_before_the_damage(tmp_path: Path, suffix
     path.write_bytes(b"not packed at all\n" * 20)
     with pytest.raises(CorpusError, match=rf"no readable record\. .*{suffix}, line 1: the {suffix} stream is damaged"):
         open_corpus(CorpusSource(str(path)))
+
+
+def test_a_zstd_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
+    """A frame of one empty block whose header asks for a window of 2 GB: RFC 8878, 3.1.1."""
+    (tmp_path / "a.jsonl.zst").write_bytes(bytes.fromhex("28b52ffd 00 a8 010000"))
+    with pytest.raises(CorpusError, match=r"window above 128 MB .* unpack it with zstd -d --long=31"):
+        open_corpus(CorpusSource(str(tmp_path / "a.jsonl.zst")))
 
 
 def test_damaged_parquet_is_named(tmp_path: Path, files: Path) -> None:
