@@ -27,6 +27,7 @@ _KEY_ORDER = (
     "tie_word_embeddings", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
+_TAPS_FLAG = "--tap-layers"
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 REQUIRED_KEYS = ("hidden_size", "num_attention_heads")
@@ -138,7 +139,7 @@ def tap_layers(
         MismatchError: both are present and disagree, or a list holds something else than numbers of layers.
     """
     if given is not None:
-        return _layer_ids(list(given), where, "--tap-layers") or (), None
+        return _layer_ids(list(given), where, _TAPS_FLAG) or (), None
     top = _layer_ids(config.get(AUX_LAYER_KEY), where, AUX_LAYER_KEY)
     eagle_config = config.get("eagle_config")
     raw = eagle_config.get(AUX_LAYER_KEY) if isinstance(eagle_config, Mapping) else None
@@ -304,17 +305,14 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
 def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, ...] | None:
     if value is None or value == []:
         return None
+    advice = "" if key == _TAPS_FLAG else f"; say which are right with {_TAPS_FLAG}"
     if not isinstance(value, list) or not all(
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= lowest for layer in value
     ):
         raise MismatchError(
-            f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}; say which are right "
-            "with --tap-layers"
+            f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}{advice}"
         )
     if sorted(set(value)) != value:
         # Engines capture a layer once, on the way through the target.
-        raise MismatchError(
-            f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}; say which are right with "
-            "--tap-layers"
-        )
+        raise MismatchError(f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}{advice}")
     return tuple(value)

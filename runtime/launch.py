@@ -26,19 +26,6 @@ if TYPE_CHECKING:
     from .kernels.drafter import PackedHead
     from .kernels.launch_params import TunedCache
 
-__all__ = [
-    "BACKENDS",
-    "Buffers",
-    "DrafterConfig",
-    "TritonDrafter",
-    "Weights",
-    "allocate_buffers",
-    "check_finished",
-    "launch_drafter",
-    "open_tuned_cache",
-    "prefill_drafter",
-]
-
 BACKENDS = ("triton", "reference")
 
 # What a `DraftTree` holds for inactive slots.
@@ -363,10 +350,6 @@ def _launch_triton(
     device = bufs.keys.device
     if device.type == "cpu":
         _check_step(width, bufs)
-        if not int(bufs.active_count):
-            # The kernel deals work out by dividing by the number of active sequences, which the interpreter minds.
-            _blank(bufs)
-            return
     elif (bufs.most_new_tokens() or 0) > width:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.")
     from .kernels.drafter import launch
@@ -384,17 +367,13 @@ def _launch_triton(
         ) from error
 
 
-def _blank(bufs: Buffers) -> None:
-    for name, blank in _BLANK.items():
-        getattr(bufs, name).fill_(blank)
-
-
 def _launch_reference(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], head: HeadWeights, bufs: Buffers) -> None:
     features = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     drafter = _reference_on(cfg, head, bufs)
     drafter.lengths = bufs.prefix.tolist()
     counts = bufs.num_new.tolist()
-    _blank(bufs)
+    for name, blank in _BLANK.items():
+        getattr(bufs, name).fill_(blank)
     # One slot after the other, as each has its own number of new tokens and room for no more rows than those.
     for slot in bufs.active_slots[: int(bufs.active_count)].tolist():
         new = counts[slot]

@@ -186,6 +186,8 @@ def test_inactive_slots_are_blank(device: str) -> None:
         assert torch.equal(drafted.bufs.keys[slot], drafted.step.keys[slot])
 
 
+# Programs share the work out by a division by the number of sequences, whose result nothing uses when there are none.
+@pytest.mark.filterwarnings("ignore:divide by zero encountered in:RuntimeWarning")
 def test_no_active_slot(device: str) -> None:
     cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [4, 4], [1, 1], [])
     trees = []
