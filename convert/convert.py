@@ -31,7 +31,7 @@ from .model_card import model_card
 from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_ids, own_manifest
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
     from eagle_slim.vocab_tools.counts import TokenCounts
     from eagle_slim.vocab_tools.coverage import CoverageReport
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab

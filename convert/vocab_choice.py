@@ -25,7 +25,7 @@ from .head import DraftHead
 from .manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"
@@ -283,7 +283,7 @@ def _ranks_of(manifest: Manifest) -> DraftVocab:
 
 def default_corpus() -> CorpusSource:
     """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
-    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 
     return CorpusSource(
         location=DEFAULT_DATASET,

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .corpus import CorpusSource
+    from .corpus.corpus import CorpusSource
     from .counting import count_tokens
     from .counts import HeldOut, SourceCounts, TokenCounts, merge_counts
     from .coverage import CoverageReport, SourceCoverage, measure_coverage
@@ -68,7 +68,7 @@ __all__ = [
 ]
 
 _NAMES_OF_MODULE = {
-    "corpus": ("CorpusSource",),
+    "corpus.corpus": ("CorpusSource",),
     "counting": ("count_tokens",),
     "counts": ("HeldOut", "SourceCounts", "TokenCounts", "merge_counts"),
     "coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
-from .corpus_blocks import BadRecord, Block, Records, document_index
+from .corpus.blocks import BadRecord, Block, Records, document_index
 from .counts import HeldOut
 from .encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from .errors import TokenizerError

@@ -12,7 +12,7 @@ import click
 from .base_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
-    from .corpus import CorpusSource
+    from .corpus.corpus import CorpusSource
     from .counts import TokenCounts
 
     _IntType = click.ParamType[int]
@@ -39,7 +39,7 @@ class Amount(_IntType):
         """Parse it."""
         if isinstance(value, int):
             return value
-        from .corpus import amount
+        from .corpus.corpus import amount
 
         try:
             return amount(str(value))
@@ -120,7 +120,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
     Raises:
         UsageError: a source cannot be parsed, or the template file cannot be read.
     """
-    from .corpus import parse_source, with_unique_names
+    from .corpus.corpus import parse_source, with_unique_names
     from .errors import UsageError
     from .held_out import HeldOutRule
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from .corpus import Block, OpenCorpus
+from .corpus.corpus import Block, OpenCorpus
 from .count_block import BlockCounter, BlockCounts, CountPlan
 from .errors import EagleSlimError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .chat import ChatSpec, chat_spec
-from .corpus import BadRecord, OpenCorpus
+from .corpus.corpus import BadRecord, OpenCorpus
 from .count_block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .encode import SpanEncoder, choose_engine, encoder_spec
 from .errors import UsageError

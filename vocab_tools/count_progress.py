@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from .checkpoint import SourceState
-from .corpus import OpenCorpus
+from .corpus.corpus import OpenCorpus
 
 
 class ProgressBar:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from .checkpoint import SourceState, load_checkpoint, save_checkpoint
-from .corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus, refuse_repeated_inputs
+from .corpus.corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus, refuse_repeated_inputs
 from .count_block import BlockCounts, CountPlan, PartialCounts, merge_partial
 from .count_engines import CountEngine, InProcess, Processes
 from .count_plan import identity_of, make_plan

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.chat import ChatError, ChatRenderer, chat_spec, normalise_messages
-from eagle_slim.vocab_tools.corpus import CorpusSource
+from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 from eagle_slim.vocab_tools.count_block import BlockCounter, CountPlan, SourcePlan
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.encode import encoder_spec

@@ -9,7 +9,7 @@ import click
 import pytest
 from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.corpus import CorpusSource
+from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 from eagle_slim.vocab_tools.count_cli import Amount, corpus_arguments, corpus_options
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import corpus_files
-from eagle_slim.vocab_tools.corpus import CorpusSource
+from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+from eagle_slim.vocab_tools.corpus.corpus import files as corpus_files
 from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
@@ -250,7 +250,7 @@ RUN = """
     from pathlib import Path
     sys.path.insert(0, {tests!r})
     from eagle_slim.vocab_tools import corpus_files
-    from eagle_slim.vocab_tools.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
     from eagle_slim.vocab_tools.counting import count_tokens
     from support.tokenizers import llama3_like
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from .corpus_blocks import BLOCK_BYTES, MAX_RECORD_BYTES
-from .corpus_packed import fault_of
+from .blocks import BLOCK_BYTES, MAX_RECORD_BYTES
+from .packed import fault_of
 
 _BEGIN = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*")
 # Strings whole, since what they hold is no structure. A string is one only before what may follow it: behind a quote

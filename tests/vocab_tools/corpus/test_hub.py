@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from eagle_slim.vocab_tools import corpus_hub
-from eagle_slim.vocab_tools.corpus import BadRecord, CorpusSource, open_corpus
+from eagle_slim.vocab_tools.corpus.corpus import BadRecord, CorpusSource, open_corpus
+from eagle_slim.vocab_tools.corpus.corpus import hub as corpus_hub
 from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.held_out import HeldOutRule

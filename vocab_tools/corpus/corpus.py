@@ -15,9 +15,11 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from .chat import messages_in_text
-from .corpus_blocks import BadRecord, Block
-from .corpus_files import (
+from ..chat import messages_in_text
+from ..errors import CorpusError, UsageError
+from ..files import expand_home
+from .blocks import BadRecord, Block
+from .files import (
     CorpusFile,
     FileHasher,
     blocks_of,
@@ -28,9 +30,7 @@ from .corpus_files import (
     line_of,
     looks_local,
 )
-from .corpus_packed import PACKED
-from .errors import CorpusError, UsageError
-from .files import expand_home
+from .packed import PACKED
 
 __all__ = ["BadRecord", "Block", "CorpusSource", "OpenCorpus", "open_corpus", "parse_source", "refuse_repeated_inputs"]
 
@@ -361,7 +361,7 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
 
 
 def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
-    from .corpus_hub import HubDataset
+    from .hub import HubDataset
 
     dataset = HubDataset(source.location, source.config, source.split, source.revision)
     row = dataset.first_values(_wanted(source))

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools import corpus_arrays
-from eagle_slim.vocab_tools.corpus import CorpusSource, open_corpus
-from eagle_slim.vocab_tools.corpus_arrays import array_pieces, begins_array
-from eagle_slim.vocab_tools.corpus_blocks import BadRecord
+from eagle_slim.vocab_tools.corpus.corpus import CorpusSource, open_corpus
+from eagle_slim.vocab_tools.corpus.corpus import arrays as corpus_arrays
+from eagle_slim.vocab_tools.corpus.corpus.arrays import array_pieces, begins_array
+from eagle_slim.vocab_tools.corpus.corpus.blocks import BadRecord
 from eagle_slim.vocab_tools.counting import count_tokens
 from eagle_slim.vocab_tools.errors import CorpusError
 from eagle_slim.vocab_tools.held_out import HeldOutRule

@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from .corpus_arrays import array_pieces, begins_array
-from .corpus_blocks import (
+from ..errors import CorpusError
+from ..files import expand_home
+from .arrays import array_pieces, begins_array
+from .blocks import (
     BLOCK_BYTES,
     MAX_PARAGRAPH_BYTES,
     MAX_RECORD_BYTES,
@@ -34,9 +36,7 @@ from .corpus_blocks import (
     parse_line,
     too_long,
 )
-from .corpus_packed import PACKED, PackedReader, fault_of, is_packed
-from .errors import CorpusError
-from .files import expand_home
+from .packed import PACKED, PackedReader, fault_of, is_packed
 
 Format = Literal["jsonl", "json", "parquet", "txt"]
 FORMATS: Mapping[str, Format] = {

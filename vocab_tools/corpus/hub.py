@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from .corpus_blocks import Block, RowsBlock
-from .corpus_files import merge_first_values
-from .corpus_packed import PACKED, is_packed
-from .errors import CorpusError, UsageError
+from ..errors import CorpusError, UsageError
+from .blocks import Block, RowsBlock
+from .files import merge_first_values
+from .packed import PACKED, is_packed
 
 _BATCH_ROWS = 100
 _BLOCK_BYTES = 2 << 20

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CorpusError
+from ..errors import CorpusError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,0 +1,1 @@
+"""A corpus: named, weighted sources, opened as blocks of records."""
