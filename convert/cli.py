@@ -212,7 +212,7 @@ def _count(
     tokenizer: Any,
 ) -> Any:
     """Count a corpus; `saved` gets the file that the counts were kept in."""
-    from eagle_slim.vocab_tools.counting import count_tokens
+    from eagle_slim.vocab_tools.counting.count import count_tokens
 
     where: dict[str, Any] = {}
     if save_to is not None:

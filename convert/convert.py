@@ -32,7 +32,7 @@ from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_i
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
-    from eagle_slim.vocab_tools.counts import TokenCounts
+    from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
     from eagle_slim.vocab_tools.coverage import CoverageReport
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
     from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
@@ -579,6 +579,6 @@ def _records(files: Sequence[FileRecord]) -> list[dict[str, Any]]:
 
 
 def _count_with_progress(sources: Sequence[CorpusSource], tokenizer: LoadedTokenizer) -> TokenCounts:
-    from eagle_slim.vocab_tools.counting import count_tokens
+    from eagle_slim.vocab_tools.counting.count import count_tokens
 
     return count_tokens(sources, tokenizer)

@@ -11,7 +11,7 @@ import gzip
 import json
 
 import numpy as np
-from eagle_slim.vocab_tools.counts import HeldOut, SourceCounts, TokenCounts
+from eagle_slim.vocab_tools.counting.count.counts import HeldOut, SourceCounts, TokenCounts
 from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
 
 from .embedded import embedded_chats, embedded_counts

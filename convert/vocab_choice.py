@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from eagle_slim.vocab_tools.counts import TokenCounts, merge_counts
+from eagle_slim.vocab_tools.counting.count.counts import TokenCounts, merge_counts
 from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import UsageError

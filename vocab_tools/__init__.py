@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .corpus.corpus import CorpusSource
-    from .counting import count_tokens
-    from .counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+    from .counting.count import count_tokens
+    from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
     from .coverage import CoverageReport, SourceCoverage, measure_coverage
     from .draft_vocab import DraftVocab
     from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
@@ -69,8 +69,8 @@ __all__ = [
 
 _NAMES_OF_MODULE = {
     "corpus.corpus": ("CorpusSource",),
-    "counting": ("count_tokens",),
-    "counts": ("HeldOut", "SourceCounts", "TokenCounts", "merge_counts"),
+    "counting.count": ("count_tokens",),
+    "counting.counts": ("HeldOut", "SourceCounts", "TokenCounts", "merge_counts"),
     "coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),
     "draft_vocab": ("DraftVocab",),
     "errors": ("CorpusError", "EagleSlimError", "TokenizerError", "UsageError", "VocabularyError"),

@@ -25,7 +25,7 @@ from .errors import UsageError
 from .files import refuse_existing
 
 if TYPE_CHECKING:
-    from .counts import TokenCounts
+    from .counting.counts import TokenCounts
     from .draft_vocab import DraftVocab
     from .loaded_tokenizer import LoadedTokenizer
     from .token_map import D2TForm
@@ -96,7 +96,7 @@ Example:
 @json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
     """Put counts files together; parts of one source add up, and weights are recorded."""
-    from .counts import TokenCounts, merge_counts
+    from .counting.counts import TokenCounts, merge_counts
 
     path = refuse_existing(out, force)
     merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
@@ -427,7 +427,7 @@ def main() -> NoReturn:
 
 
 def _load_counts(files: tuple[str, ...]) -> TokenCounts:
-    from .counts import TokenCounts, merge_counts
+    from .counting.counts import TokenCounts, merge_counts
 
     loaded = [TokenCounts.load(file) for file in files]
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)

@@ -13,7 +13,7 @@ from .base_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
     from .corpus.corpus import CorpusSource
-    from .counts import TokenCounts
+    from .counting.counts import TokenCounts
 
     _IntType = click.ParamType[int]
 else:
@@ -121,8 +121,8 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
         UsageError: a source cannot be parsed, or the template file cannot be read.
     """
     from .corpus.corpus import parse_source, with_unique_names
+    from .counting.held_out import HeldOutRule
     from .errors import UsageError
-    from .held_out import HeldOutRule
 
     defaults = {
         "config": options["config"],
@@ -190,7 +190,7 @@ def count(
     The count keeps a checkpoint beside the output: after Ctrl-C or a crash the same command goes on from it, and the
     file in the end is the same, byte for byte.
     """
-    from .counting import count_tokens
+    from .counting.count import count_tokens
     from .errors import UsageError
     from .files import refuse_existing
     from .tokenizer import load_tokenizer

@@ -18,7 +18,7 @@ from .draft_vocab import DraftVocab
 from .errors import TokenizerError, UsageError, VocabularyError
 
 if TYPE_CHECKING:
-    from .counts import SourceCounts, TokenCounts
+    from .counting.counts import SourceCounts, TokenCounts
 
 Part = Literal["held-out", "counted"]
 

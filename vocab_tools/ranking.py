@@ -21,7 +21,7 @@ from .loaded_tokenizer import LoadedTokenizer
 from .tokenizer import ForcedIds, check_tokenizer, forced_ids
 
 if TYPE_CHECKING:
-    from .counts import TokenCounts
+    from .counting.counts import TokenCounts
 
 ROUND_TO = 64
 """Engines pad or shard draft rows by 64: SGLang and vLLM, `DEFAULT_VOCAB_PADDING_SIZE`."""

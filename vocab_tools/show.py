@@ -16,7 +16,7 @@ from .loaded_tokenizer import LoadedTokenizer
 from .tokenizer import check_tokenizer
 
 if TYPE_CHECKING:
-    from .counts import TokenCounts
+    from .counting.counts import TokenCounts
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
 # The standard library has no script property; the first word of a letter's name is its script, but for these.

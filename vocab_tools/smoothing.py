@@ -31,7 +31,7 @@ from .errors import UsageError
 from .loaded_tokenizer import LoadedTokenizer
 
 if TYPE_CHECKING:
-    from .counts import TokenCounts
+    from .counting.counts import TokenCounts
 
 _EXPONENTS = np.round(np.arange(0.5, 2.01, 0.1), 2)
 _SHIFTS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from eagle_slim.vocab_tools import counting_ray
 from eagle_slim.vocab_tools.corpus.corpus import parse_source, with_unique_names
-from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting.count import ray_workers as counting_ray
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from protocol import Json, serve
 

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
 from eagle_slim.vocab_tools.coverage import (
     MEAN,
     held_out_shares,

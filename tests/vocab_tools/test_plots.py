@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
 from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.plots import plot_coverage, render_coverage
 from eagle_slim.vocab_tools.ranking import rank_vocabulary

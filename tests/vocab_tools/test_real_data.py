@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools import (
     rank_vocabulary,
 )
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
-from eagle_slim.vocab_tools.counting import count_tokens
+from eagle_slim.vocab_tools.counting.count import count_tokens
 
 LLAMA3_VOCAB = 128256
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from ..counts import SourceCounts, TokenCounts
+from ..counting.counts import SourceCounts, TokenCounts
 from ..ranking import rank_vocabulary
 
 

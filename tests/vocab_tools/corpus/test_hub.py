@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 from eagle_slim.vocab_tools.corpus.corpus import BadRecord, CorpusSource, open_corpus
 from eagle_slim.vocab_tools.corpus.corpus import hub as corpus_hub
-from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting.count.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
-from eagle_slim.vocab_tools.held_out import HeldOutRule
 from support.hub_server import HubServer, connected
 from support.tokenizers import llama3_like
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .count_block import PartialCounts
-from .errors import CorpusError, UsageError
-from .files import write_file
+from ..errors import CorpusError, UsageError
+from ..files import write_file
+from .block import PartialCounts
 from .held_out import Candidates
 
 _KEY = "eagle_slim.count_checkpoint"

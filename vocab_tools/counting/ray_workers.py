@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .corpus.corpus import Block, OpenCorpus
-from .count_block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
-from .count_engines import Task
-from .errors import EagleSlimError, UsageError
+from ..corpus.corpus import Block, OpenCorpus
+from ..errors import EagleSlimError, UsageError
+from .block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
+from .workers import Task
 
 if TYPE_CHECKING:
-    from .corpus.blocks import BadRecord
+    from ..corpus.blocks import BadRecord
 
 _UNIT_BLOCKS = 16
 # Reports of bad records that a unit carries; the local engine prints fewer than that of a whole source.

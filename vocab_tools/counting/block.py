@@ -17,11 +17,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
-from .corpus.blocks import BadRecord, Block, Records, document_index
+from ..chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
+from ..corpus.blocks import BadRecord, Block, Records, document_index
+from ..encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
+from ..errors import TokenizerError
 from .counts import HeldOut
-from .encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
-from .errors import TokenizerError
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 
 # Bad records that a block reports one by one; beyond that it only counts them.

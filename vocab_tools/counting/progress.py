@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from .checkpoint import SourceState
-from .corpus.corpus import OpenCorpus
+from ..corpus.corpus import OpenCorpus
+from .resume import SourceState
 
 
 class ProgressBar:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UsageError
+from ..errors import UsageError
 
 NO_BOUND = 2**64 - 1
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from .corpus.corpus import Block, OpenCorpus
-from .count_block import BlockCounter, BlockCounts, CountPlan
-from .errors import EagleSlimError
+from ..corpus.corpus import Block, OpenCorpus
+from ..errors import EagleSlimError
+from .block import BlockCounter, BlockCounts, CountPlan
 
 
 @dataclass(frozen=True)

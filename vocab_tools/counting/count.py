@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from .checkpoint import SourceState, load_checkpoint, save_checkpoint
-from .corpus.corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus, refuse_repeated_inputs
-from .count_block import BlockCounts, CountPlan, PartialCounts, merge_partial
-from .count_engines import CountEngine, InProcess, Processes
-from .count_plan import identity_of, make_plan
-from .count_progress import ProgressBar
+from ..corpus.corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus, refuse_repeated_inputs
+from ..encode import engine_name
+from ..errors import CorpusError, EagleSlimError, UsageError
+from .block import BlockCounts, CountPlan, PartialCounts, merge_partial
 from .counts import JSON, SourceCounts, TokenCounts
-from .encode import engine_name
-from .errors import CorpusError, EagleSlimError, UsageError
 from .held_out import HeldOutRule
+from .plan import identity_of, make_plan
+from .progress import ProgressBar
+from .resume import SourceState, load_checkpoint, save_checkpoint
+from .workers import CountEngine, InProcess, Processes
 
 if TYPE_CHECKING:
-    from .loaded_tokenizer import LoadedTokenizer
+    from ..loaded_tokenizer import LoadedTokenizer
 
 _MAX_SKIP_MESSAGES = 10
 # Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
@@ -157,7 +157,7 @@ def _engine(
     name: Literal["local", "ray"], plan: CountPlan, workers: int | None, corpora: Sequence[OpenCorpus]
 ) -> CountEngine:
     if name == "ray":
-        from .counting_ray import RayEngine
+        from .ray_workers import RayEngine
 
         return RayEngine(plan, workers)
     num_workers = _default_workers(corpora) if workers is None else workers

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import TokenizerError, UsageError, VocabularyError
-from .files import write_file
+from ..errors import TokenizerError, UsageError, VocabularyError
+from ..files import write_file
 
 JSON = Any
 

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.count_block import PartialCounts, merge_partial
-from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.held_out import (
+from eagle_slim.vocab_tools.counting.count.block import PartialCounts, merge_partial
+from eagle_slim.vocab_tools.counting.count.held_out import (
     NO_BOUND,
     Candidates,
     HeldOutRule,
@@ -13,6 +12,7 @@ from eagle_slim.vocab_tools.held_out import (
     merge_candidates,
     ranges,
 )
+from eagle_slim.vocab_tools.errors import UsageError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

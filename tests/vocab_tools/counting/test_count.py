@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 from eagle_slim.vocab_tools.corpus.corpus import files as corpus_files
-from eagle_slim.vocab_tools.counting import CountingInterruptedError, count_tokens
-from eagle_slim.vocab_tools.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
+from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.count.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
-from eagle_slim.vocab_tools.held_out import HeldOutRule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import WORDS, llama3_like
@@ -251,7 +251,7 @@ RUN = """
     sys.path.insert(0, {tests!r})
     from eagle_slim.vocab_tools import corpus_files
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
-    from eagle_slim.vocab_tools.counting import count_tokens
+    from eagle_slim.vocab_tools.counting.count import count_tokens
     from support.tokenizers import llama3_like
 
     def main():
@@ -323,7 +323,7 @@ def corpus_folder(tmp_path: Path) -> Path:
 
 def _run(folder: Path, workers: int, die_after: int, by: signal.Signals = signal.SIGKILL) -> int:
     script = folder / "run.py"
-    script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[1]))))
+    script.write_text(textwrap.dedent(RUN.format(tests=str(Path(__file__).parents[2]))))
     command = [sys.executable, str(script), str(folder), str(workers), str(die_after), str(int(by))]
     with (folder / "stderr").open("wb") as stderr:
         return subprocess.run(

@@ -1,0 +1,1 @@
+"""Blocks of a corpus and a tokenizer in, token counts out."""
