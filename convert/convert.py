@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.ranking import check_coverage, rank_by_order
+from eagle_slim.vocab_tools.ranking.rank import check_coverage, rank_by_order
 from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
 
 from . import eagle1, eagle3, names, readme, target
@@ -33,9 +33,9 @@ from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_i
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
     from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
-    from eagle_slim.vocab_tools.coverage import CoverageReport
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
     from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+    from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport
 
     from .checkpoint_lm_head import TargetLMHead
     from .target import Target, TargetChoice
@@ -333,7 +333,7 @@ class _Job:
         if vocab is not None:
             contents.side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
         if report is not None:
-            from eagle_slim.vocab_tools.plots import render_coverage
+            from eagle_slim.vocab_tools.ranking.rank.plots import render_coverage
 
             contents.side_files[PLOT_NAME] = render_coverage(report)
         before, after = (bytes_per_draft_step(head, lm_head, count) for count in (_rows_before(head), rows))

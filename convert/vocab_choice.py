@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from eagle_slim.vocab_tools.counting.count.counts import TokenCounts, merge_counts
-from eagle_slim.vocab_tools.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
 
 from .default_counts import embedded_counts_with_held_out, load_embedded_counts

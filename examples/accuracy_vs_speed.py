@@ -15,7 +15,7 @@ from eagle_slim.runtime.compare import Mode, Size, compare
 from eagle_slim.runtime.compare_output import html_page, text_table
 from eagle_slim.runtime.prompts import load_prompts
 from eagle_slim.runtime.recommend import recommend
-from eagle_slim.vocab_tools.ranking import rank_vocabulary
+from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .corpus.corpus import CorpusSource
     from .counting.count import count_tokens
     from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
-    from .coverage import CoverageReport, SourceCoverage, measure_coverage
     from .draft_vocab import DraftVocab
     from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
     from .forced import ForcedIds, forced_ids
     from .interchange import export_token_map, import_token_map
     from .loaded_tokenizer import LoadedTokenizer
-    from .plots import plot_coverage
-    from .ranking import rank_by_order, rank_vocabulary
-    from .show import VocabularyListing, show_vocabulary
-    from .smoothing import SmoothedCounts, smooth_counts
+    from .ranking.coverage import CoverageReport, SourceCoverage, measure_coverage
+    from .ranking.plots import plot_coverage
+    from .ranking.rank import rank_by_order, rank_vocabulary
+    from .ranking.show import VocabularyListing, show_vocabulary
+    from .ranking.smoothing import SmoothedCounts, smooth_counts
     from .token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
     from .tokenizer import load_tokenizer
 
@@ -71,16 +71,16 @@ _NAMES_OF_MODULE = {
     "corpus.corpus": ("CorpusSource",),
     "counting.count": ("count_tokens",),
     "counting.counts": ("HeldOut", "SourceCounts", "TokenCounts", "merge_counts"),
-    "coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),
+    "ranking.coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),
     "draft_vocab": ("DraftVocab",),
     "errors": ("CorpusError", "EagleSlimError", "TokenizerError", "UsageError", "VocabularyError"),
     "forced": ("ForcedIds", "forced_ids"),
     "interchange": ("export_token_map", "import_token_map"),
     "loaded_tokenizer": ("LoadedTokenizer",),
-    "plots": ("plot_coverage",),
-    "ranking": ("rank_by_order", "rank_vocabulary"),
-    "show": ("VocabularyListing", "show_vocabulary"),
-    "smoothing": ("SmoothedCounts", "smooth_counts"),
+    "ranking.plots": ("plot_coverage",),
+    "ranking.rank": ("rank_by_order", "rank_vocabulary"),
+    "ranking.show": ("VocabularyListing", "show_vocabulary"),
+    "ranking.smoothing": ("SmoothedCounts", "smooth_counts"),
     "token_map": ("d2t_from_ids", "ids_from_d2t", "t2d_from_ids"),
     "tokenizer": ("load_tokenizer",),
 }

@@ -176,7 +176,7 @@ def rank(
     as_json: bool,
 ) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
-    from .ranking import rank_by_order, rank_vocabulary
+    from .ranking.rank import rank_by_order, rank_vocabulary
     from .tokenizer import forced_ids
 
     path = refuse_existing(out, force)
@@ -259,8 +259,8 @@ def coverage(
     """Measure the share of held-out text that VOCAB covers, per source, beside the first ids without any corpus."""
     import json
 
-    from .coverage import measure_coverage
     from .files import write_file
+    from .ranking.coverage import measure_coverage
 
     outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
     if plot is not None and not plot.lower().endswith(".png"):
@@ -274,7 +274,7 @@ def coverage(
     if out is not None:
         write_file(outputs[out], (json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
     if plot is not None:
-        from .plots import plot_coverage
+        from .ranking.plots import plot_coverage
 
         plot_coverage(report, outputs[plot])
     warn(report.warnings)
@@ -306,7 +306,7 @@ def show(
     as_json: bool,
 ) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
-    from .show import show_vocabulary
+    from .ranking.show import show_vocabulary
 
     if tokenizer is None:
         raise UsageError("name the target's tokenizer with --tokenizer: without it ids cannot be read")

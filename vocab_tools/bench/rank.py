@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..counting.counts import SourceCounts, TokenCounts
-from ..ranking import rank_vocabulary
+from ..ranking.rank import rank_vocabulary
 
 
 def _python_ranking(counts: NDArray[np.int64], forced: list[int], size: int) -> list[int]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
-from .errors import UsageError, VocabularyError
-from .loaded_tokenizer import LoadedTokenizer
-from .tokenizer import ForcedIds, check_tokenizer, forced_ids
+from ..draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
+from ..errors import UsageError, VocabularyError
+from ..loaded_tokenizer import LoadedTokenizer
+from ..tokenizer import ForcedIds, check_tokenizer, forced_ids
 
 if TYPE_CHECKING:
-    from .counting.counts import TokenCounts
+    from ..counting.counts import TokenCounts
 
 ROUND_TO = 64
 """Engines pad or shard draft rows by 64: SGLang and vLLM, `DEFAULT_VOCAB_PADDING_SIZE`."""

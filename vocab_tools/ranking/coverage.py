@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .draft_vocab import DraftVocab
-from .errors import TokenizerError, UsageError, VocabularyError
+from ..draft_vocab import DraftVocab
+from ..errors import TokenizerError, UsageError, VocabularyError
 
 if TYPE_CHECKING:
-    from .counting.counts import SourceCounts, TokenCounts
+    from ..counting.counts import SourceCounts, TokenCounts
 
 Part = Literal["held-out", "counted"]
 

@@ -7,7 +7,7 @@ from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.ranking import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer import load_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st

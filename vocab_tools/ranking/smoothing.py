@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UsageError
+from ..loaded_tokenizer import LoadedTokenizer
 from .coverage import held_out_shares, training_shares
-from .errors import UsageError
-from .loaded_tokenizer import LoadedTokenizer
 
 if TYPE_CHECKING:
-    from .counting.counts import TokenCounts
+    from ..counting.counts import TokenCounts
 
 _EXPONENTS = np.round(np.arange(0.5, 2.01, 0.1), 2)
 _SHIFTS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)

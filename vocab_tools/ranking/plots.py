@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import write_file
 from .coverage import CoverageReport
-from .files import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

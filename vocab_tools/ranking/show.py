@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .draft_vocab import DraftVocab
-from .errors import TokenizerError
-from .loaded_tokenizer import LoadedTokenizer
-from .tokenizer import check_tokenizer
+from ..draft_vocab import DraftVocab
+from ..errors import TokenizerError
+from ..loaded_tokenizer import LoadedTokenizer
+from ..tokenizer import check_tokenizer
 
 if TYPE_CHECKING:
-    from .counting.counts import TokenCounts
+    from ..counting.counts import TokenCounts
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
 # The standard library has no script property; the first word of a letter's name is its script, but for these.

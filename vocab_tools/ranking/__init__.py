@@ -1,0 +1,1 @@
+"""Token counts in, a ranked draft vocabulary out, and what it covers."""
