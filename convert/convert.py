@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking.rank import check_coverage, rank_by_order
-from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
+from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
 from . import eagle1, eagle3, names, readme, target
 from .artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
     from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
-    from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport
+    from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
     from .checkpoint_lm_head import TargetLMHead
     from .target import Target, TargetChoice

@@ -12,7 +12,7 @@ import json
 
 import numpy as np
 from eagle_slim.vocab_tools.counting.count.counts import HeldOut, SourceCounts, TokenCounts
-from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
 from .embedded import embedded_chats, embedded_counts
 

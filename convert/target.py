@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
-from eagle_slim.vocab_tools.tokenizer import LoadedTokenizer, load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
 
 from .checkpoint_lm_head import TargetLMHead
 from .eagle3 import LmHeadSource

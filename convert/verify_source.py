@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.tokenizer import forced_ids
+from eagle_slim.vocab_tools.tokenizer.load import forced_ids
+from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
 from . import eagle3, names
 from . import target as targets

@@ -14,10 +14,10 @@ import numpy as np
 from eagle_slim.vocab_tools.counting.count.counts import TokenCounts, merge_counts
 from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport, measure_coverage
-from eagle_slim.vocab_tools.tokenizer import ForcedIds, forced_ids
+from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
+from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
 from .default_counts import embedded_counts_with_held_out, load_embedded_counts
 from .errors import MismatchError

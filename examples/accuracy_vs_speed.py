@@ -16,7 +16,7 @@ from eagle_slim.runtime.compare_output import html_page, text_table
 from eagle_slim.runtime.prompts import load_prompts
 from eagle_slim.runtime.recommend import recommend
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--sizes", type=int, nargs="+", default=[16384, 4096, 1024])

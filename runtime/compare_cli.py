@@ -161,7 +161,7 @@ def _ranking(
     from eagle_slim.convert.embedded import embedded_target_folder
     from eagle_slim.convert.vocab_choice import VocabRequest, make_ranking
     from eagle_slim.vocab_tools.draft_vocab import DraftVocab
-    from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+    from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 
     assert model.opened is not None
     opened = model.opened

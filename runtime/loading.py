@@ -19,7 +19,7 @@ from eagle_slim.convert.source import open_head_source
 from eagle_slim.convert.target import choose_target, is_missing_folder
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
 from torch import nn
 

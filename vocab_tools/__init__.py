@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
     from .draft_vocab import DraftVocab
     from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
-    from .forced import ForcedIds, forced_ids
     from .interchange import export_token_map, import_token_map
-    from .loaded_tokenizer import LoadedTokenizer
     from .ranking.coverage import CoverageReport, SourceCoverage, measure_coverage
     from .ranking.plots import plot_coverage
     from .ranking.rank import rank_by_order, rank_vocabulary
     from .ranking.show import VocabularyListing, show_vocabulary
     from .ranking.smoothing import SmoothedCounts, smooth_counts
     from .token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
-    from .tokenizer import load_tokenizer
+    from .tokenizer.forced import ForcedIds, forced_ids
+    from .tokenizer.load import load_tokenizer
+    from .tokenizer.tokenizer import LoadedTokenizer
 
 __all__ = [
     "CorpusError",
@@ -74,15 +74,15 @@ _NAMES_OF_MODULE = {
     "ranking.coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),
     "draft_vocab": ("DraftVocab",),
     "errors": ("CorpusError", "EagleSlimError", "TokenizerError", "UsageError", "VocabularyError"),
-    "forced": ("ForcedIds", "forced_ids"),
+    "tokenizer.forced": ("ForcedIds", "forced_ids"),
     "interchange": ("export_token_map", "import_token_map"),
-    "loaded_tokenizer": ("LoadedTokenizer",),
+    "tokenizer.tokenizer": ("LoadedTokenizer",),
     "ranking.plots": ("plot_coverage",),
     "ranking.rank": ("rank_by_order", "rank_vocabulary"),
     "ranking.show": ("VocabularyListing", "show_vocabulary"),
     "ranking.smoothing": ("SmoothedCounts", "smooth_counts"),
     "token_map": ("d2t_from_ids", "ids_from_d2t", "t2d_from_ids"),
-    "tokenizer": ("load_tokenizer",),
+    "tokenizer.load": ("load_tokenizer",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 

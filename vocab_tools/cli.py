@@ -27,8 +27,8 @@ from .files import refuse_existing
 if TYPE_CHECKING:
     from .counting.counts import TokenCounts
     from .draft_vocab import DraftVocab
-    from .loaded_tokenizer import LoadedTokenizer
     from .token_map import D2TForm
+    from .tokenizer.tokenizer import LoadedTokenizer
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -177,7 +177,7 @@ def rank(
 ) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .ranking.rank import rank_by_order, rank_vocabulary
-    from .tokenizer import forced_ids
+    from .tokenizer.load import forced_ids
 
     path = refuse_existing(out, force)
     if order == "ids" and (counts or coverage is not None or smooth is not None or weights):
@@ -434,7 +434,7 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
 
 
 def _load_tokenizer(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
-    from .tokenizer import load_tokenizer
+    from .tokenizer.load import load_tokenizer
 
     return load_tokenizer(source, revision, offline)
 

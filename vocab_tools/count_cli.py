@@ -193,7 +193,7 @@ def count(
     from .counting.count import count_tokens
     from .errors import UsageError
     from .files import refuse_existing
-    from .tokenizer import load_tokenizer
+    from .tokenizer.load import load_tokenizer
 
     path = refuse_existing(out, force)
     corpus, arguments = corpus_arguments({**options, "datasets": (*sources, *options["datasets"])})

@@ -20,7 +20,7 @@ import ray
 from eagle_slim.vocab_tools.corpus.corpus import parse_source, with_unique_names
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.counting.count import ray_workers as counting_ray
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from protocol import Json, serve
 
 GATHER_SECONDS = 120

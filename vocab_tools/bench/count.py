@@ -39,12 +39,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from eagle_slim.vocab_tools.encode import BATCH_CHARS, EncoderSpec, encoder_spec
-from eagle_slim.vocab_tools.loaded_tokenizer import LoadedTokenizer
-from eagle_slim.vocab_tools.tokenizer import load_tokenizer
-
 from ..corpus.corpus import CorpusSource
 from ..counting.count import count_tokens
+from ..tokenizer.encode import BATCH_CHARS, EncoderSpec, encoder_spec
+from ..tokenizer.load import load_tokenizer
+from ..tokenizer.tokenizer import LoadedTokenizer
 
 _SENTENCE = re.compile(r"[^.!?\n]+[.!?\n]+\s*")
 _SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3"}

@@ -15,9 +15,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ..chat import messages_in_text
 from ..errors import CorpusError, UsageError
 from ..files import expand_home
+from ..tokenizer.chat import messages_in_text
 from .blocks import BadRecord, Block
 from .files import (
     CorpusFile,

@@ -17,10 +17,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
 from ..corpus.blocks import BadRecord, Block, Records, document_index
-from ..encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from ..errors import TokenizerError
+from ..tokenizer.chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
+from ..tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from .counts import HeldOut
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 

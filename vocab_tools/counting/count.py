@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..corpus.corpus import BadRecord, CorpusSource, OpenCorpus, open_corpus, refuse_repeated_inputs
-from ..encode import engine_name
 from ..errors import CorpusError, EagleSlimError, UsageError
+from ..tokenizer.encode import engine_name
 from .block import BlockCounts, CountPlan, PartialCounts, merge_partial
 from .counts import JSON, SourceCounts, TokenCounts
 from .held_out import HeldOutRule
@@ -29,7 +29,7 @@ from .resume import SourceState, load_checkpoint, save_checkpoint
 from .workers import CountEngine, InProcess, Processes
 
 if TYPE_CHECKING:
-    from ..loaded_tokenizer import LoadedTokenizer
+    from ..tokenizer.tokenizer import LoadedTokenizer
 
 _MAX_SKIP_MESSAGES = 10
 # Below this a corpus is counted sooner than worker processes have loaded the tokenizer.

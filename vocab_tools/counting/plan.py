@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..chat import ChatSpec, chat_spec
 from ..corpus.corpus import BadRecord, OpenCorpus
-from ..encode import SpanEncoder, choose_engine, encoder_spec
 from ..errors import UsageError
+from ..tokenizer.chat import ChatSpec, chat_spec
+from ..tokenizer.encode import SpanEncoder, choose_engine, encoder_spec
 from .block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .held_out import HeldOutRule, key_of_source
 
 if TYPE_CHECKING:
-    from ..loaded_tokenizer import LoadedTokenizer
+    from ..tokenizer.tokenizer import LoadedTokenizer
 
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 400_000

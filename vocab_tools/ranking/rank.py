@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
 from ..errors import UsageError, VocabularyError
-from ..loaded_tokenizer import LoadedTokenizer
-from ..tokenizer import ForcedIds, check_tokenizer, forced_ids
+from ..tokenizer.load import ForcedIds, check_tokenizer, forced_ids
+from ..tokenizer.tokenizer import LoadedTokenizer
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts

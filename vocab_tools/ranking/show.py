@@ -12,8 +12,8 @@ import numpy as np
 
 from ..draft_vocab import DraftVocab
 from ..errors import TokenizerError
-from ..loaded_tokenizer import LoadedTokenizer
-from ..tokenizer import check_tokenizer
+from ..tokenizer.load import check_tokenizer
+from ..tokenizer.tokenizer import LoadedTokenizer
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts

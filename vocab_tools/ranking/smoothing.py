@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from ..loaded_tokenizer import LoadedTokenizer
+from ..tokenizer.tokenizer import LoadedTokenizer
 from .coverage import held_out_shares, training_shares
 
 if TYPE_CHECKING:

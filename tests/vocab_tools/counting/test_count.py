@@ -202,7 +202,7 @@ def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> Non
 
 
 def test_texts_too_long_are_cut_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_slim.vocab_tools import encode
+    from eagle_slim.vocab_tools.tokenizer.load import encode
 
     monkeypatch.setattr(encode, "MAX_TEXT_CHARS", 100)
     text = " ".join(some_texts(5))

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import TokenizerError, UsageError
-from .loaded_tokenizer import LoadedTokenizer
+from ..errors import TokenizerError, UsageError
+from .tokenizer import LoadedTokenizer
 
 # Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers whose generation settings are
 # not at hand. The same list as llama.cpp's end-of-generation detection, without its fill-in-the-middle markers.

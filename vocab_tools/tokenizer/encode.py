@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import TokenizerError
+from ..errors import TokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

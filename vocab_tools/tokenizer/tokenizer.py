@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import TokenizerError
+from ..errors import TokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from .errors import TokenizerError
+from ..errors import TokenizerError
 
 if TYPE_CHECKING:
-    from .loaded_tokenizer import LoadedTokenizer
+    from .tokenizer import LoadedTokenizer
 
 # Templates that print a date would count other tokens every day; this is the one that Llama-3's falls back to.
 RENDER_DATE = datetime(2024, 7, 26)

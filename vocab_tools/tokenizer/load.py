@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import TokenizerError
-from .files import expand_home
+from ..errors import TokenizerError
+from ..files import expand_home
 from .forced import ForcedIds, forced_ids
-from .loaded_tokenizer import LoadedTokenizer
+from .tokenizer import LoadedTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
