@@ -33,9 +33,9 @@ from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_i
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
     from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
-    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
     from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport
     from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
     from .checkpoint_lm_head import TargetLMHead
     from .target import Target, TargetChoice

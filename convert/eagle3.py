@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from eagle_slim.vocab_tools.token_map import d2t_from_ids, t2d_from_ids
+from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_ids
 
 from . import head_config, names
 from .engines import flavoured_architecture

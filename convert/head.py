@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol, get_args
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
-from eagle_slim.vocab_tools.token_map import ids_from_d2t
+from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
 from . import head_config, names
 from .checkpoint import FileRecord, open_checkpoint

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from eagle_slim.vocab_tools.counting.count.counts import TokenCounts, merge_counts
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport, measure_coverage
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from .default_counts import embedded_counts_with_held_out, load_embedded_counts
 from .errors import MismatchError
@@ -302,7 +302,7 @@ def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVo
     """
     if isinstance(value, DraftVocab):
         return value
-    from eagle_slim.vocab_tools.interchange import import_token_map
+    from eagle_slim.vocab_tools.vocabulary.interchange import import_token_map
 
     return import_token_map(value, target_vocab=target_vocab)
 

@@ -22,7 +22,7 @@ from .prompts import Prompt
 from .stats import GenerationStats
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
 ALL = "all"

@@ -29,7 +29,7 @@ from .errors import DrafterError, TargetError, UsageError
 from .weights import HeadWeights, choose_draft_ids
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
 MapForm = Literal["auto", "offset", "absolute"]

@@ -17,7 +17,7 @@ from .errors import UnsupportedModelError, UsageError
 from .rope import RotaryEmbedding, rotary_embedding
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
     from .target import TargetModel

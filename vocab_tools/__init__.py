@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from .corpus.corpus import CorpusSource
     from .counting.count import count_tokens
     from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
-    from .draft_vocab import DraftVocab
     from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
-    from .interchange import export_token_map, import_token_map
     from .ranking.coverage import CoverageReport, SourceCoverage, measure_coverage
     from .ranking.plots import plot_coverage
     from .ranking.rank import rank_by_order, rank_vocabulary
     from .ranking.show import VocabularyListing, show_vocabulary
     from .ranking.smoothing import SmoothedCounts, smooth_counts
-    from .token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
     from .tokenizer.forced import ForcedIds, forced_ids
     from .tokenizer.load import load_tokenizer
     from .tokenizer.tokenizer import LoadedTokenizer
+    from .vocabulary.draft_vocab import DraftVocab
+    from .vocabulary.interchange import export_token_map, import_token_map
+    from .vocabulary.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
 
 __all__ = [
     "CorpusError",
@@ -72,16 +72,16 @@ _NAMES_OF_MODULE = {
     "counting.count": ("count_tokens",),
     "counting.counts": ("HeldOut", "SourceCounts", "TokenCounts", "merge_counts"),
     "ranking.coverage": ("CoverageReport", "SourceCoverage", "measure_coverage"),
-    "draft_vocab": ("DraftVocab",),
+    "vocabulary.draft_vocab": ("DraftVocab",),
     "errors": ("CorpusError", "EagleSlimError", "TokenizerError", "UsageError", "VocabularyError"),
     "tokenizer.forced": ("ForcedIds", "forced_ids"),
-    "interchange": ("export_token_map", "import_token_map"),
+    "vocabulary.interchange": ("export_token_map", "import_token_map"),
     "tokenizer.tokenizer": ("LoadedTokenizer",),
     "ranking.plots": ("plot_coverage",),
     "ranking.rank": ("rank_by_order", "rank_vocabulary"),
     "ranking.show": ("VocabularyListing", "show_vocabulary"),
     "ranking.smoothing": ("SmoothedCounts", "smooth_counts"),
-    "token_map": ("d2t_from_ids", "ids_from_d2t", "t2d_from_ids"),
+    "vocabulary.token_map": ("d2t_from_ids", "ids_from_d2t", "t2d_from_ids"),
     "tokenizer.load": ("load_tokenizer",),
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}

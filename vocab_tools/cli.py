@@ -26,9 +26,9 @@ from .files import refuse_existing
 
 if TYPE_CHECKING:
     from .counting.counts import TokenCounts
-    from .draft_vocab import DraftVocab
-    from .token_map import D2TForm
     from .tokenizer.tokenizer import LoadedTokenizer
+    from .vocabulary.draft_vocab import DraftVocab
+    from .vocabulary.token_map import D2TForm
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -347,8 +347,8 @@ def import_command(
     as_json: bool,
 ) -> None:
     """Read a token map of another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
-    from .draft_vocab import TARGET_VOCAB_FROM
-    from .interchange import import_token_map
+    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM
+    from .vocabulary.interchange import import_token_map
 
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
@@ -393,8 +393,8 @@ def export(
     as_json: bool,
 ) -> None:
     """Write VOCAB as a token map for another tool."""
-    from .draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank
-    from .interchange import export_token_map, writes_t2d
+    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank
+    from .vocabulary.interchange import export_token_map, writes_t2d
 
     path = Path(out)
     if map_format == "npy" or path.is_dir():
@@ -440,7 +440,7 @@ def _load_tokenizer(source: str, revision: str | None, offline: bool) -> LoadedT
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
-    from .interchange import import_token_map
+    from .vocabulary.interchange import import_token_map
 
     return import_token_map(path, target_vocab)
 

@@ -30,7 +30,7 @@ from eagle_slim.runtime.errors import PromptError, PromptFileError, UsageError
 from eagle_slim.runtime.prompts import Prompt, load_prompts
 from eagle_slim.runtime.recommend import recommend
 from eagle_slim.runtime.stats import GenerationStats
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")

@@ -17,8 +17,8 @@ from eagle_slim.runtime.errors import TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
 from eagle_slim.runtime.target import check_supported
 from eagle_slim.runtime.weights import choose_draft_ids
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
 

@@ -17,7 +17,7 @@ from eagle_slim.convert.convert import convert_head
 from eagle_slim.convert.default_counts import load_embedded_counts
 from eagle_slim.runtime import ReferenceDrafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 NUM_PROMPTS = 2

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..draft_vocab import DraftVocab
 from ..errors import TokenizerError, UsageError, VocabularyError
+from ..vocabulary.draft_vocab import DraftVocab
 
 if TYPE_CHECKING:
     from ..counting.counts import SourceCounts, TokenCounts

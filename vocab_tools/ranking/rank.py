@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
 from ..errors import UsageError, VocabularyError
 from ..tokenizer.load import ForcedIds, check_tokenizer, forced_ids
 from ..tokenizer.tokenizer import LoadedTokenizer
+from ..vocabulary.draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..draft_vocab import DraftVocab
 from ..errors import TokenizerError
 from ..tokenizer.load import check_tokenizer
 from ..tokenizer.tokenizer import LoadedTokenizer
+from ..vocabulary.draft_vocab import DraftVocab
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts

@@ -3,7 +3,6 @@ import json
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.ranking.rank.coverage import (
@@ -14,6 +13,7 @@ from eagle_slim.vocab_tools.ranking.rank.coverage import (
     tokens_for_sizing,
     training_shares,
 )
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
 from support.token_counts import source, token_counts

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 
 def make(ids: list[int] | None = None, forced: int = 1, **options: object) -> DraftVocab:

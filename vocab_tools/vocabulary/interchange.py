@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import UsageError, VocabularyError
+from ..files import read_json, write_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
-from .errors import UsageError, VocabularyError
-from .files import read_json, write_file
 from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
 
 if TYPE_CHECKING:

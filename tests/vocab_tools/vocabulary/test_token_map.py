@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import VocabularyError
-from eagle_slim.vocab_tools.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
+from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
 from hypothesis import given
 from hypothesis import strategies as st
 

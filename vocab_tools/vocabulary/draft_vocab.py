@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import UsageError, VocabularyError
-from .files import read_json, write_file
+from ..errors import UsageError, VocabularyError
+from ..files import read_json, write_file
 
 TARGET_VOCAB_FROM = "target_vocab_from"
 """Provenance key: present where nobody gave the size of the target's vocabulary, and what it was taken from."""

@@ -6,9 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.vocab_tools.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
-from eagle_slim.vocab_tools.interchange import FORMATS, MapFormat, export_token_map, freq_bytes, import_token_map
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary.interchange import (
+    FORMATS,
+    MapFormat,
+    export_token_map,
+    freq_bytes,
+    import_token_map,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..errors import VocabularyError
 from .draft_vocab import check_ids
-from .errors import VocabularyError
 
 D2TForm = Literal["offset", "absolute"]
 

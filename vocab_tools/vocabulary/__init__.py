@@ -1,0 +1,1 @@
+"""The draft vocabulary itself, its token maps, and the formats of other tools."""
