@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .artifact import Artifact
-    from .checkpoint import Checkpoint, open_checkpoint
     from .convert import Conversion, convert_head
     from .embedded import embedded_head, embedded_target_folder, export_embedded_target
     from .errors import (
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from .source import push_folder
     from .verify import Check, Verification, verify_artifact
     from .vocab_choice import VocabRequest
+    from .weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
     "Artifact",
@@ -63,7 +63,7 @@ __all__ = [
 _MODULES = {
     "Artifact": "artifact",
     "Check": "verify",
-    "Checkpoint": "checkpoint",
+    "Checkpoint": "weights.checkpoint",
     "Conversion": "convert",
     "DraftHead": "head",
     "LazyTensors": "head",
@@ -74,7 +74,7 @@ _MODULES = {
     "embedded_head": "embedded",
     "embedded_target_folder": "embedded",
     "export_embedded_target": "embedded",
-    "open_checkpoint": "checkpoint",
+    "open_checkpoint": "weights.checkpoint",
     "open_head": "head",
     "push_folder": "source",
     "verify_artifact": "verify",

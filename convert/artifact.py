@@ -19,15 +19,15 @@ import numpy as np
 
 from .atomic import atomic_directory
 from .errors import ArtifactError
-from .hashing import sha256_file
 from .head import DraftHead, open_head
 from .manifest import MANIFEST_NAME, Manifest
-from .tensor_writer import TensorPlan, write_safetensors
+from .weights.checksums import sha256_file
+from .weights.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .rows import GatheredRows
+    from .weights.rows import GatheredRows
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"

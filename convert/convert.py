@@ -16,11 +16,9 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking.rank import check_coverage, rank_by_order
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
-from . import eagle1, eagle3, names, readme, target
+from . import eagle1, eagle3, readme, target
 from .artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
 from .atomic import check_output, require_space
-from .checkpoint import FileRecord
-from .checkpoint_paths import clean_subfolder
 from .eagle3 import LmHeadSource
 from .embedded import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .engines import Finding, HeadFacts, conversion_findings
@@ -29,6 +27,9 @@ from .head import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
 from .model_card import model_card
 from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_ids, own_manifest
+from .weights import names
+from .weights.checkpoint import FileRecord
+from .weights.paths import clean_subfolder
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from .atomic import atomic_directory
 from .errors import OutputError, OutputExistsError, SourceError
-from .hashing import sha256_file
-from .tensor_writer import TensorPlan, write_safetensors
+from .weights.checksums import sha256_file
+from .weights.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     import numpy as np

@@ -15,8 +15,9 @@ from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from . import head_config, names
+from . import head_config
 from .head import DraftHead
+from .weights import names
 
 Severity = Literal["error", "warning", "note"]
 

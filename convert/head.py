@@ -17,11 +17,12 @@ import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
 from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
-from . import head_config, names
-from .checkpoint import FileRecord, open_checkpoint
+from . import head_config
 from .embedded import embedded_head
 from .errors import CheckpointError, MismatchError, UnsupportedHeadError
 from .source import ResolvedSource, open_head_source
+from .weights import names
+from .weights.checkpoint import FileRecord, open_checkpoint
 
 if TYPE_CHECKING:
     import torch

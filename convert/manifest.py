@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ArtifactError
-from .hashing import decode_checksums, encode_checksums
-from .names import HeadKind
+from .weights.checksums import decode_checksums, encode_checksums
+from .weights.names import HeadKind
 
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"

@@ -29,9 +29,8 @@ from typing import BinaryIO, Protocol
 from urllib.parse import quote
 
 from .atomic import atomic_file, require_space
-from .checkpoint_types import shorten
 from .errors import OutputError, SourceError
-from .safetensors_file import (
+from .weights.safetensors_file import (
     LENGTH_BYTES,
     SafetensorsFile,
     SafetensorsHeader,
@@ -39,6 +38,7 @@ from .safetensors_file import (
     header_length,
     parse_header,
 )
+from .weights.types import shorten
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10

@@ -25,7 +25,6 @@ from urllib.parse import quote
 from eagle_slim.vocab_tools.files import expand_home
 
 from .atomic import atomic_file
-from .checkpoint import Checkpoint, open_weights_file
 from .checkpoint_lm_head import (
     TargetLMHead,
     find_lm_head,
@@ -34,12 +33,13 @@ from .checkpoint_lm_head import (
     ties_embedding,
     unused_lm_head,
 )
-from .checkpoint_paths import TORCH_SUFFIXES, choose_weights, clean_subfolder, list_names, read_index
-from .checkpoint_types import shorten
 from .errors import CheckpointError, OutputError, SourceError
-from .names import canonical_names
 from .remote import CacheEntry, ConnectionBrokenError, fetch_tensor, read_remote_header
-from .safetensors_file import SafetensorsHeader
+from .weights.checkpoint import Checkpoint, open_weights_file
+from .weights.names import canonical_names
+from .weights.paths import TORCH_SUFFIXES, choose_weights, clean_subfolder, list_names, read_index
+from .weights.safetensors_file import SafetensorsHeader
+from .weights.types import shorten
 
 __all__ = [
     "HEAD_FILES",

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from .artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
-from .checkpoint_paths import TORCH_SUFFIXES
 from .errors import ArtifactError
-from .hashing import sha256_file
 from .manifest import MANIFEST_NAME, Manifest
-from .safetensors_file import SafetensorsFile
 from .verify_types import Doubt, Findings, join, refuse
+from .weights.checksums import sha256_file
+from .weights.paths import TORCH_SUFFIXES
+from .weights.safetensors_file import SafetensorsFile
 
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
 

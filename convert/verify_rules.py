@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from . import head_config, names
+from . import head_config
 from .artifact import freq_name
-from .checkpoint import open_checkpoint
 from .eagle3 import ARCHITECTURE
 from .engines import flavoured_architecture
-from .hashing import row_checksums
 from .head import head_from_checkpoint
-from .rows import all_finite
 from .verify_types import Findings, SkipCheck, join, refuse
+from .weights import names
+from .weights.checkpoint import open_checkpoint
+from .weights.checksums import row_checksums
+from .weights.rows import all_finite
 
 _MAPS = frozenset(names.MAPS)
 

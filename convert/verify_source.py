@@ -12,17 +12,18 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
-from . import eagle3, names
+from . import eagle3
 from . import target as targets
-from .checkpoint import open_checkpoint
 from .embedded import EMBEDDED_HEAD_NAME
 from .errors import CheckpointError, SourceError
-from .hashing import row_checksums
 from .head import DraftHead, head_from_checkpoint, open_head
 from .manifest import Manifest
-from .rows import GatheredRows
 from .target import Target, TargetChoice
 from .verify_types import Findings, SkipCheck, join, refuse
+from .weights import names
+from .weights.checkpoint import open_checkpoint
+from .weights.checksums import row_checksums
+from .weights.rows import GatheredRows
 
 
 @dataclass

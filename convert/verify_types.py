@@ -10,7 +10,7 @@ import numpy as np
 
 from .errors import ArtifactError
 from .manifest import Manifest
-from .safetensors_file import SafetensorsFile
+from .weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

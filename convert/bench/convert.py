@@ -171,7 +171,7 @@ def _run(folder: Path, sizes: Sizes, repeats: int, network: bool) -> dict[str, A
 
 def _make_files(folder: Path, sizes: Sizes) -> NDArray[np.int64]:
     """Write head, target, token map, and the files that hold just the bytes to be read; return the kept ids."""
-    from eagle_slim.convert.safetensors_file import SafetensorsFile
+    from ..weights.safetensors_file import SafetensorsFile
 
     rng = np.random.default_rng(0)
     (folder / "head").mkdir()
@@ -347,7 +347,7 @@ def _lm_head_shard(folder: Path) -> list[Path]:
 
 
 def _read_lm_head(folder: Path) -> None:
-    from eagle_slim.convert.safetensors_file import SafetensorsFile
+    from ..weights.safetensors_file import SafetensorsFile
 
     (shard,) = _lm_head_shard(folder)
     span = SafetensorsFile(shard).tensors["lm_head.weight"]

@@ -6,8 +6,8 @@ import hashlib
 import sys
 from typing import Any
 
-from eagle_slim.convert.checkpoint import Checkpoint
-from eagle_slim.convert.checkpoint_types import ReadRecord, WeightsFile
+from ..weights.checkpoint import Checkpoint
+from ..weights.types import ReadRecord, WeightsFile
 
 
 class ByteCounter:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.convert.checkpoint import open_checkpoint
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
 from eagle_slim.convert.source import open_head_source, push_folder, resolve, target_files
+from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
 from support.heads import eagle3_tensors

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checkpoint_types import FETCH_AGAIN, TensorInfo, shorten
-from .errors import CheckpointError
+from ..errors import CheckpointError
 from .safetensors_file import allocate_bytes, check_row_ids, row_size, safetensors_dtype
+from .types import FETCH_AGAIN, TensorInfo, shorten
 
 if TYPE_CHECKING:
     import torch

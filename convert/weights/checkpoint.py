@@ -12,18 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .checkpoint_paths import (
-    TORCH_SUFFIXES,
-    WeightsIndex,
-    choose_weights,
-    list_names,
-    path_inside,
-    read_index,
-)
-from .checkpoint_torch import TorchFile
-from .checkpoint_types import FETCH_AGAIN, FileRecord, ReadRecord, TensorInfo, WeightsFile, shorten
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
 from .safetensors_file import SafetensorsFile, row_size, torch_dtype
+from .torch_file import TorchFile
+from .types import FETCH_AGAIN, FileRecord, ReadRecord, TensorInfo, WeightsFile, shorten
 
 if TYPE_CHECKING:
     import torch

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import checkpoint_torch, safetensors_file
-from eagle_slim.convert.checkpoint import open_weights_file
-from eagle_slim.convert.checkpoint_paths import parse_index
 from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert.weights import safetensors_file
+from eagle_slim.convert.weights import torch_file as checkpoint_torch
+from eagle_slim.convert.weights.checkpoint import open_weights_file
+from eagle_slim.convert.weights.paths import parse_index
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save

@@ -15,8 +15,8 @@ from typing import Any
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .checkpoint_types import FETCH_AGAIN, shorten
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from .types import FETCH_AGAIN, shorten
 
 SINGLE_SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import safetensors_file
-from eagle_slim.convert.checkpoint import open_checkpoint
 from eagle_slim.convert.checkpoint_lm_head import find_lm_head, open_local_lm_head, ties_embedding
-from eagle_slim.convert.checkpoint_paths import choose_weights
 from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert.weights import safetensors_file
+from eagle_slim.convert.weights.checkpoint import open_checkpoint
+from eagle_slim.convert.weights.paths import choose_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from .errors import CheckpointError, MismatchError
-from .hashing import row_checksums
+from ..errors import CheckpointError, MismatchError
+from .checksums import row_checksums
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import CheckpointError, UnsupportedHeadError
+from ..errors import CheckpointError, UnsupportedHeadError
 
 HeadKind = Literal["eagle3", "eagle"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from .tensor_writer import tensor_bytes
+from .writer import tensor_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checkpoint_types import FETCH_AGAIN, TensorInfo, shorten
-from .errors import CheckpointError
+from ..errors import CheckpointError
+from .types import FETCH_AGAIN, TensorInfo, shorten
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""Weights files: read lazily and checked, rows gathered, written tensor by tensor."""
