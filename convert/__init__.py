@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .artifact import Artifact
     from .convert import Conversion, convert_head
-    from .embedded import embedded_head, embedded_target_folder, export_embedded_target
     from .errors import (
         ArtifactError,
         CheckpointError,
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
     )
     from .head import DraftHead, LazyTensors, open_head
     from .manifest import Manifest
-    from .source import push_folder
+    from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
+    from .sources.hub import push_folder
     from .verify import Check, Verification, verify_artifact
     from .vocab_choice import VocabRequest
     from .weights.checkpoint import Checkpoint, open_checkpoint
@@ -71,12 +71,12 @@ _MODULES = {
     "Verification": "verify",
     "VocabRequest": "vocab_choice",
     "convert_head": "convert",
-    "embedded_head": "embedded",
-    "embedded_target_folder": "embedded",
-    "export_embedded_target": "embedded",
+    "embedded_head": "sources.builtin",
+    "embedded_target_folder": "sources.builtin",
+    "export_embedded_target": "sources.builtin",
     "open_checkpoint": "weights.checkpoint",
     "open_head": "head",
-    "push_folder": "source",
+    "push_folder": "sources.hub",
     "verify_artifact": "verify",
 }
 

@@ -16,16 +16,17 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking.rank import check_coverage, rank_by_order
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
-from . import eagle1, eagle3, readme, target
+from . import eagle1, eagle3, target
 from .artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
 from .atomic import check_output, require_space
 from .eagle3 import LmHeadSource
-from .embedded import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .engines import Finding, HeadFacts, conversion_findings
 from .errors import UnsupportedHeadError
 from .head import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
 from .model_card import model_card
+from .sources import card as readme
+from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_ids, own_manifest
 from .weights import names
 from .weights.checkpoint import FileRecord
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-    from .checkpoint_lm_head import TargetLMHead
+    from .sources.lm_head import TargetLMHead
     from .target import Target, TargetChoice
 
 DraftVocabSize = int | Literal["full"]

@@ -18,9 +18,9 @@ from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
 from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
 from . import head_config
-from .embedded import embedded_head
 from .errors import CheckpointError, MismatchError, UnsupportedHeadError
-from .source import ResolvedSource, open_head_source
+from .sources.builtin import embedded_head
+from .sources.hub import ResolvedSource, open_head_source
 from .weights import names
 from .weights.checkpoint import FileRecord, open_checkpoint
 

@@ -14,10 +14,10 @@ from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
 from . import eagle3
 from . import target as targets
-from .embedded import EMBEDDED_HEAD_NAME
 from .errors import CheckpointError, SourceError
 from .head import DraftHead, head_from_checkpoint, open_head
 from .manifest import Manifest
+from .sources.builtin import EMBEDDED_HEAD_NAME
 from .target import Target, TargetChoice
 from .verify_types import Findings, SkipCheck, join, refuse
 from .weights import names

@@ -8,8 +8,8 @@ The command `eagle-compare` does this and more; here are the pieces.
 import argparse
 from pathlib import Path
 
-from eagle_slim.convert.default_counts import load_embedded_counts
-from eagle_slim.convert.embedded import embedded_target_folder
+from eagle_slim.convert.sources.builtin import embedded_target_folder
+from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare import Mode, Size, compare
 from eagle_slim.runtime.compare_output import html_page, text_table

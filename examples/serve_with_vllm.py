@@ -37,7 +37,7 @@ def main() -> int:
         return 1
     target = arguments.target
     if target is None:
-        from eagle_slim.convert.embedded import embedded_target_folder
+        from eagle_slim.convert.sources.builtin import embedded_target_folder
 
         target = str(embedded_target_folder())
     questions = arguments.prompt or ["Why is the sky blue?", "Write a short story about a lighthouse keeper."]

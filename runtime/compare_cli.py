@@ -158,7 +158,7 @@ def _ranking(
     wanted: tuple[int | str, ...] | None,
 ) -> Ranking | None:
     """Make the ranking that sizes are cut from; None where only `full` is asked for and nothing ranks it."""
-    from eagle_slim.convert.embedded import embedded_target_folder
+    from eagle_slim.convert.sources.builtin import embedded_target_folder
     from eagle_slim.convert.vocab_choice import VocabRequest, make_ranking
     from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab

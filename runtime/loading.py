@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from eagle_slim.convert.artifact import Artifact
-from eagle_slim.convert.default_counts import load_embedded_counts
-from eagle_slim.convert.embedded import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.head import DraftHead, open_head
 from eagle_slim.convert.manifest import MANIFEST_NAME
-from eagle_slim.convert.source import open_head_source
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
+from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
+from eagle_slim.convert.sources.hub import open_head_source
 from eagle_slim.convert.target import choose_target, is_missing_folder
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert.embedded import embedded_target_folder
+from eagle_slim.convert.sources.builtin import embedded_target_folder
 from engines.artifacts import command
 from engines.protocol import Json, ask
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert.embedded import embedded_target_folder
+from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from engines.artifacts import command
 from engines.protocol import Json, ask

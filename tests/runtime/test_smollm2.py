@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.convert import convert_head
-from eagle_slim.convert.default_counts import load_embedded_counts
+from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import ReferenceDrafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.convert.embedded import embedded_chats, embedded_target_folder
+from eagle_slim.convert.sources.builtin import embedded_chats, embedded_target_folder
 from eagle_slim.vocab_tools import (
     LoadedTokenizer,
     SourceCounts,

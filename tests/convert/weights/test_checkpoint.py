@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.checkpoint_lm_head import find_lm_head, open_local_lm_head, ties_embedding
 from eagle_slim.convert.errors import CheckpointError
+from eagle_slim.convert.sources.lm_head import find_lm_head, open_local_lm_head, ties_embedding
 from eagle_slim.convert.weights import safetensors_file
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.convert.weights.paths import choose_weights

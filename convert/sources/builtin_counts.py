@@ -14,7 +14,7 @@ import numpy as np
 from eagle_slim.vocab_tools.counting.count.counts import HeldOut, SourceCounts, TokenCounts
 from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
-from .embedded import embedded_chats, embedded_counts
+from .builtin import embedded_chats, embedded_counts
 
 HELD_OUT_SHARE = 0.1
 HELD_OUT_SEED = 0

@@ -16,10 +16,10 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .atomic import atomic_directory
-from .errors import OutputError, OutputExistsError, SourceError
-from .weights.checksums import sha256_file
-from .weights.writer import TensorPlan, write_safetensors
+from ..atomic import atomic_directory
+from ..errors import OutputError, OutputExistsError, SourceError
+from ..weights.checksums import sha256_file
+from ..weights.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     import numpy as np

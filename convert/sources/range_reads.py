@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 from urllib.parse import quote
 
-from .atomic import atomic_file, require_space
-from .errors import OutputError, SourceError
-from .weights.safetensors_file import (
+from ..atomic import atomic_file, require_space
+from ..errors import OutputError, SourceError
+from ..weights.safetensors_file import (
     LENGTH_BYTES,
     SafetensorsFile,
     SafetensorsHeader,
@@ -38,7 +38,7 @@ from .weights.safetensors_file import (
     header_length,
     parse_header,
 )
-from .weights.types import shorten
+from ..weights.types import shorten
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10

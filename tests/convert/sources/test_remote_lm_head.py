@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.convert import remote, source
 from eagle_slim.convert.errors import CheckpointError, SourceError
-from eagle_slim.convert.source import open_target_lm_head, target_files
+from eagle_slim.convert.sources import hub as source
+from eagle_slim.convert.sources import range_reads as remote
+from eagle_slim.convert.sources.hub import open_target_lm_head, target_files
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
 
@@ -263,7 +264,7 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from eagle_slim.convert.source import open_target_lm_head
+from eagle_slim.convert.sources.hub import open_target_lm_head
 head = open_target_lm_head(sys.argv[1])
 print(head.files[0].path)
 """

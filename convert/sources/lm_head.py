@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import CheckpointError
-from .weights.checkpoint import Checkpoint, FileRecord, open_checkpoint
-from .weights.paths import choose_weights, list_names, path_inside, read_index
-from .weights.types import shorten
+from ..errors import CheckpointError
+from ..weights.checkpoint import Checkpoint, FileRecord, open_checkpoint
+from ..weights.paths import choose_weights, list_names, path_inside, read_index
+from ..weights.types import shorten
 
 if TYPE_CHECKING:
     import torch

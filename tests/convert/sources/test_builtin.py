@@ -17,8 +17,8 @@ from eagle_slim.convert import (
     export_embedded_target,
     verify_artifact,
 )
-from eagle_slim.convert.default_counts import embedded_counts_with_held_out, load_embedded_counts
-from eagle_slim.convert.embedded import unpermute_rows
+from eagle_slim.convert.sources.builtin import unpermute_rows
+from eagle_slim.convert.sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file

@@ -24,22 +24,15 @@ from urllib.parse import quote
 
 from eagle_slim.vocab_tools.files import expand_home
 
-from .atomic import atomic_file
-from .checkpoint_lm_head import (
-    TargetLMHead,
-    find_lm_head,
-    lm_head_of,
-    open_local_lm_head,
-    ties_embedding,
-    unused_lm_head,
-)
-from .errors import CheckpointError, OutputError, SourceError
-from .remote import CacheEntry, ConnectionBrokenError, fetch_tensor, read_remote_header
-from .weights.checkpoint import Checkpoint, open_weights_file
-from .weights.names import canonical_names
-from .weights.paths import TORCH_SUFFIXES, choose_weights, clean_subfolder, list_names, read_index
-from .weights.safetensors_file import SafetensorsHeader
-from .weights.types import shorten
+from ..atomic import atomic_file
+from ..errors import CheckpointError, OutputError, SourceError
+from ..weights.checkpoint import Checkpoint, open_weights_file
+from ..weights.names import canonical_names
+from ..weights.paths import TORCH_SUFFIXES, choose_weights, clean_subfolder, list_names, read_index
+from ..weights.safetensors_file import SafetensorsHeader
+from ..weights.types import shorten
+from .lm_head import TargetLMHead, find_lm_head, lm_head_of, open_local_lm_head, ties_embedding, unused_lm_head
+from .range_reads import CacheEntry, ConnectionBrokenError, fetch_tensor, read_remote_header
 
 __all__ = [
     "HEAD_FILES",
