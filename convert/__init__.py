@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         SourceError,
         UnsupportedHeadError,
     )
-    from .head import DraftHead, LazyTensors, open_head
+    from .head.open import DraftHead, LazyTensors, open_head
     from .manifest import Manifest
     from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
     from .sources.hub import push_folder
@@ -65,8 +65,8 @@ _MODULES = {
     "Check": "verify",
     "Checkpoint": "weights.checkpoint",
     "Conversion": "convert",
-    "DraftHead": "head",
-    "LazyTensors": "head",
+    "DraftHead": "head.open",
+    "LazyTensors": "head.open",
     "Manifest": "manifest",
     "Verification": "verify",
     "VocabRequest": "vocab_choice",
@@ -75,7 +75,7 @@ _MODULES = {
     "embedded_target_folder": "sources.builtin",
     "export_embedded_target": "sources.builtin",
     "open_checkpoint": "weights.checkpoint",
-    "open_head": "head",
+    "open_head": "head.open",
     "push_folder": "sources.hub",
     "verify_artifact": "verify",
 }

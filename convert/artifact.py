@@ -19,7 +19,7 @@ import numpy as np
 
 from .atomic import atomic_directory
 from .errors import ArtifactError
-from .head import DraftHead, open_head
+from .head.open import DraftHead, open_head
 from .manifest import MANIFEST_NAME, Manifest
 from .weights.checksums import sha256_file
 from .weights.writer import TensorPlan, write_safetensors

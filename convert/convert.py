@@ -22,7 +22,7 @@ from .atomic import check_output, require_space
 from .eagle3 import LmHeadSource
 from .engines import Finding, HeadFacts, conversion_findings
 from .errors import UnsupportedHeadError
-from .head import D2tForm, DraftHead, open_head
+from .head.open import D2tForm, DraftHead, open_head
 from .manifest import MANIFEST_NAME, Flavour, Manifest
 from .model_card import model_card
 from .sources import card as readme

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .eagle3 import copy_plan
 from .engines import flavoured_architecture
-from .head import DraftHead
+from .head.open import DraftHead
 from .weights import names
 from .weights.writer import TensorPlan, whole
 

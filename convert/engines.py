@@ -15,8 +15,8 @@ from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from . import head_config
-from .head import DraftHead
+from .head import config as head_config
+from .head.open import DraftHead
 from .weights import names
 
 Severity = Literal["error", "warning", "note"]

@@ -14,7 +14,7 @@ from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenize
 
 from .eagle3 import LmHeadSource
 from .errors import MismatchError, SourceError
-from .head import DraftHead
+from .head.open import DraftHead
 from .manifest import MANIFEST_NAME, Manifest
 from .sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .sources.hub import ResolvedSource, open_target_lm_head, target_files

@@ -8,7 +8,7 @@ from functools import partial
 
 from .engines import ENGINES, HeadFacts, check_engine
 from .errors import ArtifactError
-from .head import head_from_checkpoint
+from .head.open import head_from_checkpoint
 from .verify_types import Doubt, Findings
 from .weights.checkpoint import open_checkpoint
 

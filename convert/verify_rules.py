@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from . import head_config
 from .artifact import freq_name
 from .eagle3 import ARCHITECTURE
 from .engines import flavoured_architecture
-from .head import head_from_checkpoint
+from .head import config as head_config
+from .head.open import head_from_checkpoint
 from .verify_types import Findings, SkipCheck, join, refuse
 from .weights import names
 from .weights.checkpoint import open_checkpoint

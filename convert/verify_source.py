@@ -15,7 +15,7 @@ from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 from . import eagle3
 from . import target as targets
 from .errors import CheckpointError, SourceError
-from .head import DraftHead, head_from_checkpoint, open_head
+from .head.open import DraftHead, head_from_checkpoint, open_head
 from .manifest import Manifest
 from .sources.builtin import EMBEDDED_HEAD_NAME
 from .target import Target, TargetChoice

@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from .errors import MismatchError
-from .head import DraftHead
+from .head.open import DraftHead
 from .manifest import MANIFEST_NAME, Manifest
 from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 

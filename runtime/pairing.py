@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_slim.convert.head import DraftHead
+from eagle_slim.convert.head.open import DraftHead
 
 from .errors import PairingError
 from .target import default_tap_layers

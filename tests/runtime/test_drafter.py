@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.convert.head import open_head
+from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter_config import DrafterConfig

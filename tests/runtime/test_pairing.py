@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import transformers
 from eagle_slim.convert.convert import convert_head
-from eagle_slim.convert.head import open_head
+from eagle_slim.convert.head.open import open_head
 from eagle_slim.convert.vocab_choice import VocabRequest
 from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.errors import TargetError, UsageError

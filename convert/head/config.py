@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import MismatchError, UnsupportedHeadError
+from ..errors import MismatchError, UnsupportedHeadError
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 

@@ -17,12 +17,12 @@ import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
 from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
-from . import head_config
-from .errors import CheckpointError, MismatchError, UnsupportedHeadError
-from .sources.builtin import embedded_head
-from .sources.hub import ResolvedSource, open_head_source
-from .weights import names
-from .weights.checkpoint import FileRecord, open_checkpoint
+from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
+from ..sources.builtin import embedded_head
+from ..sources.hub import ResolvedSource, open_head_source
+from ..weights import names
+from ..weights.checkpoint import FileRecord, open_checkpoint
+from . import config as head_config
 
 if TYPE_CHECKING:
     import torch

@@ -1,0 +1,1 @@
+"""A draft head of any published spelling, opened as one `DraftHead`."""
