@@ -12,7 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .artifact import Artifact
+    from .artifact.artifact import Artifact
+    from .artifact.manifest import Manifest
     from .convert import Conversion, convert_head
     from .errors import (
         ArtifactError,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         UnsupportedHeadError,
     )
     from .head.open import DraftHead, LazyTensors, open_head
-    from .manifest import Manifest
     from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
     from .sources.hub import push_folder
     from .verify import Check, Verification, verify_artifact
@@ -61,13 +61,13 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Artifact": "artifact",
+    "Artifact": "artifact.artifact",
     "Check": "verify",
     "Checkpoint": "weights.checkpoint",
     "Conversion": "convert",
     "DraftHead": "head.open",
     "LazyTensors": "head.open",
-    "Manifest": "manifest",
+    "Manifest": "artifact.manifest",
     "Verification": "verify",
     "VocabRequest": "vocab_choice",
     "convert_head": "convert",

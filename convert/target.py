@@ -12,10 +12,10 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
 
-from .eagle3 import LmHeadSource
+from .artifact.eagle3 import LmHeadSource
+from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import MismatchError, SourceError
 from .head.open import DraftHead
-from .manifest import MANIFEST_NAME, Manifest
 from .sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
 from .sources.hub import ResolvedSource, open_target_lm_head, target_files
 from .sources.lm_head import TargetLMHead

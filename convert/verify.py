@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from .engines import require_engines
+from .artifact.engines import require_engines
 from .errors import ArtifactError
 from .verify_engine import EngineChecks
 from .verify_files import FileChecks

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from .engines import ENGINES, HeadFacts, check_engine
+from .artifact.engines import ENGINES, HeadFacts, check_engine
 from .errors import ArtifactError
 from .head.open import head_from_checkpoint
 from .verify_types import Doubt, Findings

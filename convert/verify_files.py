@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
+from .artifact.artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
+from .artifact.manifest import MANIFEST_NAME, Manifest
 from .errors import ArtifactError
-from .manifest import MANIFEST_NAME, Manifest
 from .verify_types import Doubt, Findings, join, refuse
 from .weights.checksums import sha256_file
 from .weights.paths import TORCH_SUFFIXES

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from .artifact import freq_name
-from .eagle3 import ARCHITECTURE
-from .engines import flavoured_architecture
+from .artifact.artifact import freq_name
+from .artifact.eagle3 import ARCHITECTURE
+from .artifact.engines import flavoured_architecture
 from .head import config as head_config
 from .head.open import head_from_checkpoint
 from .verify_types import Findings, SkipCheck, join, refuse

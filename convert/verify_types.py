@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .artifact.manifest import Manifest
 from .errors import ArtifactError
-from .manifest import Manifest
 from .weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:

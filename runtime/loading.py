@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from eagle_slim.convert.artifact import Artifact
+from eagle_slim.convert.artifact.artifact import Artifact
+from eagle_slim.convert.artifact.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.head.open import DraftHead, open_head
-from eagle_slim.convert.manifest import MANIFEST_NAME
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.hub import open_head_source

@@ -49,7 +49,7 @@ from .target import TargetModel
 from .weights import gather_lm_head_rows, load_head_weights
 
 if TYPE_CHECKING:
-    from eagle_slim.convert.artifact import Artifact
+    from eagle_slim.convert.artifact.artifact import Artifact
     from eagle_slim.convert.head.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from transformers import GenerationConfig

@@ -1,10 +1,10 @@
-"""`convert/engines.py`: which heads an engine cannot take, and what is said instead."""
+"""`convert/artifact/engines.py`: which heads an engine cannot take, and what is said instead."""
 
 import json
 from dataclasses import replace
 
 import pytest
-from eagle_slim.convert.engines import (
+from eagle_slim.convert.artifact.artifact.engines import (
     ENGINES,
     HeadFacts,
     check_engine,

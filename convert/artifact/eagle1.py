@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..head.open import DraftHead
+from ..weights import names
+from ..weights.writer import TensorPlan, whole
 from .eagle3 import copy_plan
 from .engines import flavoured_architecture
-from .head.open import DraftHead
-from .weights import names
-from .weights.writer import TensorPlan, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

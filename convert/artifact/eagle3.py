@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_ids
 
+from ..errors import MismatchError
+from ..head import config as head_config
+from ..head.open import DraftHead, LazyTensors
+from ..weights import names
+from ..weights.rows import GatheredRows, RowSource, refuse_nonfinite
+from ..weights.writer import TensorPlan, array_plan, whole
 from .engines import flavoured_architecture
-from .errors import MismatchError
-from .head import config as head_config
-from .head.open import DraftHead, LazyTensors
-from .weights import names
-from .weights.rows import GatheredRows, RowSource, refuse_nonfinite
-from .weights.writer import TensorPlan, array_plan, whole
 
 if TYPE_CHECKING:
     import torch

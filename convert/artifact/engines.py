@@ -15,9 +15,9 @@ from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .head import config as head_config
-from .head.open import DraftHead
-from .weights import names
+from ..head import config as head_config
+from ..head.open import DraftHead
+from ..weights import names
 
 Severity = Literal["error", "warning", "note"]
 

@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ArtifactError
-from .weights.checksums import decode_checksums, encode_checksums
-from .weights.names import HeadKind
+from ..errors import ArtifactError
+from ..weights.checksums import decode_checksums, encode_checksums
+from ..weights.names import HeadKind
 
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .atomic import atomic_directory
-from .errors import ArtifactError
-from .head.open import DraftHead, open_head
+from ..atomic import atomic_directory
+from ..errors import ArtifactError
+from ..head.open import DraftHead, open_head
+from ..weights.checksums import sha256_file
+from ..weights.writer import TensorPlan, write_safetensors
 from .manifest import MANIFEST_NAME, Manifest
-from .weights.checksums import sha256_file
-from .weights.writer import TensorPlan, write_safetensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from .weights.rows import GatheredRows
+    from ..weights.rows import GatheredRows
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
