@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .artifact.artifact import Artifact
     from .artifact.manifest import Manifest
-    from .convert import Conversion, convert_head
+    from .conversion.convert import Conversion, convert_head
+    from .conversion.vocab_choice import VocabRequest
     from .errors import (
         ArtifactError,
         CheckpointError,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
     from .sources.hub import push_folder
     from .verify import Check, Verification, verify_artifact
-    from .vocab_choice import VocabRequest
     from .weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -64,13 +64,13 @@ _MODULES = {
     "Artifact": "artifact.artifact",
     "Check": "verify",
     "Checkpoint": "weights.checkpoint",
-    "Conversion": "convert",
+    "Conversion": "conversion.convert",
     "DraftHead": "head.open",
     "LazyTensors": "head.open",
     "Manifest": "artifact.manifest",
     "Verification": "verify",
-    "VocabRequest": "vocab_choice",
-    "convert_head": "convert",
+    "VocabRequest": "conversion.vocab_choice",
+    "convert_head": "conversion.convert",
     "embedded_head": "sources.builtin",
     "embedded_target_folder": "sources.builtin",
     "export_embedded_target": "sources.builtin",

@@ -26,7 +26,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
-    from .convert import Conversion
+    from .conversion.convert import Conversion
 
 # Options that describe a corpus: without --dataset there is nothing for them to describe.
 _DESCRIBES_DATASET = (
@@ -137,8 +137,8 @@ def convert(head: str | None, **options: Any) -> None:
     The tokens come from --counts, --token-map, --dataset or --order; without any of them from the head's own ranks (a
     head that eagle-convert wrote), from the built-in counts (the built-in head) or from a public chat dataset.
     """
-    from .convert import convert_head
-    from .vocab_choice import VocabRequest
+    from .conversion.convert import convert_head
+    from .conversion.vocab_choice import VocabRequest
 
     sources, counting = corpus_arguments(options)
     if not sources:
@@ -230,7 +230,7 @@ def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:
 
 
 def _print(conversion: Conversion) -> None:
-    from .convert import coverage_summary
+    from .conversion.convert import coverage_summary
 
     click.echo(f"wrote {conversion.folder}")
     click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")

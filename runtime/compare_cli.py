@@ -22,7 +22,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from .model_options_cli import load_model, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
-    from eagle_slim.convert.vocab_choice import Ranking
+    from eagle_slim.convert.conversion.vocab_choice import Ranking
 
     from .compare import CompareReport, CoverageCurve, Size
     from .model import SpeculativeModel
@@ -158,8 +158,8 @@ def _ranking(
     wanted: tuple[int | str, ...] | None,
 ) -> Ranking | None:
     """Make the ranking that sizes are cut from; None where only `full` is asked for and nothing ranks it."""
+    from eagle_slim.convert.conversion.vocab_choice import VocabRequest, make_ranking
     from eagle_slim.convert.sources.builtin import embedded_target_folder
-    from eagle_slim.convert.vocab_choice import VocabRequest, make_ranking
     from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from eagle_slim.convert.artifact.artifact import Artifact
 from eagle_slim.convert.artifact.artifact.manifest import MANIFEST_NAME
+from eagle_slim.convert.conversion.target import choose_target, is_missing_folder
 from eagle_slim.convert.head.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.convert.sources.hub import open_head_source
-from eagle_slim.convert.target import choose_target, is_missing_folder
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer

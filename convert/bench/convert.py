@@ -267,8 +267,9 @@ def _child(job: dict[str, Any]) -> None:
     import safetensors.torch  # noqa: F401  (so that the imports of the call are done before it)
     import torch  # noqa: F401
     from eagle_slim.convert.bench.counting import count_reads, count_sha256
-    from eagle_slim.convert.convert import convert_head
-    from eagle_slim.convert.vocab_choice import VocabRequest
+
+    from ..conversion.convert import convert_head
+    from ..conversion.vocab_choice import VocabRequest
 
     counted = (count_sha256(), count_reads()) if job.get("count") else None
     before = _anonymous_bytes()

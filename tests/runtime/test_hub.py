@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eagle_slim.convert.convert import convert_head
-from eagle_slim.convert.vocab_choice import VocabRequest
+from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from support.hub_server import HubServer
 from support.tiny_models import write_pair
 

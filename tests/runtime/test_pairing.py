@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import transformers
-from eagle_slim.convert.convert import convert_head
+from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.open import open_head
-from eagle_slim.convert.vocab_choice import VocabRequest
 from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.errors import TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.convert.convert import convert_head
-from eagle_slim.convert.vocab_choice import VocabRequest
+from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import compare_cli, generate_cli
 from eagle_slim.runtime.streaming import StopTextStreamer
 from support.tiny_models import write_head, write_pair

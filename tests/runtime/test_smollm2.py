@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.convert import convert_head
+from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import ReferenceDrafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError

@@ -19,10 +19,10 @@ from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-from .artifact.manifest import MANIFEST_NAME, Manifest
-from .errors import MismatchError
-from .head.open import DraftHead
-from .sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
+from ..artifact.manifest import MANIFEST_NAME, Manifest
+from ..errors import MismatchError
+from ..head.open import DraftHead
+from ..sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource

@@ -157,7 +157,7 @@ def test_pushed_and_loaded_again(hub, tmp_path, capsys, monkeypatch):
 
 
 def test_default_dataset_is_streamed_and_named(hub, tmp_path):
-    from eagle_slim.convert.vocab_choice import DEFAULT_DATASET
+    from eagle_slim.convert.conversion.vocab_choice import DEFAULT_DATASET
 
     chats = [
         {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": f"The quick fox {n}"}]}

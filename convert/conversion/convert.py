@@ -16,22 +16,22 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking.rank import check_coverage, rank_by_order
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
+from ..artifact import eagle1, eagle3
+from ..artifact.artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
+from ..artifact.eagle3 import LmHeadSource
+from ..artifact.engines import Finding, HeadFacts, conversion_findings
+from ..artifact.manifest import MANIFEST_NAME, Flavour, Manifest
+from ..artifact.model_card import model_card
+from ..atomic import check_output, require_space
+from ..errors import UnsupportedHeadError
+from ..head.open import D2tForm, DraftHead, open_head
+from ..sources import card as readme
+from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
+from ..weights import names
+from ..weights.checkpoint import FileRecord
+from ..weights.paths import clean_subfolder
 from . import target
-from .artifact import eagle1, eagle3
-from .artifact.artifact import PLOT_NAME, Artifact, ArtifactContents, freq_bytes, freq_name, write_artifact
-from .artifact.eagle3 import LmHeadSource
-from .artifact.engines import Finding, HeadFacts, conversion_findings
-from .artifact.manifest import MANIFEST_NAME, Flavour, Manifest
-from .artifact.model_card import model_card
-from .atomic import check_output, require_space
-from .errors import UnsupportedHeadError
-from .head.open import D2tForm, DraftHead, open_head
-from .sources import card as readme
-from .sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_ids, own_manifest
-from .weights import names
-from .weights.checkpoint import FileRecord
-from .weights.paths import clean_subfolder
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-    from .sources.lm_head import TargetLMHead
+    from ..sources.lm_head import TargetLMHead
     from .target import Target, TargetChoice
 
 DraftVocabSize = int | Literal["full"]

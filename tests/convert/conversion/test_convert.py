@@ -19,7 +19,7 @@ from eagle_slim.convert import (
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert import convert as conversion
+from eagle_slim.convert.conversion import convert as conversion
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from hypothesis import HealthCheck, given, settings
@@ -721,7 +721,7 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
 
 def test_defaults_are_named(tmp_path, target, monkeypatch):
     said = []
-    monkeypatch.setattr("eagle_slim.convert.target.known_target", lambda head: str(target))
+    monkeypatch.setattr("eagle_slim.convert.conversion.target.known_target", lambda head: str(target))
     counts = token_counts([3] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
     asked = []
 
@@ -741,7 +741,7 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
 
 
 def test_target_named_by_the_head(tmp_path, target):
-    from eagle_slim.convert.target import choose_target
+    from eagle_slim.convert.conversion.target import choose_target
 
     opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
     choice = choose_target(None, "some/head", opened, "base/model")

@@ -12,14 +12,14 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
 
-from .artifact.eagle3 import LmHeadSource
-from .artifact.manifest import MANIFEST_NAME, Manifest
-from .errors import MismatchError, SourceError
-from .head.open import DraftHead
-from .sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from .sources.hub import ResolvedSource, open_target_lm_head, target_files
-from .sources.lm_head import TargetLMHead
-from .sources.public_heads import known_target
+from ..artifact.eagle3 import LmHeadSource
+from ..artifact.manifest import MANIFEST_NAME, Manifest
+from ..errors import MismatchError, SourceError
+from ..head.open import DraftHead
+from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
+from ..sources.hub import ResolvedSource, open_target_lm_head, target_files
+from ..sources.lm_head import TargetLMHead
+from ..sources.public_heads import known_target
 
 # Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use.
 _MOST_PADDING = 2048

@@ -1,0 +1,1 @@
+"""From a head, a target and a vocabulary to written artifacts."""
