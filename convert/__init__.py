@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .artifact.artifact import Artifact
     from .artifact.manifest import Manifest
+    from .audit.verify import Check, Verification, verify_artifact
     from .conversion.convert import Conversion, convert_head
     from .conversion.vocab_choice import VocabRequest
     from .errors import (
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from .head.open import DraftHead, LazyTensors, open_head
     from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
     from .sources.hub import push_folder
-    from .verify import Check, Verification, verify_artifact
     from .weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -62,13 +62,13 @@ __all__ = [
 
 _MODULES = {
     "Artifact": "artifact.artifact",
-    "Check": "verify",
+    "Check": "audit.verify",
     "Checkpoint": "weights.checkpoint",
     "Conversion": "conversion.convert",
     "DraftHead": "head.open",
     "LazyTensors": "head.open",
     "Manifest": "artifact.manifest",
-    "Verification": "verify",
+    "Verification": "audit.verify",
     "VocabRequest": "conversion.vocab_choice",
     "convert_head": "conversion.convert",
     "embedded_head": "sources.builtin",
@@ -77,7 +77,7 @@ _MODULES = {
     "open_checkpoint": "weights.checkpoint",
     "open_head": "head.open",
     "push_folder": "sources.hub",
-    "verify_artifact": "verify",
+    "verify_artifact": "audit.verify",
 }
 
 

@@ -44,7 +44,7 @@ def verify(
 
     Lists every check as ok, warning, failed or skipped, with what was found. The exit code is 1 when one failed.
     """
-    from .verify import verify_artifact
+    from .audit.verify import verify_artifact
 
     result = verify_artifact(
         folder,

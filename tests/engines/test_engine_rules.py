@@ -12,8 +12,8 @@ from eagle_slim.convert.artifact.artifact.engines import (
     flavoured_architecture,
     require_engines,
 )
+from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.head.open import open_head
-from eagle_slim.convert.verify import verify_artifact
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
 

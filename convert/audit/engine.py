@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from .artifact.engines import ENGINES, HeadFacts, check_engine
-from .errors import ArtifactError
-from .head.open import head_from_checkpoint
-from .verify_types import Doubt, Findings
-from .weights.checkpoint import open_checkpoint
+from ..artifact.engines import ENGINES, HeadFacts, check_engine
+from ..errors import ArtifactError
+from ..head.open import head_from_checkpoint
+from ..weights.checkpoint import open_checkpoint
+from .findings import Doubt, Findings
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .artifact.manifest import Manifest
-from .errors import ArtifactError
-from .weights.safetensors_file import SafetensorsFile
+from ..artifact.manifest import Manifest
+from ..errors import ArtifactError
+from ..weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from .artifact.artifact import freq_name
-from .artifact.eagle3 import ARCHITECTURE
-from .artifact.engines import flavoured_architecture
-from .head import config as head_config
-from .head.open import head_from_checkpoint
-from .verify_types import Findings, SkipCheck, join, refuse
-from .weights import names
-from .weights.checkpoint import open_checkpoint
-from .weights.checksums import row_checksums
-from .weights.rows import all_finite
+from ..artifact.artifact import freq_name
+from ..artifact.eagle3 import ARCHITECTURE
+from ..artifact.engines import flavoured_architecture
+from ..head import config as head_config
+from ..head.open import head_from_checkpoint
+from ..weights import names
+from ..weights.checkpoint import open_checkpoint
+from ..weights.checksums import row_checksums
+from ..weights.rows import all_finite
+from .findings import Findings, SkipCheck, join, refuse
 
 _MAPS = frozenset(names.MAPS)
 

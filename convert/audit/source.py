@@ -12,18 +12,18 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
 
-from .artifact import eagle3
-from .artifact.manifest import Manifest
-from .conversion import target as targets
-from .conversion.target import Target, TargetChoice
-from .errors import CheckpointError, SourceError
-from .head.open import DraftHead, head_from_checkpoint, open_head
-from .sources.builtin import EMBEDDED_HEAD_NAME
-from .verify_types import Findings, SkipCheck, join, refuse
-from .weights import names
-from .weights.checkpoint import open_checkpoint
-from .weights.checksums import row_checksums
-from .weights.rows import GatheredRows
+from ..artifact import eagle3
+from ..artifact.manifest import Manifest
+from ..conversion import target as targets
+from ..conversion.target import Target, TargetChoice
+from ..errors import CheckpointError, SourceError
+from ..head.open import DraftHead, head_from_checkpoint, open_head
+from ..sources.builtin import EMBEDDED_HEAD_NAME
+from ..weights import names
+from ..weights.checkpoint import open_checkpoint
+from ..weights.checksums import row_checksums
+from ..weights.rows import GatheredRows
+from .findings import Findings, SkipCheck, join, refuse
 
 
 @dataclass

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from .artifact.engines import require_engines
-from .errors import ArtifactError
-from .verify_engine import EngineChecks
-from .verify_files import FileChecks
-from .verify_rules import RuleChecks
-from .verify_source import SourceChecks
-from .verify_types import Doubt, Findings, SkipCheck
+from ..artifact.engines import require_engines
+from ..errors import ArtifactError
+from .engine import EngineChecks
+from .files import FileChecks
+from .findings import Doubt, Findings, SkipCheck
+from .rules import RuleChecks
+from .source import SourceChecks
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 

@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from .artifact.artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
-from .artifact.manifest import MANIFEST_NAME, Manifest
-from .errors import ArtifactError
-from .verify_types import Doubt, Findings, join, refuse
-from .weights.checksums import sha256_file
-from .weights.paths import TORCH_SUFFIXES
-from .weights.safetensors_file import SafetensorsFile
+from ..artifact.artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
+from ..artifact.manifest import MANIFEST_NAME, Manifest
+from ..errors import ArtifactError
+from ..weights.checksums import sha256_file
+from ..weights.paths import TORCH_SUFFIXES
+from ..weights.safetensors_file import SafetensorsFile
+from .findings import Doubt, Findings, join, refuse
 
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
 

@@ -1,0 +1,1 @@
+"""Checks of an artifact against its format, its manifest and what it was made from."""
