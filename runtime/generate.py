@@ -14,14 +14,14 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .cache import SlotCache
 from .config import SamplingConfig
 from .drafter import Drafter, NewPairs
 from .requests import Request, RequestOutput, RunningRequest
 from .sampling import choose_tokens, stream_window, uniform_stream
 from .slots import ActiveSlots
 from .stats import GenerationStats, PhaseTimer
-from .target import TargetModel
+from .target.cache import SlotCache
+from .target.transformers import TargetModel
 from .tree import DraftTree, layout_tree
 from .verify import AcceptedPath, accept_path
 

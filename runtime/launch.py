@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .cache import SlotRows
 from .config import TreeConfig
 from .drafter import NewPairs, ReferenceDrafter, check_tree_fits
 from .drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
 from .errors import DrafterError, UsageError
 from .slots import ActiveSlots
+from .target.cache import SlotRows
 from .tree import DraftTree
 from .weights import HeadWeights
 

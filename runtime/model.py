@@ -45,7 +45,7 @@ from .options import SAMPLING, build_processors, join_options
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .requests import Request, RequestOutput
 from .stats import GenerationStats
-from .target import TargetModel
+from .target.transformers import TargetModel
 from .weights import gather_lm_head_rows, load_head_weights
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
-    from .target import TargetModel
+    from .target.transformers import TargetModel
 
 _OPTIONAL = frozenset({"fc.bias"})
 

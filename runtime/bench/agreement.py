@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..cache import SlotRows
 from ..config import TreeConfig
 from ..drafter import ReferenceDrafter, scatter_tree
 from ..drafter_config import Buffers, DrafterConfig
 from ..slots import ActiveSlots
+from ..target.cache import SlotRows
 from ..tree import Candidates, DraftTree, build_tree, level_offset, ranked_topk, select_frontier
 from ..weights import HeadWeights
 

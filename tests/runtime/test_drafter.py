@@ -19,7 +19,7 @@ from eagle_slim.runtime.errors import UnsupportedModelError
 from eagle_slim.runtime.pairing import resolve_tap_layers
 from eagle_slim.runtime.rope import rotary_embedding
 from eagle_slim.runtime.slots import ActiveSlots
-from eagle_slim.runtime.target import TargetModel
+from eagle_slim.runtime.target.transformers import TargetModel
 from eagle_slim.runtime.tree import DraftTree
 from eagle_slim.runtime.weights import HeadWeights, choose_draft_ids, load_head_weights
 from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .slots import ActiveSlots
+from ..slots import ActiveSlots
 
 
 class SlotRows:

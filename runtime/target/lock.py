@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from .errors import UsageError
+from ..errors import UsageError
 
 
 class Turns:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import PairingError, UnsupportedModelError
+from ..slots import ActiveSlots
+from ..tree import DraftTree
 from . import attention
 from .attention import TreeContext
 from .cache import SlotCache
-from .errors import PairingError, UnsupportedModelError
-from .slots import ActiveSlots
-from .tree import DraftTree
-from .turns import turns_of
+from .lock import turns_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_MARKS = (

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 ATTENTION_NAME = "eagle_slim_tree"
 CONTEXT_ARGUMENT = "tree_context"
