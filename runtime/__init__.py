@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import SamplingConfig, TreeConfig
-    from .drafter import Drafter, NewPairs, ReferenceDrafter
-    from .drafter_config import Buffers, DrafterConfig
+    from .drafter.config import Buffers, DrafterConfig
+    from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
     from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
     from .launch import (
         TritonDrafter,
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 _HOMES = {
     "AcceptanceWarning": "errors",
     "ActiveSlots": "slots",
-    "Buffers": "drafter_config",
+    "Buffers": "drafter.config",
     "DraftTree": "tree",
-    "Drafter": "drafter",
-    "DrafterConfig": "drafter_config",
+    "Drafter": "drafter.reference",
+    "DrafterConfig": "drafter.config",
     "DrafterError": "errors",
     "GenerationOutput": "model",
     "GenerationStats": "stats",
-    "NewPairs": "drafter",
+    "NewPairs": "drafter.reference",
     "PairingError": "errors",
     "PromptError": "errors",
-    "ReferenceDrafter": "drafter",
+    "ReferenceDrafter": "drafter.reference",
     "RequestOutput": "requests",
     "SamplingConfig": "config",
     "SpeculativeModel": "model",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .config import SamplingConfig
-from .drafter import Drafter, NewPairs
+from .drafter.reference import Drafter, NewPairs
 from .requests import Request, RequestOutput, RunningRequest
 from .sampling import choose_tokens, stream_window, uniform_stream
 from .slots import ActiveSlots

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from .config import TreeConfig
-from .drafter import NewPairs, ReferenceDrafter, check_tree_fits
-from .drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
+from .drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
+from .drafter.reference import NewPairs, ReferenceDrafter, check_tree_fits
+from .drafter.weights import HeadWeights
 from .errors import DrafterError, UsageError
 from .slots import ActiveSlots
 from .target.cache import SlotRows
 from .tree import DraftTree
-from .weights import HeadWeights
 
 if TYPE_CHECKING:
     from .kernels.drafter import PackedHead

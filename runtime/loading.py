@@ -24,9 +24,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .config import TreeConfig
-from .drafter import Drafter, ReferenceDrafter
+from .drafter.reference import Drafter, ReferenceDrafter
+from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import DrafterError, TargetError, UsageError
-from .weights import HeadWeights, choose_draft_ids
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab

@@ -23,7 +23,8 @@ from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
-from .drafter import Drafter
+from .drafter.reference import Drafter
+from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, PromptError, UsageError
 from .generate import GenerationLoop, OnTokens
 from .loading import (
@@ -46,7 +47,6 @@ from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_t
 from .requests import Request, RequestOutput
 from .stats import GenerationStats
 from .target.transformers import TargetModel
-from .weights import gather_lm_head_rows, load_head_weights
 
 if TYPE_CHECKING:
     from eagle_slim.convert.artifact.artifact import Artifact

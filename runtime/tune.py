@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 
 from .bench.problem import MODELS, Dims, draft_config
 from .config import TreeConfig
-from .drafter_config import DrafterConfig
+from .drafter.config import DrafterConfig
 from .errors import DrafterError, EagleSlimError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
+    from .drafter.weights import HeadWeights
     from .kernels.launch_params import Chip, LaunchParams, TunedCache
-    from .weights import HeadWeights
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""

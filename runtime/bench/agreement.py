@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter import ReferenceDrafter, scatter_tree
-from ..drafter_config import Buffers, DrafterConfig
+from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.reference import ReferenceDrafter, scatter_tree
+from ..drafter.weights import HeadWeights
 from ..slots import ActiveSlots
 from ..target.cache import SlotRows
 from ..tree import Candidates, DraftTree, build_tree, level_offset, ranked_topk, select_frontier
-from ..weights import HeadWeights
 
 LOGIT_STD = 3.0
 """Standard deviation of a node's logits that tolerances are for. Without a final norm (EAGLE-1/2) it grows by level."""

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..drafter_config import Buffers, DrafterConfig
-from ..rope import apply_rotary
+from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.rope import apply_rotary
+from ..drafter.weights import HeadWeights
 from ..tree import Candidates, build_tree, join_levels
-from ..weights import HeadWeights
 
 
 class TorchDraft:

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter_config import Buffers, DrafterConfig
+from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.weights import HeadWeights
 from ..launch import Weights, allocate_buffers, check_finished, launch_drafter
-from ..weights import HeadWeights
 from .agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from .baseline import TorchDraft, capture
 from .precompile import Job, compile_all

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor, wait
 
 import torch
 
-from ..drafter_config import Buffers, DrafterConfig
+from ..drafter.config import Buffers, DrafterConfig
 from ..kernels.launch_params import LaunchParams
 from .problem import Dims, first_rows, random_head
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig
-from ..rope import rotary_embedding
-from ..weights import HeadWeights
+from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig
+from ..drafter.rope import rotary_embedding
+from ..drafter.weights import HeadWeights
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..drafter_config import Buffers, DrafterConfig
+from ..drafter.config import Buffers, DrafterConfig
 from ..launch import Weights, check_finished, launch_drafter
 
 

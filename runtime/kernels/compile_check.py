@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from ..drafter_config import DrafterConfig
+from ..drafter.config import DrafterConfig
 from .drafter import compile_options, kernel_constants
 from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
 from .persistent import draft_kernel

@@ -13,9 +13,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..drafter_config import MAX_NEW_TOKENS, Buffers, DrafterConfig
+from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig
+from ..drafter.weights import HeadWeights
 from ..errors import DrafterError
-from ..weights import HeadWeights
 from .ancestor_attention import heads_per_attention_unit
 from .grid_barrier import ERROR
 from .launch_params import (

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..drafter_config import MAX_NEW_TOKENS, DrafterConfig
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..errors import DrafterError
 from .weight_stream import chunk_size, rows_per_program
 

@@ -15,10 +15,10 @@ from eagle_slim.runtime.bench.agreement import (
     tree_of,
 )
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter_config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.reference.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.reference.weights import HeadWeights
 from eagle_slim.runtime.launch import Weights, check_finished, launch_drafter
 from eagle_slim.runtime.tree import DraftTree
-from eagle_slim.runtime.weights import HeadWeights
 from support.drafting import nan_fill, problem
 
 FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")

@@ -21,13 +21,13 @@ from eagle_slim.runtime.bench.agreement import (
 from eagle_slim.runtime.bench.baseline import capture
 from eagle_slim.runtime.bench.problem import MODELS, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.reference.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, EagleSlimError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
 from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.tree import DraftTree
-from eagle_slim.runtime.weights import HeadWeights
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
 

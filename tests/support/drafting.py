@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter_config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.reference.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.reference.rope import rotary_embedding
+from eagle_slim.runtime.drafter.reference.weights import HeadWeights
 from eagle_slim.runtime.launch import Weights, allocate_buffers, prefill_drafter
-from eagle_slim.runtime.rope import rotary_embedding
-from eagle_slim.runtime.weights import HeadWeights
 
 
 def random_head(

@@ -13,14 +13,14 @@ from eagle_slim.convert.head.open import DraftHead
 from eagle_slim.convert.head.open.config import sliding_window
 from torch import Tensor
 
-from .errors import UnsupportedModelError, UsageError
+from ..errors import UnsupportedModelError, UsageError
 from .rope import RotaryEmbedding, rotary_embedding
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
-    from .target.transformers import TargetModel
+    from ..target.transformers import TargetModel
 
 _OPTIONAL = frozenset({"fc.bias"})
 

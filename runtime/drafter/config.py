@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .config import TreeConfig
-from .errors import UnsupportedModelError, UsageError
+from ..config import TreeConfig
+from ..errors import UnsupportedModelError, UsageError
 from .weights import HeadWeights
 
 MAX_NEW_TOKENS = 16

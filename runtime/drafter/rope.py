@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 _CHANGING = {
     "dynamic": "it recomputes frequencies as the text grows",

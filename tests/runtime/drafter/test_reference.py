@@ -13,15 +13,15 @@ import pytest
 import torch
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter import NewPairs, ReferenceDrafter
-from eagle_slim.runtime.drafter_config import DrafterConfig
+from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.reference.config import DrafterConfig
+from eagle_slim.runtime.drafter.reference.rope import rotary_embedding
+from eagle_slim.runtime.drafter.reference.weights import HeadWeights, choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import UnsupportedModelError
 from eagle_slim.runtime.pairing import resolve_tap_layers
-from eagle_slim.runtime.rope import rotary_embedding
 from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.target.transformers import TargetModel
 from eagle_slim.runtime.tree import DraftTree
-from eagle_slim.runtime.weights import HeadWeights, choose_draft_ids, load_head_weights
 from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head
 from torch import Tensor
 from transformers.masking_utils import sliding_window_overlay

@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from .config import TreeConfig
-from .errors import UsageError
+from ..config import TreeConfig
+from ..errors import UsageError
+from ..slots import ActiveSlots
+from ..target.attention import masked_attention, tree_attention_mask
+from ..target.cache import SlotRows
+from ..tree import DraftTree, build_tree, join_levels, rank_children, select_frontier
 from .rope import apply_rotary
-from .slots import ActiveSlots
-from .target.attention import masked_attention, tree_attention_mask
-from .target.cache import SlotRows
-from .tree import DraftTree, build_tree, join_levels, rank_children, select_frontier
 from .weights import HeadWeights
 
 

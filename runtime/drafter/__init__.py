@@ -1,0 +1,1 @@
+"""Drafting with an EAGLE head: its weights, dimensions and the plain PyTorch reference."""
