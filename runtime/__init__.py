@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from .drafter.config import Buffers, DrafterConfig
     from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
     from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
-    from .launch import (
+    from .kernels.launch import (
         TritonDrafter,
         Weights,
         allocate_buffers,
@@ -47,14 +47,14 @@ _HOMES = {
     "SpeculativeModel": "model",
     "TreeConfig": "config",
     "TargetError": "errors",
-    "TritonDrafter": "launch",
+    "TritonDrafter": "kernels.launch",
     "UnsupportedModelError": "errors",
-    "Weights": "launch",
-    "allocate_buffers": "launch",
-    "check_finished": "launch",
-    "launch_drafter": "launch",
-    "open_tuned_cache": "launch",
-    "prefill_drafter": "launch",
+    "Weights": "kernels.launch",
+    "allocate_buffers": "kernels.launch",
+    "check_finished": "kernels.launch",
+    "launch_drafter": "kernels.launch",
+    "open_tuned_cache": "kernels.launch",
+    "prefill_drafter": "kernels.launch",
 }
 
 __all__ = [

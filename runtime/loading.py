@@ -229,7 +229,7 @@ def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: Tre
             f"drafter = 'triton' needs an NVIDIA GPU, the model is on {weights.device}. Use drafter='reference'."
         )
     try:
-        from .launch import TritonDrafter  # type: ignore[import-not-found, unused-ignore]
+        from .kernels.launch import TritonDrafter  # type: ignore[import-not-found, unused-ignore]
     except ModuleNotFoundError as error:
         raise DrafterError(
             f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'."

@@ -184,8 +184,8 @@ class GraphTimer:
         from .bench.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
         from .bench.baseline import capture
         from .bench.problem import first_rows, random_head, random_step
-        from .kernels.drafter import pack_head
-        from .launch import Weights, allocate_buffers, check_finished, launch_drafter
+        from .kernels.host import pack_head
+        from .kernels.launch import Weights, allocate_buffers, check_finished, launch_drafter
 
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
@@ -289,7 +289,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from .bench.precompile import compile_all
-    from .kernels.drafter import chip_of
+    from .kernels.host import chip_of
     from .kernels.launch_params import TunedCache, cache_key, default_cache
 
     wanted = configurations(args)

@@ -36,7 +36,7 @@ from torch import Tensor
 from ..config import TreeConfig
 from ..drafter.config import Buffers, DrafterConfig
 from ..drafter.weights import HeadWeights
-from ..launch import Weights, allocate_buffers, check_finished, launch_drafter
+from ..kernels.launch import Weights, allocate_buffers, check_finished, launch_drafter
 from .agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
 from .baseline import TorchDraft, capture
 from .precompile import Job, compile_all
@@ -288,7 +288,7 @@ def capacity_of(row: Row, rows: list[Row]) -> int:
 
 def jobs_of(rows: list[Row], problems: Problems) -> list[tuple[Row, Job]]:
     """One compilation for each kernel that the rows need, first needed first."""
-    from ..kernels.drafter import chip_of
+    from ..kernels.host import chip_of
     from ..kernels.launch_params import default_cache
 
     chip, cache = chip_of(problems.device), default_cache()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.config import Buffers, DrafterConfig
-from ..launch import Weights, check_finished, launch_drafter
+from ..kernels.launch import Weights, check_finished, launch_drafter
 
 
 def phases(cfg: DrafterConfig, split: Mapping[str, int]) -> list[str]:

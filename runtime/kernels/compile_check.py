@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from ..drafter.config import DrafterConfig
-from .drafter import compile_options, kernel_constants
+from .host import compile_options, kernel_constants
 from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
 from .persistent import draft_kernel
 

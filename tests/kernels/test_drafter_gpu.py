@@ -25,7 +25,7 @@ from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter.reference.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, EagleSlimError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
-from eagle_slim.runtime.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.tree import DraftTree
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run

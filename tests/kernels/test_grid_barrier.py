@@ -6,7 +6,7 @@ import pytest
 import torch
 from eagle_slim.runtime.errors import DrafterError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR, count_rounds, count_rounds_ref
-from eagle_slim.runtime.launch import check_finished
+from eagle_slim.runtime.kernels.launch import check_finished
 from kernels.replaying import draft
 from support.drafting import random_head
 

@@ -12,7 +12,8 @@ from eagle_slim.runtime.bench.problem import MODELS, draft_config
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.reference.config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError
-from eagle_slim.runtime.kernels.drafter import chip_of
+from eagle_slim.runtime.kernels.host import chip_of
+from eagle_slim.runtime.kernels.launch import Weights, open_tuned_cache
 from eagle_slim.runtime.kernels.launch_params import (
     KNOWN_CHIPS,
     LaunchParams,
@@ -26,7 +27,6 @@ from eagle_slim.runtime.kernels.launch_params import (
     is_strict,
     stage_bytes,
 )
-from eagle_slim.runtime.launch import Weights, open_tuned_cache
 from support.drafting import problem, random_head
 
 TREE = TreeConfig(5, 10, 60)

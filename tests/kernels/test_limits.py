@@ -9,9 +9,8 @@ import torch
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.reference.config import Buffers, DrafterConfig
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
-from eagle_slim.runtime.kernels.drafter import pack_head
-from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
-from eagle_slim.runtime.launch import (
+from eagle_slim.runtime.kernels.host import pack_head
+from eagle_slim.runtime.kernels.launch import (
     TritonDrafter,
     Weights,
     allocate_buffers,
@@ -19,6 +18,7 @@ from eagle_slim.runtime.launch import (
     launch_drafter,
     prefill_drafter,
 )
+from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
 from support.drafting import problem, random_head
 
 TREE = TreeConfig(2, 3, 12)

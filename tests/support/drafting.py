@@ -7,7 +7,7 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.reference.config import Buffers, DrafterConfig
 from eagle_slim.runtime.drafter.reference.rope import rotary_embedding
 from eagle_slim.runtime.drafter.reference.weights import HeadWeights
-from eagle_slim.runtime.launch import Weights, allocate_buffers, prefill_drafter
+from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, prefill_drafter
 
 
 def random_head(

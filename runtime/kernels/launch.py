@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .config import TreeConfig
-from .drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
-from .drafter.reference import NewPairs, ReferenceDrafter, check_tree_fits
-from .drafter.weights import HeadWeights
-from .errors import DrafterError, UsageError
-from .slots import ActiveSlots
-from .target.cache import SlotRows
-from .tree import DraftTree
+from ..config import TreeConfig
+from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
+from ..drafter.reference import NewPairs, ReferenceDrafter, check_tree_fits
+from ..drafter.weights import HeadWeights
+from ..errors import DrafterError, UsageError
+from ..slots import ActiveSlots
+from ..target.cache import SlotRows
+from ..tree import DraftTree
 
 if TYPE_CHECKING:
-    from .kernels.drafter import PackedHead
-    from .kernels.launch_params import TunedCache
+    from .host import PackedHead
+    from .launch_params import TunedCache
 
 BACKENDS = ("triton", "reference")
 
@@ -77,8 +77,8 @@ class Weights:
         the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its ``hits`` and ``misses`` count. Raises
         `UsageError` for a configuration or an order of another head, and draft ids that the target does not have.
         """
-        from .kernels.drafter import chip_of, pack_head
-        from .kernels.launch_params import is_strict
+        from .host import chip_of, pack_head
+        from .launch_params import is_strict
 
         _check_head(cfg, head)
         _check_order(head, order)
@@ -99,7 +99,7 @@ class Weights:
 
     def with_positions(self, num_positions: int) -> Weights:
         """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache."""
-        from .kernels.drafter import rotary_tables
+        from .host import rotary_tables
 
         assert self.packed is not None, "pack() comes first"
         cos, sin = rotary_tables(self.head, num_positions)
@@ -111,7 +111,7 @@ def open_tuned_cache() -> TunedCache:
 
     Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file that is none.
     """
-    from .kernels.launch_params import default_cache
+    from .launch_params import default_cache
 
     return default_cache()
 
@@ -156,7 +156,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed."""
     bufs = Buffers.allocate(cfg, weights.head.device)
     if weights.packed is not None:
-        from .kernels.drafter import allocate_workspace
+        from .host import allocate_workspace
 
         bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, weights.head.device))
     return bufs
@@ -165,7 +165,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
 def check_finished(bufs: Buffers) -> None:
     """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
     if bufs.workspace:
-        from .kernels.drafter import check_finished as check
+        from .host import check_finished as check
 
         check(bufs)
 
@@ -306,7 +306,7 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         )
     if weights.packed is None or not bufs.workspace:
         return
-    from .kernels.drafter import allocate_workspace
+    from .host import allocate_workspace
 
     for name, like in allocate_workspace(cfg, weights.packed.params, "meta").items():
         tensor = bufs.workspace.get(name)
@@ -352,7 +352,7 @@ def _launch_triton(
         _check_step(width, bufs)
     elif (bufs.most_new_tokens() or 0) > width:
         raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.")
-    from .kernels.drafter import launch
+    from .host import launch
 
     try:
         launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)

@@ -12,7 +12,7 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter.reference.config import Buffers, DrafterConfig
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
+from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.slots import ActiveSlots
 from support.drafting import random_head
 from torch import Tensor
