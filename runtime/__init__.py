@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .drafter.config import Buffers, DrafterConfig
     from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
     from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
+    from .generation.requests import RequestOutput
+    from .generation.stats import GenerationStats
     from .kernels.launch import (
         TritonDrafter,
         Weights,
@@ -23,9 +25,7 @@ if TYPE_CHECKING:
         prefill_drafter,
     )
     from .model import GenerationOutput, SpeculativeModel
-    from .requests import RequestOutput
     from .slots import ActiveSlots
-    from .stats import GenerationStats
     from .tree import DraftTree
 
 _HOMES = {
@@ -37,12 +37,12 @@ _HOMES = {
     "DrafterConfig": "drafter.config",
     "DrafterError": "errors",
     "GenerationOutput": "model",
-    "GenerationStats": "stats",
+    "GenerationStats": "generation.stats",
     "NewPairs": "drafter.reference",
     "PairingError": "errors",
     "PromptError": "errors",
     "ReferenceDrafter": "drafter.reference",
-    "RequestOutput": "requests",
+    "RequestOutput": "generation.requests",
     "SamplingConfig": "config",
     "SpeculativeModel": "model",
     "TreeConfig": "config",

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .errors import PromptError, UsageError
+from .generation.stats import GenerationStats
 from .model import GenerationOutput, SpeculativeModel
 from .prompts import Prompt
-from .stats import GenerationStats
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab

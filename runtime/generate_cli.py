@@ -13,8 +13,8 @@ from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from .model_options_cli import load_model, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
+    from .generation.stats import GenerationStats
     from .model import GenerationOutput, SpeculativeModel
-    from .stats import GenerationStats
 
 
 @click.command(
@@ -96,7 +96,7 @@ class _Session:
 
     def answer(self, prompt: str) -> None:
         """Stream one answer and print its figures."""
-        from .streaming import StopTextStreamer
+        from .generation.streaming import StopTextStreamer
 
         ids = self._encode(prompt)
         streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)

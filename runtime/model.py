@@ -26,7 +26,10 @@ from .config import SamplingConfig, TreeConfig
 from .drafter.reference import Drafter
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, PromptError, UsageError
-from .generate import GenerationLoop, OnTokens
+from .generation.loop import GenerationLoop, OnTokens
+from .generation.options import SAMPLING, build_processors, join_options
+from .generation.requests import Request, RequestOutput
+from .generation.stats import GenerationStats
 from .loading import (
     DrafterFactory,
     MapForm,
@@ -42,10 +45,7 @@ from .loading import (
     open_any_head,
     target_location,
 )
-from .options import SAMPLING, build_processors, join_options
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
-from .requests import Request, RequestOutput
-from .stats import GenerationStats
 from .target.transformers import TargetModel
 
 if TYPE_CHECKING:

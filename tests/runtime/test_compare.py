@@ -27,9 +27,9 @@ from eagle_slim.runtime.compare import (
 )
 from eagle_slim.runtime.compare_output import csv_text, html_page, png_bytes, report_to_json, text_table
 from eagle_slim.runtime.errors import PromptError, PromptFileError, UsageError
+from eagle_slim.runtime.generation.stats import GenerationStats
 from eagle_slim.runtime.prompts import Prompt, load_prompts
 from eagle_slim.runtime.recommend import recommend
-from eagle_slim.runtime.stats import GenerationStats
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import write_pair
 

@@ -16,7 +16,7 @@ import torch
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import compare_cli, generate_cli
-from eagle_slim.runtime.streaming import StopTextStreamer
+from eagle_slim.runtime.generation.streaming import StopTextStreamer
 from support.tiny_models import write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")

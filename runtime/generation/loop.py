@@ -14,16 +14,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from .config import SamplingConfig
-from .drafter.reference import Drafter, NewPairs
+from ..config import SamplingConfig
+from ..drafter.reference import Drafter, NewPairs
+from ..slots import ActiveSlots
+from ..target.cache import SlotCache
+from ..target.transformers import TargetModel
+from ..tree import DraftTree, layout_tree
+from .accept import AcceptedPath, accept_path
 from .requests import Request, RequestOutput, RunningRequest
 from .sampling import choose_tokens, stream_window, uniform_stream
-from .slots import ActiveSlots
 from .stats import GenerationStats, PhaseTimer
-from .target.cache import SlotCache
-from .target.transformers import TargetModel
-from .tree import DraftTree, layout_tree
-from .verify import AcceptedPath, accept_path
 
 OnTokens = Callable[[int, Sequence[int]], None]
 

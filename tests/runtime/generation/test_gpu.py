@@ -11,7 +11,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel
 
 pytestmark = pytest.mark.gpu
-PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 
 
 def prompts(model: SpeculativeModel) -> list[list[int]]:

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 from eagle_slim.runtime.config import SamplingConfig
-from eagle_slim.runtime.sampling import choose_tokens, stream_window, uniform_stream, warp
+from eagle_slim.runtime.generation.accept import accept_path
+from eagle_slim.runtime.generation.sampling import choose_tokens, stream_window, uniform_stream, warp
+from eagle_slim.runtime.generation.stats import GenerationStats, PhaseTimer
 from eagle_slim.runtime.slots import ActiveSlots
-from eagle_slim.runtime.stats import GenerationStats, PhaseTimer
 from eagle_slim.runtime.target.transformers.attention import masked_attention, tree_attention_mask
 from eagle_slim.runtime.target.transformers.cache import SlotCache
 from eagle_slim.runtime.tree import layout_tree
-from eagle_slim.runtime.verify import accept_path
 
 
 def test_mask_of_prefix_and_ancestors() -> None:

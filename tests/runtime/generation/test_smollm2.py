@@ -19,7 +19,7 @@ from eagle_slim.runtime import ReferenceDrafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
+PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 NUM_PROMPTS = 2
 # (tokens, passes) within those totals: of the first two prompts, and twice of the first.
 FULL, REDUCED, CHAIN = (81, 28), (39, 18), (39, 27)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .tree import DraftTree
+from ..tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from .config import SamplingConfig
+from ..config import SamplingConfig
 
 # The largest logit has all the probability long before this; colder, its quotient would overflow float32.
 _COLDEST = 1e-30

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from .errors import UsageError
+from ..errors import UsageError
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTIES = (

@@ -13,7 +13,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.config import SamplingConfig
-from eagle_slim.runtime.sampling import warp
+from eagle_slim.runtime.generation.sampling import warp
 from scipy import stats
 from support.tiny_models import tiny_target, write_head
 
