@@ -11,10 +11,10 @@ from pathlib import Path
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare import Mode, Size, compare
-from eagle_slim.runtime.compare_output import html_page, text_table
-from eagle_slim.runtime.prompts import load_prompts
-from eagle_slim.runtime.recommend import recommend
+from eagle_slim.runtime.comparison.compare import Mode, Size, compare
+from eagle_slim.runtime.comparison.output import html_page, text_table
+from eagle_slim.runtime.comparison.prompts import load_prompts
+from eagle_slim.runtime.comparison.recommend import recommend
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 

@@ -24,9 +24,9 @@ from .model_options_cli import load_model, model_options, show_warnings_as_lines
 if TYPE_CHECKING:
     from eagle_slim.convert.conversion.vocab_choice import Ranking
 
-    from .compare import CompareReport, CoverageCurve, Size
+    from .comparison.compare import CompareReport, CoverageCurve, Size
+    from .comparison.recommend import Recommendation
     from .model import SpeculativeModel
-    from .recommend import Recommendation
 
 _DEFAULT_SIZES = (32768, 16384, 8192, 4096, 2048)
 
@@ -89,7 +89,7 @@ def compare(**options: Any) -> None:
     modes = _modes(options)
     if out is not None:
         check_output(out, force, "compare.json")
-    from .prompts import load_prompts
+    from .comparison.prompts import load_prompts
 
     prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
     is_embedded = options["head"] is None
@@ -101,9 +101,9 @@ def compare(**options: Any) -> None:
 
     from tqdm import tqdm
 
-    from .compare import compare as run_compare
-    from .compare import num_answers
-    from .recommend import recommend
+    from .comparison.compare import compare as run_compare
+    from .comparison.compare import num_answers
+    from .comparison.recommend import recommend
 
     repeats, show = options.pop("repeats"), options.pop("progress")
     total = num_answers(sizes, prompts, modes, repeats)
@@ -129,7 +129,7 @@ def compare(**options: Any) -> None:
 
 
 def _modes(options: dict[str, Any]) -> list[Any]:
-    from .compare import Mode
+    from .comparison.compare import Mode
 
     sampling = {key: options.pop(key) for key in ("temperature", "top_p", "top_k", "seed")}
     known = {
@@ -192,7 +192,7 @@ def _ranking(
 
 
 def _cut(model: SpeculativeModel, ranking: Ranking | None, wanted: tuple[int | str, ...] | None) -> list[Size]:
-    from .compare import Size
+    from .comparison.compare import Size
 
     assert model.opened is not None
     everything = model.draft_vocab
@@ -219,7 +219,7 @@ def _with_held_out(report: CompareReport, model: SpeculativeModel, ranking: Rank
 
 def held_out_curve(coverage: Mapping[str, Any]) -> CoverageCurve:
     """Take the last source's curve (the mean, where there are several) from the JSON form of a `CoverageReport`."""
-    from .compare import CoverageCurve
+    from .comparison.compare import CoverageCurve
 
     source = coverage["sources"][-1]
     return CoverageCurve(f"{source['name']} ({source['part']})", tuple(coverage["sizes"]), tuple(source["coverage"]))
@@ -231,7 +231,7 @@ def write_files(report: CompareReport, advice: Recommendation, out: str | Path, 
 
     from eagle_slim.convert.atomic import atomic_directory
 
-    from .compare_output import csv_text, html_page, png_bytes, report_to_json
+    from .comparison.output import csv_text, html_page, png_bytes, report_to_json
 
     with atomic_directory(out, force=force, marker="compare.json") as folder:
         (folder / "compare.json").write_text(
@@ -243,7 +243,7 @@ def write_files(report: CompareReport, advice: Recommendation, out: str | Path, 
 
 
 def _print(report: CompareReport, advice: Recommendation, as_json: bool) -> None:
-    from .compare_output import report_to_json, text_table
+    from .comparison.output import report_to_json, text_table
 
     if as_json:
         emit_json(report_to_json(report, advice))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare import (
+from eagle_slim.runtime.comparison.compare import (
     ALL,
     PLAIN,
     CompareReport,
@@ -25,11 +25,11 @@ from eagle_slim.runtime.compare import (
     compare,
     num_answers,
 )
-from eagle_slim.runtime.compare_output import csv_text, html_page, png_bytes, report_to_json, text_table
+from eagle_slim.runtime.comparison.output import csv_text, html_page, png_bytes, report_to_json, text_table
+from eagle_slim.runtime.comparison.prompts import Prompt, load_prompts
+from eagle_slim.runtime.comparison.recommend import recommend
 from eagle_slim.runtime.errors import PromptError, PromptFileError, UsageError
 from eagle_slim.runtime.generation.stats import GenerationStats
-from eagle_slim.runtime.prompts import Prompt, load_prompts
-from eagle_slim.runtime.recommend import recommend
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import write_pair
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import PromptError, UsageError
-from .generation.stats import GenerationStats
-from .model import GenerationOutput, SpeculativeModel
+from ..errors import PromptError, UsageError
+from ..generation.stats import GenerationStats
+from ..model import GenerationOutput, SpeculativeModel
 from .prompts import Prompt
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import PromptFileError
+from ..errors import PromptFileError
 
 DEFAULT_CATEGORY = "all prompts"
 

@@ -1,0 +1,1 @@
+"""Accuracy against speed over several draft vocabularies."""
