@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.artifact import Artifact
-from eagle_slim.convert.artifact.artifact.manifest import MANIFEST_NAME
+from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.conversion.target import choose_target, is_missing_folder
 from eagle_slim.convert.head.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder

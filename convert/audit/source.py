@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..artifact import eagle3
 from ..artifact.manifest import Manifest

@@ -35,9 +35,9 @@ from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_i
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
-    from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
-    from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport
-    from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.ranking.coverage import CoverageReport
+    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
     from ..sources.lm_head import TargetLMHead
@@ -336,7 +336,7 @@ class _Job:
         if vocab is not None:
             contents.side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
         if report is not None:
-            from eagle_slim.vocab_tools.ranking.rank.plots import render_coverage
+            from eagle_slim.vocab_tools.ranking.plots import render_coverage
 
             contents.side_files[PLOT_NAME] = render_coverage(report)
         before, after = (bytes_per_draft_step(head, lm_head, count) for count in (_rows_before(head), rows))

@@ -23,22 +23,22 @@ Job = tuple[Dims, DrafterConfig, LaunchParams]
 
 def compile_one(job: Job) -> float:
     """Compile the kernel of one configuration into the cache; seconds it took."""
-    from ..kernels import drafter
+    from ..kernels import host
     from ..kernels.persistent import draft_kernel
 
     start = time.perf_counter()
     dims, cfg, params = job
     device = torch.device("meta")
     head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
-    packed = drafter.pack_head(head, cfg, params)
+    packed = host.pack_head(head, cfg, params)
     bufs = Buffers.allocate(cfg, device)
-    bufs.workspace.update(drafter.allocate_workspace(cfg, params, device))
+    bufs.workspace.update(host.allocate_workspace(cfg, params, device))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
     draft_kernel.warmup(
         grid=(params.num_programs,),
-        **drafter.kernel_arguments(cfg, features, packed, bufs),
-        **drafter.kernel_constants(cfg, params, packed.draft_vocab),
-        **drafter.compile_options(params),
+        **host.kernel_arguments(cfg, features, packed, bufs),
+        **host.kernel_constants(cfg, params, packed.draft_vocab),
+        **host.compile_options(params),
         launch_cooperative_grid=True,
     )
     return time.perf_counter() - start

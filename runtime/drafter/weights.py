@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from eagle_slim.convert.artifact.artifact.eagle3 import rows_of_ids
+from eagle_slim.convert.artifact.eagle3 import rows_of_ids
+from eagle_slim.convert.head.config import sliding_window
 from eagle_slim.convert.head.open import DraftHead
-from eagle_slim.convert.head.open.config import sliding_window
 from torch import Tensor
 
 from ..errors import UnsupportedModelError, UsageError

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from eagle_slim.convert.artifact.artifact.engines import (
+from eagle_slim.convert.artifact.engines import (
     ENGINES,
     HeadFacts,
     check_engine,

@@ -15,8 +15,8 @@ from eagle_slim.runtime.bench.agreement import (
     tree_of,
 )
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.reference.config import Buffers, DrafterConfig
-from eagle_slim.runtime.drafter.reference.weights import HeadWeights
+from eagle_slim.runtime.drafter.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.kernels.launch import Weights, check_finished, launch_drafter
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import nan_fill, problem

@@ -9,7 +9,7 @@ import pytest
 import torch
 from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.reference.config import DrafterConfig
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.kernels.host import allocate_workspace, chip_of, pack_head

@@ -22,7 +22,7 @@ from eagle_slim.runtime.bench.baseline import capture
 from eagle_slim.runtime.bench.problem import MODELS, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
-from eagle_slim.runtime.drafter.reference.weights import HeadWeights
+from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, EagleSlimError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
 from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter

@@ -10,7 +10,7 @@ import pytest
 import torch
 from eagle_slim.runtime.bench.problem import MODELS, draft_config
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.reference.config import DrafterConfig
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError
 from eagle_slim.runtime.kernels.host import chip_of
 from eagle_slim.runtime.kernels.launch import Weights, open_tuned_cache

@@ -13,7 +13,7 @@ from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
-from eagle_slim.runtime.drafter.reference.weights import choose_draft_ids
+from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
 from eagle_slim.runtime.target.transformers import check_supported

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from support.small_tokenizers import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -11,7 +11,7 @@ from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 from eagle_slim.vocab_tools.count_cli import Amount, corpus_arguments, corpus_options
-from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
 from support.tokenizers import smollm2_folder
 

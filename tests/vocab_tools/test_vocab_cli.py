@@ -14,7 +14,7 @@ import torch
 from eagle_slim.vocab_tools import base_cli
 from eagle_slim.vocab_tools.base_cli import EagleCommand, EagleGroup, run_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from safetensors.numpy import load_file

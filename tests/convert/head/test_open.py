@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
-from eagle_slim.convert.head.open.config import sliding_window
+from eagle_slim.convert.head.config import sliding_window
 from eagle_slim.vocab_tools.errors import UsageError
 from support import heads
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3

@@ -13,10 +13,10 @@ import pytest
 import torch
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
-from eagle_slim.runtime.drafter.reference.config import DrafterConfig
-from eagle_slim.runtime.drafter.reference.rope import rotary_embedding
-from eagle_slim.runtime.drafter.reference.weights import HeadWeights, choose_draft_ids, load_head_weights
+from eagle_slim.runtime.drafter.rope import rotary_embedding
+from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import UnsupportedModelError
 from eagle_slim.runtime.pairing import resolve_tap_layers
 from eagle_slim.runtime.slots import ActiveSlots

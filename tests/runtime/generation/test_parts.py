@@ -11,8 +11,8 @@ from eagle_slim.runtime.generation.accept import accept_path
 from eagle_slim.runtime.generation.sampling import choose_tokens, stream_window, uniform_stream, warp
 from eagle_slim.runtime.generation.stats import GenerationStats, PhaseTimer
 from eagle_slim.runtime.slots import ActiveSlots
-from eagle_slim.runtime.target.transformers.attention import masked_attention, tree_attention_mask
-from eagle_slim.runtime.target.transformers.cache import SlotCache
+from eagle_slim.runtime.target.attention import masked_attention, tree_attention_mask
+from eagle_slim.runtime.target.cache import SlotCache
 from eagle_slim.runtime.tree import layout_tree
 
 

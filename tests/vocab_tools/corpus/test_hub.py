@@ -14,7 +14,7 @@ import pytest
 from eagle_slim.vocab_tools.corpus.corpus import BadRecord, CorpusSource, open_corpus
 from eagle_slim.vocab_tools.corpus.corpus import hub as corpus_hub
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
-from eagle_slim.vocab_tools.counting.count.held_out import HeldOutRule
+from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from support.hub_server import HubServer, connected
 from support.tokenizers import llama3_like

@@ -18,8 +18,8 @@ import pytest
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
 from eagle_slim.vocab_tools.corpus.corpus import files as corpus_files
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
-from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
-from eagle_slim.vocab_tools.counting.count.held_out import HeldOutRule
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, TokenizerError, UsageError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.vocab_tools.counting.count.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+from eagle_slim.vocab_tools.counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting.count.block import PartialCounts, merge_partial
-from eagle_slim.vocab_tools.counting.count.held_out import (
+from eagle_slim.vocab_tools.counting.block import PartialCounts, merge_partial
+from eagle_slim.vocab_tools.counting.held_out import (
     NO_BOUND,
     Candidates,
     HeldOutRule,

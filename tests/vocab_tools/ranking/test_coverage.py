@@ -2,10 +2,9 @@ import json
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.rank.coverage import (
+from eagle_slim.vocab_tools.ranking.coverage import (
     MEAN,
     held_out_shares,
     measure_coverage,
@@ -13,6 +12,7 @@ from eagle_slim.vocab_tools.ranking.rank.coverage import (
     tokens_for_sizing,
     training_shares,
 )
+from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st

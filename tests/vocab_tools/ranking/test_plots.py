@@ -5,10 +5,10 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.ranking.coverage import CoverageReport, measure_coverage
+from eagle_slim.vocab_tools.ranking.plots import plot_coverage, render_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.rank.coverage import CoverageReport, measure_coverage
-from eagle_slim.vocab_tools.ranking.rank.plots import plot_coverage, render_coverage
 from support.token_counts import source
 
 

@@ -3,12 +3,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.counting.count.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.load.forced import ForcedIds, forced_ids
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from support.small_tokenizers import byte_level_bpe, with_reserved, write_folder

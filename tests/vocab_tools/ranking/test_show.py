@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.rank.show import readable_token, show_vocabulary, token_kind
+from eagle_slim.vocab_tools.ranking.show import readable_token, show_vocabulary, token_kind
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.small_tokenizers import byte_fallback_bpe, byte_level_bpe, write_folder
 from support.token_counts import token_counts

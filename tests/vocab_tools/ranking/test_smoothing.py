@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.rank.smoothing import smooth_counts
+from eagle_slim.vocab_tools.ranking.smoothing import smooth_counts
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from support.small_tokenizers import byte_level_bpe, reversed_ids, write_folder
 from support.token_counts import token_counts
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+from eagle_slim.vocab_tools.counting.block import BlockCounter, CountPlan, SourcePlan
 from eagle_slim.vocab_tools.counting.count import count_tokens
-from eagle_slim.vocab_tools.counting.count.block import BlockCounter, CountPlan, SourcePlan
-from eagle_slim.vocab_tools.counting.count.held_out import HeldOutRule
+from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import TokenizerError
-from eagle_slim.vocab_tools.tokenizer.load.chat import ChatError, ChatRenderer, chat_spec, normalise_messages
-from eagle_slim.vocab_tools.tokenizer.load.encode import encoder_spec
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.chat import ChatError, ChatRenderer, chat_spec, normalise_messages
+from eagle_slim.vocab_tools.tokenizer.encode import encoder_spec
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import LLAMA3_TEMPLATE, llama3_like, smollm2, with_template

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import transformers
 from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.tokenizer.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.load.forced import forced_ids
 from support.hub_server import Fault, HubServer, connected
 from support.small_tokenizers import byte_level_bpe, write_folder
 

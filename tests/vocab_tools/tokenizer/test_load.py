@@ -4,9 +4,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
+from eagle_slim.vocab_tools.tokenizer.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import check_tokenizer, load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.load.forced import forced_ids
-from eagle_slim.vocab_tools.tokenizer.load.tokenizer import bytes_of_symbols
+from eagle_slim.vocab_tools.tokenizer.tokenizer import bytes_of_symbols
 from support.small_tokenizers import (
     CHATML,
     byte_fallback_bpe,

@@ -1,0 +1,47 @@
+from .artifact.artifact import Artifact
+from .artifact.manifest import Manifest
+from .audit.verify import Check, Verification, verify_artifact
+from .conversion.convert import Conversion, convert_head
+from .conversion.vocab_choice import VocabRequest
+from .errors import (
+    ArtifactError,
+    CheckpointError,
+    ConvertError,
+    MismatchError,
+    OutputError,
+    OutputExistsError,
+    SourceError,
+    UnsupportedHeadError,
+)
+from .head.open import DraftHead, LazyTensors, open_head
+from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
+from .sources.hub import push_folder
+from .weights.checkpoint import Checkpoint, open_checkpoint
+
+__all__ = [
+    "Artifact",
+    "ArtifactError",
+    "Check",
+    "Checkpoint",
+    "CheckpointError",
+    "Conversion",
+    "ConvertError",
+    "DraftHead",
+    "LazyTensors",
+    "Manifest",
+    "MismatchError",
+    "OutputError",
+    "OutputExistsError",
+    "SourceError",
+    "UnsupportedHeadError",
+    "Verification",
+    "VocabRequest",
+    "convert_head",
+    "embedded_head",
+    "embedded_target_folder",
+    "export_embedded_target",
+    "open_checkpoint",
+    "open_head",
+    "push_folder",
+    "verify_artifact",
+]

@@ -1,0 +1,47 @@
+from .config import SamplingConfig, TreeConfig
+from .drafter.config import Buffers, DrafterConfig
+from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
+from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
+from .generation.requests import RequestOutput
+from .generation.stats import GenerationStats
+from .kernels.launch import (
+    TritonDrafter,
+    Weights,
+    allocate_buffers,
+    check_finished,
+    launch_drafter,
+    open_tuned_cache,
+    prefill_drafter,
+)
+from .model import GenerationOutput, SpeculativeModel
+from .slots import ActiveSlots
+from .tree import DraftTree
+
+__all__ = [
+    "AcceptanceWarning",
+    "ActiveSlots",
+    "Buffers",
+    "DraftTree",
+    "Drafter",
+    "DrafterConfig",
+    "DrafterError",
+    "GenerationOutput",
+    "GenerationStats",
+    "NewPairs",
+    "PairingError",
+    "PromptError",
+    "ReferenceDrafter",
+    "RequestOutput",
+    "SamplingConfig",
+    "SpeculativeModel",
+    "TargetError",
+    "TreeConfig",
+    "TritonDrafter",
+    "UnsupportedModelError",
+    "Weights",
+    "allocate_buffers",
+    "check_finished",
+    "launch_drafter",
+    "open_tuned_cache",
+    "prefill_drafter",
+]

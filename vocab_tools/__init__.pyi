@@ -1,0 +1,49 @@
+from .corpus.corpus import CorpusSource
+from .counting.count import count_tokens
+from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
+from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
+from .ranking.coverage import CoverageReport, SourceCoverage, measure_coverage
+from .ranking.plots import plot_coverage
+from .ranking.rank import rank_by_order, rank_vocabulary
+from .ranking.show import VocabularyListing, show_vocabulary
+from .ranking.smoothing import SmoothedCounts, smooth_counts
+from .tokenizer.forced import ForcedIds, forced_ids
+from .tokenizer.load import load_tokenizer
+from .tokenizer.tokenizer import LoadedTokenizer
+from .vocabulary.draft_vocab import DraftVocab
+from .vocabulary.interchange import export_token_map, import_token_map
+from .vocabulary.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
+
+__all__ = [
+    "CorpusError",
+    "CorpusSource",
+    "CoverageReport",
+    "DraftVocab",
+    "EagleSlimError",
+    "ForcedIds",
+    "HeldOut",
+    "LoadedTokenizer",
+    "SmoothedCounts",
+    "SourceCounts",
+    "SourceCoverage",
+    "TokenCounts",
+    "TokenizerError",
+    "UsageError",
+    "VocabularyError",
+    "VocabularyListing",
+    "count_tokens",
+    "d2t_from_ids",
+    "export_token_map",
+    "forced_ids",
+    "ids_from_d2t",
+    "import_token_map",
+    "load_tokenizer",
+    "measure_coverage",
+    "merge_counts",
+    "plot_coverage",
+    "rank_by_order",
+    "rank_vocabulary",
+    "show_vocabulary",
+    "smooth_counts",
+    "t2d_from_ids",
+]
