@@ -27,8 +27,8 @@ ALLOWED = {
 # Library → pattern of the only files, relative to the root, that may import it. Benchmarks are programs of their own.
 ONLY_IN = {
     "click": r".*cli\.py",
-    "datasets": r"vocab_tools/corpus\w*\.py",
-    "huggingface_hub": r"convert/source\.py",
+    "datasets": r"vocab_tools/corpus/.*",
+    "huggingface_hub": r"convert/sources/hub\.py",
     "triton": r"runtime/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

@@ -17,7 +17,7 @@ os.environ.pop("TRITON_INTERPRET", None)
 import torch
 from eagle_slim.runtime.bench.problem import MODELS, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.kernels import drafter
+from eagle_slim.runtime.kernels import host
 from eagle_slim.runtime.kernels.host import allocate_workspace, pack_head
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
@@ -45,7 +45,7 @@ def main() -> None:
     weights = Weights(head, pack_head(head, cfg, params))
     bufs = allocate_buffers(cfg, weights)
     bufs.workspace.update(allocate_workspace(cfg, params, "cpu"))
-    drafter.launch = launcher(chip, checks_races=False)
+    host.launch = launcher(chip, checks_races=False)
     agreement = run(cfg, random_step(cfg, args.prefix, 4, bufs), weights, bufs).agreement
     print(json.dumps({"model": args.model, "chip": chip.name, "agrees": agreement.agrees, "is": str(agreement)}))
 

@@ -17,7 +17,7 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
-from eagle_slim.runtime.kernels import drafter
+from eagle_slim.runtime.kernels import host
 from eagle_slim.runtime.kernels.compile_check import compile_to_ptx, signature
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
 from kernels.cases import CASES, draft
@@ -40,14 +40,14 @@ FAULTS: dict[str, Callable[[str], str]] = {
 def launcher(
     chip: Chip, fault: Callable[[str], str] = lambda ptx: ptx, checks_races: bool = True
 ) -> Callable[..., None]:
-    """`drafter.launch` for a chip that is not there."""
+    """`host.launch` for a chip that is not there."""
 
     def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
         compiled = compile_to_ptx(cfg, chip, packed.params)
         ptx = fault(compiled.asm["ptx"])
-        constants = drafter.kernel_constants(cfg, packed.params, packed.draft_vocab)
+        constants = host.kernel_constants(cfg, packed.params, packed.draft_vocab)
         types = signature(cfg, constants)
-        arguments = drafter.kernel_arguments(cfg, features, packed, bufs)
+        arguments = host.kernel_arguments(cfg, features, packed, bufs)
         ordered = [arguments[name] for name, kind in types.items() if kind != "constexpr"]
         inputs = [tensor for name, tensor in arguments.items() if name.removesuffix("_ptr") in INPUTS]
         # Triton adds two pointers to scratch memory, which this kernel does not use.
@@ -75,10 +75,10 @@ def main() -> None:
         case = CASES[name]
         chip = Chip(real.name, real.capability, real.shared_bytes, case.programs)
         dtype = torch.float32 if case.exact else torch.bfloat16  # which matrix units multiply
-        drafter.launch = launcher(chip)
+        host.launch = launcher(chip)
         print(json.dumps({"case": name, **draft(case, chip, dtype)}), flush=True)
         for fault, change in FAULTS.items() if args.faults else ():
-            drafter.launch = launcher(chip, change)
+            host.launch = launcher(chip, change)
             try:
                 noticed = not draft(case, chip, dtype)["agrees"] and "wrong trees"
             except PtxError as error:

@@ -18,7 +18,7 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from eagle_slim.runtime.kernels import drafter, persistent
+from eagle_slim.runtime.kernels import host, persistent
 from eagle_slim.runtime.kernels.launch_params import Chip
 from kernels.cases import CASES, draft
 from triton.runtime.interpreter import interpreter_builder
@@ -29,11 +29,11 @@ SECONDS = 60.0
 
 
 def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
-    """`drafter.launch` with every program in a process of its own."""
+    """`host.launch` with every program in a process of its own."""
     programs = packed.params.num_programs
     meeting = FORK.Barrier(programs)
-    arguments = drafter.kernel_arguments(cfg, features, packed, bufs)
-    constants = drafter.kernel_constants(cfg, packed.params, packed.draft_vocab)
+    arguments = host.kernel_arguments(cfg, features, packed, bufs)
+    constants = host.kernel_constants(cfg, packed.params, packed.draft_vocab)
     for value in arguments.values():
         if isinstance(value, torch.Tensor):
             value.share_memory_()
@@ -66,7 +66,7 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    drafter.launch = launch
+    host.launch = launch
     for name in names or CASES:
         case = CASES[name]
         chip = Chip("interpreter", 0, 1 << 30, case.programs)

@@ -140,7 +140,6 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
     cfg, features, weights, bufs = step
     if bufs.keys.is_cuda:
         pytest.skip("there is a GPU")
-    from eagle_slim.runtime.kernels import drafter
 
     bufs.set_step([0], [[1]], [0])
     for error, raised in (
@@ -148,7 +147,7 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
         (ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"), DrafterError),
         (RuntimeError("device-side assert"), RuntimeError),
     ):
-        monkeypatch.setattr(drafter, "launch", lambda *_, error=error: (_ for _ in ()).throw(error))
+        monkeypatch.setattr(host, "launch", lambda *_, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(raised, match="needs an NVIDIA GPU" if raised is DrafterError else "assert"):
             launch_drafter(cfg, features, weights, bufs)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eagle_slim.vocab_tools.corpus import arrays as corpus_arrays
 from eagle_slim.vocab_tools.corpus.arrays import array_pieces, begins_array
 from eagle_slim.vocab_tools.corpus.blocks import BadRecord
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource, open_corpus
-from eagle_slim.vocab_tools.corpus.corpus import arrays as corpus_arrays
 from eagle_slim.vocab_tools.counting.count import count_tokens
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError

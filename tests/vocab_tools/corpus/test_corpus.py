@@ -15,10 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from eagle_slim.vocab_tools.corpus import blocks as corpus_blocks
+from eagle_slim.vocab_tools.corpus import files as corpus_files
 from eagle_slim.vocab_tools.corpus.blocks import BadRecord, Block, cut_text, document_index, text_documents
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource, open_corpus, parse_source, with_unique_names
-from eagle_slim.vocab_tools.corpus.corpus import blocks as corpus_blocks
-from eagle_slim.vocab_tools.corpus.corpus import files as corpus_files
 from eagle_slim.vocab_tools.corpus.packed import PACKED
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from hypothesis import given

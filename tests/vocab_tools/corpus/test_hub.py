@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from eagle_slim.vocab_tools.corpus import hub as corpus_hub
 from eagle_slim.vocab_tools.corpus.corpus import BadRecord, CorpusSource, open_corpus
-from eagle_slim.vocab_tools.corpus.corpus import hub as corpus_hub
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from eagle_slim.vocab_tools.corpus import files as corpus_files
 from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
-from eagle_slim.vocab_tools.corpus.corpus import files as corpus_files
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
@@ -202,7 +202,7 @@ def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> Non
 
 
 def test_texts_too_long_are_cut_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from eagle_slim.vocab_tools.tokenizer.load import encode
+    from eagle_slim.vocab_tools.tokenizer import encode
 
     monkeypatch.setattr(encode, "MAX_TEXT_CHARS", 100)
     text = " ".join(some_texts(5))

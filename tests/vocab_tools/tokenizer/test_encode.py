@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
+from eagle_slim.vocab_tools.tokenizer import encode
 from eagle_slim.vocab_tools.tokenizer.encode import (
     EncoderSpec,
     build_encoder,
@@ -17,7 +18,6 @@ from eagle_slim.vocab_tools.tokenizer.encode import (
     encode_all,
     encoder_spec,
 )
-from eagle_slim.vocab_tools.tokenizer.load import encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.tokenizers import llama3_like, smollm2
