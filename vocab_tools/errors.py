@@ -7,11 +7,22 @@ EagleSlimError              exit code 1: what, where, expected, found, what to t
 └── VocabularyError         counts, a ranking or a token map break a rule of the format
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class EagleSlimError(Exception):
-    """Base of all errors raised on purpose; the message is complete and meant for the user."""
+    """Base of all errors raised on purpose; the message is complete and meant for the user.
+
+    ``facts`` holds what the message is about for programs to read: ``UsageError("...", option="--draft-vocab", found=3)``.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", /, **facts: Any) -> None:
+        super().__init__(message)
+        self.facts = facts
 
 
 class UsageError(EagleSlimError):

@@ -1,0 +1,19 @@
+"""Expect an error by its class and the facts it carries, so that a reworded message breaks no test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from eagle_slim.vocab_tools.errors import EagleSlimError
+
+
+@contextmanager
+def raises(kind: type[EagleSlimError], **facts: Any) -> Iterator[pytest.ExceptionInfo[EagleSlimError]]:
+    """Pass if the block raises exactly ``kind`` (or a subclass) with at least these facts."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    found = caught.value.facts
+    assert {name: found.get(name, "missing") for name in facts} == facts, (str(caught.value), found)
