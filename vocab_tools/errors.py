@@ -15,7 +15,7 @@ from typing import Any
 class EagleSlimError(Exception):
     """Base of all errors raised on purpose; the message is complete and meant for the user.
 
-    ``facts`` holds what the message is about for programs to read: ``UsageError("...", option="--draft-vocab", found=3)``.
+    ``facts`` holds what the message is about, for programs: ``UsageError("...", option="--draft-vocab", found=3)``.
     """
 
     exit_code = 1
