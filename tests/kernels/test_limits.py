@@ -141,6 +141,8 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
     if bufs.keys.is_cuda:
         pytest.skip("there is a GPU")
 
+    from eagle_slim.runtime.kernels import host
+
     bufs.set_step([0], [[1]], [0])
     for error, raised in (
         (RuntimeError("0 active drivers ([]). There should only be one."), DrafterError),
