@@ -16,7 +16,6 @@ plot_coverage rank_by_order rank_vocabulary show_vocabulary smooth_counts t2d_fr
 def test_the_public_names_are_these() -> None:
     assert vocab_tools.__all__ == PUBLIC
     assert dir(vocab_tools) == PUBLIC
-    assert set(vocab_tools._MODULE_OF_NAME) == set(PUBLIC)
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -30,7 +29,7 @@ def test_every_name_is_there_documented_and_typed(name: str) -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'rank'"):
+    with pytest.raises(AttributeError, match="rank"):
         vocab_tools.rank  # noqa: B018
 
 

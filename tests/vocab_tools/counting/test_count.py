@@ -249,7 +249,7 @@ RUN = """
     import os, signal, sys
     from pathlib import Path
     sys.path.insert(0, {tests!r})
-    from eagle_slim.vocab_tools import corpus_files
+    from eagle_slim.vocab_tools.corpus import files as corpus_files
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
     from eagle_slim.vocab_tools.counting.count import count_tokens
     from support.tokenizers import llama3_like
