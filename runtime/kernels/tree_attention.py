@@ -1,0 +1,298 @@
+"""Attention of a forward's rows over a long prefix and their own ancestors, split over the keys.
+
+A place is one sequence of the batch with ``nodes`` rows: the nodes of a draft tree, or the tokens of a prompt's chunk.
+Its keys lie in its slot's cache: ``length`` committed rows, then one row for each of its own. Node n sees the committed
+rows and those own rows that its ancestor bits name (bit m of word m // 64: n descends from m, or is m); in a chunk
+(no bits) row n sees the rows up to itself.
+
+    softmax(q k^T * scale) v, over key rows 0 .. length + count - 1      (count: rows of the place in use)
+
+The query heads that share a key head are laid side by side as rows of one product, so a key is read from memory once
+and shared by the query blocks through the L2. The keys are cut into splits of which the device uses as many as the
+length asks for; a second launch merges them. fp32 accumulation throughout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+NODES_PER_WORD = 64
+
+
+@dataclass(frozen=True)
+class AttentionRows:
+    """Which rows attend to what: shared by all layers of a forward; all on one device.
+
+    ``slots`` int32 [places] (-1: an empty place); ``lengths`` int32 [slots]: committed rows, by slot; ``counts`` int32
+    [places]: rows in use; ``ancestors`` int64 [places, nodes, words] or None for a chunk; ``depths`` int32
+    [places, nodes]: distance of a row from the first in positions, read by sliding windows only.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    counts: Tensor
+    ancestors: Tensor | None
+    depths: Tensor
+
+
+@dataclass(frozen=True)
+class AttentionScratch:
+    """Partial results, fp32: ``out`` [places, splits, rows, head_dim], ``stats`` [.., rows, 2] (largest, sum)."""
+
+    out: Tensor
+    stats: Tensor
+
+    @classmethod
+    def allocate(
+        cls, places: int, nodes: int, heads: int, head_dim: int, splits: int, device: torch.device | str
+    ) -> AttentionScratch:
+        """Allocate for ``nodes`` rows of ``heads`` query heads in each place."""
+        shape = (places, splits, nodes * heads)
+        return cls(
+            torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
+            torch.empty((*shape, 2), dtype=torch.float32, device=device),
+        )
+
+
+def tree_attention_ref(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    scratch: AttentionScratch | None = None,
+) -> None:
+    """Attend, in fp32.
+
+    ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
+    kv_heads, capacity, head_dim]; ``window``: a key is seen if query position - key position is below it; ``out``
+    [places * nodes, heads * head_dim]. Rows of empty places and rows from ``counts`` on are set to 0.
+    """
+    places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
+    nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
+    out.zero_()
+    for place in range(places):
+        slot, count = int(rows.slots[place]), int(rows.counts[place])
+        if slot < 0 or count == 0:
+            continue
+        length = int(rows.lengths[slot])
+        node = torch.arange(count, device=qkv.device)
+        if rows.ancestors is None:
+            seen = node[:, None] >= node
+        else:
+            words = rows.ancestors[place, :count]  # [count, words]
+            seen = (words[:, node // NODES_PER_WORD] >> (node % NODES_PER_WORD)) & 1 == 1
+        seen = torch.cat((seen.new_ones((count, length)), seen), 1)
+        if window is not None:
+            depth = rows.depths[place, :count].long()
+            at = torch.cat((torch.arange(length, device=qkv.device), length + depth))
+            seen &= (length + depth)[:, None] - at < window
+        query = qkv[place * nodes : place * nodes + count, : heads * head_dim].view(count, heads, head_dim)
+        key, value = (
+            cache[slot, :, : length + count].float().repeat_interleave(heads // kv_heads, 0) for cache in (keys, values)
+        )
+        scores = torch.einsum("nhd,hkd->hnk", query.float(), key) * scale
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        attended = torch.einsum("hnk,hkd->nhd", weights, value).flatten(1)
+        out[place * nodes : place * nodes + count] = attended.to(out.dtype)
+
+
+@triton.jit
+def _splits_in_use(total, SPLITS: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr):
+    return tl.minimum(tl.maximum(tl.cdiv(total, KEYS_PER_SPLIT), 1), SPLITS)
+
+
+@triton.jit
+def _tree_attention_kernel(
+    q_ptr, stride_q, key_ptr, value_ptr, stride_slot, stride_head,
+    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, window,
+    NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
+    WORDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0) % KV_HEADS
+    block = tl.program_id(0) // KV_HEADS
+    split = tl.program_id(1)
+    place = tl.program_id(2).to(tl.int64)
+    slot = tl.load(slot_ptr + place).to(tl.int64)
+    if slot < 0:
+        return
+    length = tl.load(length_ptr + slot)
+    count = tl.load(count_ptr + place)
+    total = length + count
+    splits = _splits_in_use(total, SPLITS, KEYS_PER_SPLIT)
+    if split >= splits:
+        return
+
+    row = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    node = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    in_use = node < tl.minimum(count, NODES)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    q_at = (place * NODES + node)[:, None] * stride_q + head[:, None] * HEAD_DIM + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=in_use[:, None] & in_head[None, :], other=0.0)
+    if WINDOW:
+        depth = tl.load(depth_ptr + place * NODES + node, mask=in_use, other=0)
+        query_position = length + depth
+
+    # Each split takes whole tiles, so that the committed keys need no mask.
+    per_split = tl.cdiv(tl.cdiv(total, splits), BLOCK_K) * BLOCK_K
+    first = split * per_split
+    last = tl.minimum(first + per_split, total)
+    if CAUSAL:
+        last = tl.minimum(last, length + (block * BLOCK_Q + BLOCK_Q - 1) // GROUP + 1)
+    unmasked = tl.minimum(last, length // BLOCK_K * BLOCK_K)
+    if WINDOW:
+        first = tl.maximum(first, tl.maximum(length - window + 1, 0) // BLOCK_K * BLOCK_K)
+        unmasked = first
+
+    best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    sum_exp = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    to_log2 = scale * 1.4426950408889634
+    base = slot * stride_slot + kv_head * stride_head
+    for start in range(first, unmasked, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        key = tl.load(key_ptr + base + k[None, :] * HEAD_DIM + d[:, None], mask=in_head[:, None], other=0.0)
+        score = tl.dot(q, key, input_precision=PRECISION) * to_log2
+        new_best = tl.maximum(best, tl.max(score, 1))
+        decay = tl.exp2(best - new_best)
+        weight = tl.exp2(score - new_best[:, None])
+        value = tl.load(value_ptr + base + k[:, None] * HEAD_DIM + d[None, :], mask=in_head[None, :], other=0.0)
+        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        sum_exp = sum_exp * decay + tl.sum(weight, 1)
+        best = new_best
+    for start in range(tl.maximum(first, unmasked), last, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        there = k < last
+        # Masked in both products: a row that was never written may hold NaN.
+        key = tl.load(
+            key_ptr + base + k[None, :] * HEAD_DIM + d[:, None], mask=in_head[:, None] & there[None, :], other=0.0
+        )
+        score = tl.dot(q, key, input_precision=PRECISION) * to_log2
+        own = k - length
+        if CAUSAL:
+            seen = there[None, :] & (own[None, :] <= node[:, None])
+        else:
+            word = tl.minimum(tl.maximum(own, 0) // 64, WORDS - 1)
+            bits = tl.load(
+                ancestor_ptr + ((place * NODES + node) * WORDS)[:, None] + word[None, :],
+                mask=in_use[:, None] & (there & (own >= 0))[None, :], other=0,
+            )  # fmt: skip
+            is_ancestor = (bits >> (tl.maximum(own, 0) % 64).to(tl.int64)[None, :]) & 1
+            seen = there[None, :] & ((own < 0)[None, :] | (is_ancestor != 0))
+        if WINDOW:
+            is_own = there & (own >= 0)
+            key_depth = tl.load(depth_ptr + place * NODES + tl.maximum(own, 0), mask=is_own, other=0)
+            key_position = tl.where(own >= 0, length + key_depth, k)
+            seen = seen & (query_position[:, None] - key_position[None, :] < window)
+        score = tl.where(seen, score, float("-inf"))
+        new_best = tl.maximum(best, tl.max(score, 1))
+        # A row that has seen nothing yet: no -inf minus -inf.
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        decay = tl.exp2(best - shift)
+        weight = tl.exp2(score - shift[:, None])
+        value = tl.load(
+            value_ptr + base + k[:, None] * HEAD_DIM + d[None, :], mask=in_head[None, :] & there[:, None], other=0.0
+        )
+        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        sum_exp = sum_exp * decay + tl.sum(weight, 1)
+        best = new_best
+
+    to = (place * SPLITS + split) * NODES * GROUP * KV_HEADS + node * GROUP * KV_HEADS + head
+    tl.store(out_ptr + to[:, None] * HEAD_DIM + d[None, :], acc, mask=in_use[:, None] & in_head[None, :])
+    tl.store(stat_ptr + to * 2, best, mask=in_use)
+    tl.store(stat_ptr + to * 2 + 1, sum_exp, mask=in_use)
+
+
+@triton.jit
+def _merge_kernel(
+    part_ptr, stat_ptr, slot_ptr, length_ptr, count_ptr, out_ptr,
+    NODES: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    place = (row // NODES).to(tl.int64)
+    node = row % NODES
+    slot = tl.load(slot_ptr + place).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    to = (row.to(tl.int64) * HEADS + head) * HEAD_DIM + d
+    count = tl.load(count_ptr + place)
+    if (slot < 0) | (node >= count):
+        tl.store(out_ptr + to, tl.zeros((BLOCK_D,), tl.float32), mask=in_head)
+        return
+    splits = _splits_in_use(tl.load(length_ptr + slot) + count, SPLITS, KEYS_PER_SPLIT)
+    split = tl.arange(0, BLOCK_S)
+    used = split < splits
+    at = (place * SPLITS + split) * NODES * HEADS + node * HEADS + head
+    best = tl.load(stat_ptr + at * 2, mask=used, other=float("-inf"))
+    factor = tl.exp2(best - tl.max(best))
+    total = tl.sum(tl.load(stat_ptr + at * 2 + 1, mask=used, other=0.0) * factor)
+    part = tl.load(part_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=used[:, None] & in_head[None, :], other=0.0)
+    tl.store(out_ptr + to, tl.sum(part * factor[:, None], 0) / total, mask=in_head)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """How the kernel cuts its work. Query rows, keys a tile, keys a split (at least), warps and pipeline stages."""
+
+    block_q: int
+    block_k: int
+    keys_per_split: int
+    num_warps: int
+    num_stages: int
+
+
+def attention_tiles(query_rows: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+    """Choose tiles from the query rows of one key head (nodes * group): a pure function, testable without a GPU.
+
+    Measured on one H200, 60 nodes of Llama-3.1-8B dimensions: 64 and 128 query rows did equally well, 256 spilled.
+    """
+    block_q = max(16, min(64, triton.next_power_of_2(query_rows)))
+    wide = head_dim > 128 or dtype == torch.float32
+    return AttentionTiles(block_q, 32 if wide else 64, 128, 4, 2 if wide else 3)
+
+
+def tree_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    scratch: AttentionScratch,
+    tiles: AttentionTiles | None = None,
+) -> None:
+    """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads."""
+    places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
+    nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
+    group, splits = heads // kv_heads, scratch.out.shape[1]
+    tiles = tiles or attention_tiles(nodes * group, head_dim, qkv.dtype)
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    causal = rows.ancestors is None
+    _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), splits, places)](
+        qkv, qkv.stride(0), keys, values, keys.stride(0), keys.stride(1),
+        rows.slots, rows.lengths, rows.counts, rows.slots if rows.ancestors is None else rows.ancestors, rows.depths,
+        scratch.out, scratch.stats, scale, window or 0,
+        NODES=nodes, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SPLITS=splits, KEYS_PER_SPLIT=tiles.keys_per_split,
+        WORDS=1 if rows.ancestors is None else rows.ancestors.shape[2], CAUSAL=causal, WINDOW=window is not None,
+        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    _merge_kernel[(places * nodes, heads)](
+        scratch.out, scratch.stats, rows.slots, rows.lengths, rows.counts, out,
+        NODES=nodes, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits,
+        BLOCK_S=triton.next_power_of_2(splits), KEYS_PER_SPLIT=tiles.keys_per_split, num_warps=1,
+    )  # fmt: skip

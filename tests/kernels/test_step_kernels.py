@@ -1,0 +1,211 @@
+"""The kernels around a target's matrix products against their twins: norms, rotation, SwiGLU, rows and acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from eagle_slim.runtime.kernels import acceptance, fused_layers, tree_rows
+from eagle_slim.runtime.kernels.acceptance import SlotState
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.tree import layout_tree
+from kernels.tolerances import OP_ATOL
+from torch import Tensor
+
+# bf16 stores are truncated in the interpreter, so a last place may differ there.
+DTYPES = [torch.float32, torch.float16]
+
+
+def random_parents(nodes: int, width: int, seed: int = 0) -> Tensor:
+    """A random tree whose paths have at most ``width`` nodes: int64 [nodes]."""
+    generator = random.Random(seed)
+    parents, depth = [-1], [0]
+    for node in range(1, nodes):
+        parent = generator.choice([n for n in range(max(0, node - 8), node) if depth[n] < width - 1] or [0])
+        parents.append(parent)
+        depth.append(depth[parent] + 1)
+    return torch.tensor(parents)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (7, 96), (3, 1000)])
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_add_norm(device: str, dtype: torch.dtype, rows: int, hidden: int, with_delta: bool) -> None:
+    residual = torch.randn(rows, hidden, dtype=dtype, device=device)
+    delta = torch.randn_like(residual) if with_delta else None
+    weight = torch.randn(hidden, dtype=dtype, device=device)
+    results = []
+    for run in (fused_layers.add_norm, fused_layers.add_norm_ref):
+        x, wide, tap = residual.clone(), residual.new_zeros(rows, 2 * hidden), residual.new_zeros(rows, 3 * hidden)
+        run(x, delta, weight, 1e-5, wide[:, hidden:], tap[:, hidden : 2 * hidden])
+        results.append((x, wide, tap))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(device: str, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(5, 2 * 1100, dtype=dtype, device=device)
+    found, wanted = (torch.empty(5, 1100, dtype=dtype, device=device) for _ in range(2))
+    fused_layers.swiglu(gate_up, found)
+    fused_layers.swiglu_ref(gate_up, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 16), (6, 2, 24), (0, 3, 8)])
+@pytest.mark.parametrize("with_extras", [True, False])
+def test_rotate_append(
+    device: str, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, with_extras: bool
+) -> None:
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn(6, width, dtype=dtype, device=device)
+    bias = torch.randn(width, dtype=dtype, device=device) if with_extras else None
+    norms = tuple(torch.randn(head_dim, dtype=dtype, device=device) for _ in range(2)) if with_extras else None
+    angles = torch.rand(20, head_dim // 2, device=device) * 6
+    ints = {"dtype": torch.int32, "device": device}
+    positions, slots = torch.tensor([4, 5, 6, 0, 9, 9], **ints), torch.tensor([2, 0], **ints)
+    kv_rows = torch.tensor([4, 5, 6, 0, 3, -1], **ints)
+    results = []
+    for run in (fused_layers.rotate_append, fused_layers.rotate_append_ref):
+        x, keys = qkv.clone(), torch.zeros(3, kv_heads, 10, head_dim, dtype=dtype, device=device)
+        values = torch.zeros_like(keys)
+        run(x, bias, norms, 1e-6, angles.cos(), angles.sin(), positions, slots, kv_rows, keys, values)
+        results.append((x[:, : heads * head_dim], keys, values))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=OP_ATOL[dtype])
+
+
+@pytest.mark.parametrize(("nodes", "places"), [(1, 1), (7, 3), (60, 2), (65, 1), (128, 2)])
+def test_tree_rows(device: str, nodes: int, places: int) -> None:
+    slots = 4
+    parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
+    tree = layout_tree(torch.randint(0, 99, (slots, nodes)), parents, path_width=7)
+    lengths = torch.tensor([5, 0, 17, 3], dtype=torch.int32, device=device)
+    active = torch.tensor([2, 3, -1, -1], dtype=torch.int32, device=device)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    fields = [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    found, wanted = (ForwardRows.allocate(places, nodes, lengths) for _ in range(2))
+    for rows, run in ((found, tree_rows.tree_rows), (wanted, tree_rows.tree_rows_ref)):
+        for tensor in (rows.tokens, rows.positions, rows.kv_rows):
+            tensor.fill_(-7)
+        run(active, count, *fields, rows)
+    assert_equal_rows(found, wanted)
+    mask = tree.tree_mask[2, 0]
+    words = found.attention.ancestors[0].cpu()
+    bits = torch.stack([(words[:, node // 64] >> (node % 64)) & 1 for node in range(nodes)], 1)
+    assert torch.equal(bits == 1, mask)
+
+
+def assert_equal_rows(found: ForwardRows, wanted: ForwardRows) -> None:
+    for name in ("tokens", "positions", "kv_rows"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("slots", "counts", "ancestors", "depths"):
+        mine, theirs = getattr(found.attention, name), getattr(wanted.attention, name)
+        assert mine is theirs is None or torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(("count", "nodes"), [(8, 8), (3, 8), (300, 512)])
+def test_chunk_rows(device: str, count: int, nodes: int) -> None:
+    ints = {"dtype": torch.int32, "device": device}
+    lengths = torch.tensor([5, 9], **ints)
+    tokens = torch.randint(0, 99, (nodes,), **ints)
+    found, wanted = (ForwardRows.allocate(1, nodes, lengths, is_chunk=True) for _ in range(2))
+    tree_rows.chunk_rows(tokens, torch.tensor([1], **ints), torch.tensor([count], **ints), found)
+    tree_rows.chunk_rows_ref(tokens, torch.tensor([1], **ints), torch.tensor([count], **ints), wanted)
+    assert_equal_rows(found, wanted)
+
+
+def some_state(slots: int, device: str, running: list[int]) -> SlotState:
+    state = SlotState.allocate(slots, 2, device)
+    state.lengths.copy_(torch.arange(slots) * 3 + 4)
+    state.num_new.fill_(2)
+    state.prefix.copy_(state.lengths - 2)
+    state.max_generated.fill_(100)
+    for slot in running:
+        state.running[slot] = 1
+    acceptance.list_active_ref(state)
+    return state
+
+
+def copy_of(state: SlotState) -> SlotState:
+    return replace(state, **{name: getattr(state, name).clone() for name in state.__dataclass_fields__})
+
+
+def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
+    for name in found.__dataclass_fields__:
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+
+
+def test_walk_of_the_example_tree() -> None:
+    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; the target chooses A, C, then 7."""
+    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
+    state = some_state(1, "cpu", [0])
+    choices = torch.tensor([[1, 3, 0, 7, 0, 0, 0]], dtype=torch.int32)
+    acceptance.walk_ref(choices, tree.draft_tokens, tree.parents, 4, state)
+    assert state.path[0, :4].tolist() == [0, 1, 3, -1]
+    assert state.record[0, :7].tolist() == [3, 3, acceptance.RUNNING, 1, 3, 7, -1]
+    assert (state.lengths[0], state.prefix[0], state.num_new[0], state.num_generated[0]) == (4 + 3, 4, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("eos", "most", "kept", "ended"),
+    [
+        ([-1, -1], 100, 3, acceptance.RUNNING),
+        ([3, -1], 100, 2, acceptance.ENDED_BY_EOS),
+        ([8, 7], 100, 3, acceptance.ENDED_BY_EOS),
+        ([7, -1], 2, 2, acceptance.ENDED_BY_LENGTH),
+        ([-1, -1], 3, 3, acceptance.ENDED_BY_LENGTH),
+        ([3, -1], 2, 2, acceptance.ENDED_BY_EOS),
+    ],
+)
+@pytest.mark.parametrize("walk", [acceptance.walk, acceptance.walk_ref])
+def test_ends_in_the_middle_of_a_path(
+    device: str, walk: Callable[..., None], eos: list[int], most: int, kept: int, ended: int
+) -> None:
+    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
+    state = some_state(1, device, [0])
+    state.eos_ids[0] = torch.tensor(eos)
+    state.max_generated[0] = most
+    choices = torch.tensor([[1, 3, 0, 7, 0, 0, 0]], dtype=torch.int32, device=device)
+    walk(choices, tree.draft_tokens.to(device), tree.parents.to(device), 4, state)
+    assert state.record[0, :3].tolist() == [3, kept, ended]
+    assert int(state.running[0]) == int(ended == acceptance.RUNNING)
+    assert int(state.num_generated[0]) == kept
+
+
+@pytest.mark.parametrize(("nodes", "width"), [(1, 1), (7, 4), (60, 7), (128, 12)])
+def test_acceptance_equals_its_twins(device: str, nodes: int, width: int) -> None:
+    slots, places = 4, 4
+    parents = torch.stack([random_parents(nodes, width, seed) for seed in range(slots)])
+    tree = layout_tree(torch.randint(0, 5, (slots, nodes)), parents, path_width=width)
+    tokens, parents = tree.draft_tokens.to(device), tree.parents.to(device)
+    choices = torch.randint(0, 5, (places, nodes), dtype=torch.int32, device=device)
+    wanted = some_state(slots, device, [0, 2, 3])
+    wanted.eos_ids[:, 0] = 4
+    wanted.num_generated.copy_(torch.tensor([0, 0, 98, 3]))
+    found = copy_of(wanted)
+    acceptance.walk_ref(choices, tokens, parents, width, wanted)
+    acceptance.walk(choices, tokens, parents, width, found)
+    assert_equal_states(found, wanted)
+
+    keys = torch.randn(2, slots, 2, 30 + nodes, 12, device=device)
+    caches = [(keys.clone(), -keys), (keys.clone(), -keys)]
+    acceptance.commit_kv(found, *caches[0])
+    acceptance.commit_kv_ref(wanted, *caches[1])
+    for mine, theirs in zip(*caches, strict=True):
+        assert torch.equal(mine, theirs)
+
+    features = torch.randn(places * nodes + 3, 40, device=device)
+    first = torch.tensor([3], dtype=torch.int32, device=device)
+    out = [torch.zeros(slots, 16, 40, device=device) for _ in range(2)]
+    acceptance.commit_features(found, features, nodes, first, out[0])
+    acceptance.commit_features_ref(wanted, features, nodes, first, out[1])
+    assert torch.equal(*out)
+
+    acceptance.list_active(found)
+    acceptance.list_active_ref(wanted)
+    assert_equal_states(found, wanted)

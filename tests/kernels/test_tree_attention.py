@@ -1,0 +1,77 @@
+"""Tree attention against its twin: trees and chunks, windows, several splits, poisoned rows, odd sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle_slim.runtime.kernels.tree_attention import (
+    AttentionScratch,
+    AttentionTiles,
+    attention_tiles,
+    tree_attention,
+    tree_attention_ref,
+)
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows, chunk_rows_ref, tree_rows_ref
+from eagle_slim.runtime.tree import layout_tree
+from kernels.test_step_kernels import random_parents
+from kernels.tolerances import OP_ATOL
+
+TILES = AttentionTiles(block_q=16, block_k=16, keys_per_split=24, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize(
+    ("nodes", "heads", "kv_heads", "head_dim", "lengths"),
+    [(1, 4, 2, 16, [70, 0, 3]), (7, 6, 2, 24, [33, 90, 1]), (70, 2, 1, 16, [20, 0, 50])],
+)
+def test_trees(
+    device: str, dtype: torch.dtype, window: int | None, nodes: int, heads: int, kv_heads: int, head_dim: int,
+    lengths: list[int],
+) -> None:  # fmt: skip
+    slots = len(lengths)
+    parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
+    tree = layout_tree(torch.zeros((slots, nodes), dtype=torch.int64), parents, path_width=7)
+    rows = ForwardRows.allocate(slots, nodes, torch.tensor(lengths, dtype=torch.int32, device=device))
+    active = torch.tensor([0, 2, -1], dtype=torch.int32, device=device)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    fields = [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    tree_rows_ref(active, count, *fields, rows)
+    check(rows, heads, kv_heads, head_dim, dtype, window, [length + nodes for length in lengths])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("length", "count", "nodes"), [(0, 20, 32), (37, 32, 32), (50, 1, 16)])
+def test_chunks(device: str, window: int | None, length: int, count: int, nodes: int) -> None:
+    ints = {"dtype": torch.int32, "device": device}
+    rows = ForwardRows.allocate(1, nodes, torch.tensor([4, length], **ints), is_chunk=True)
+    chunk_rows_ref(torch.zeros(nodes, **ints), torch.tensor([1], **ints), torch.tensor([count], **ints), rows)
+    check(rows, 4, 2, 16, torch.float32, window, [4, length + count])
+
+
+def check(
+    rows: ForwardRows, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, ends: list[int]
+) -> None:
+    """Kernel and twin agree, whatever lies beyond the rows in use."""
+    device = rows.tokens.device
+    width = (heads + 2 * kv_heads) * head_dim
+    qkv = torch.randn(len(rows.tokens), width, dtype=dtype, device=device)
+    keys, values = (
+        torch.randn(len(ends), kv_heads, max(ends) + 20, head_dim, dtype=dtype, device=device) for _ in range(2)
+    )
+    for slot, end in enumerate(ends):
+        keys[slot, :, end:] = float("nan")
+        values[slot, :, end:] = float("nan")
+    found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
+    scratch = AttentionScratch.allocate(rows.places, rows.nodes, heads, head_dim, 4, device)
+    scratch.out.fill_(float("nan"))
+    scratch.stats.fill_(float("nan"))
+    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES)
+    tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
+
+
+def test_tiles_fit_the_work() -> None:
+    assert attention_tiles(1 * 4, 128, torch.bfloat16).block_q == 16
+    assert attention_tiles(60 * 4, 128, torch.bfloat16).block_q == 64
+    assert attention_tiles(60 * 4, 256, torch.bfloat16).block_k == 32

@@ -1,0 +1,137 @@
+"""The fused target against transformers' own forward, for every family that it takes, prompts in chunks and trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows, chunk_rows_ref, tree_rows_ref
+from eagle_slim.runtime.target.fused import ForwardBuffers, FusedTarget, KVCache, LayerOps, unfit_reason
+from eagle_slim.runtime.tree import layout_tree
+from support.tiny_models import VOCAB, random_prompts, tiny_target
+from torch import Tensor, nn
+
+TAPS = (2, 3, 6)
+PARENTS = [[-1, 0, 0, 1, 1, 2, 3]]
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama3 rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    ),
+    "yarn rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+                             "original_max_position_embeddings": 64}},
+    ),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}  # fmt: skip
+
+
+def poisoned_cache(target: FusedTarget, slots: int, capacity: int) -> KVCache:
+    """Rows that were never written hold NaN, which must reach no result."""
+    cache = KVCache(target, slots, capacity)
+    cache.keys.fill_(float("nan"))
+    cache.values.fill_(float("nan"))
+    return cache
+
+
+def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, prompt: list[int], chunk: int) -> Tensor:
+    """Run a prompt into a slot chunk by chunk; features of all its tokens."""
+    features = []
+    for start in range(0, len(prompt), chunk):
+        piece = prompt[start : start + chunk]
+        rows = ForwardRows.allocate(1, chunk, lengths, is_chunk=True)
+        bufs = ForwardBuffers(target, 1, chunk, 1)
+        tokens = torch.tensor(piece + [0] * (chunk - len(piece)), dtype=torch.int32)
+        count = torch.tensor([len(piece)], dtype=torch.int32)
+        chunk_rows_ref(tokens, torch.tensor([slot], dtype=torch.int32), count, rows)
+        target.forward(rows, cache, bufs, last_row=torch.tensor([len(piece) - 1]))
+        lengths[slot] += len(piece)
+        features.append(bufs.features[: len(piece)].clone())
+    return torch.cat(features)
+
+
+def hidden_states(model: nn.Module, ids: list[int]) -> tuple[Tensor, Tensor]:
+    """Transformers' logits [seq, vocab] and tapped hidden states [seq, taps * hidden]."""
+    kept: dict[int, Tensor] = {}
+    layers = model.model.layers  # type: ignore[union-attr]
+    handles = [
+        layers[tap].register_forward_pre_hook(lambda _m, args, tap=tap: kept.__setitem__(tap, args[0]))
+        for tap in TAPS
+        if tap < len(layers)
+    ]
+    handles.append(layers[-1].register_forward_hook(lambda _m, _a, out: kept.__setitem__(len(layers), out)))
+    logits = model(torch.tensor([ids])).logits[0]
+    for handle in handles:
+        handle.remove()
+    last = kept[len(layers)]
+    kept[len(layers)] = last[0] if isinstance(last, tuple) else last
+    return logits, torch.cat([kept[tap].reshape(len(ids), -1) for tap in TAPS], -1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_prompt_and_tree_equal_transformers(family: str) -> None:
+    kind, options = FAMILIES[family]
+    model = tiny_target(kind, **options)
+    assert unfit_reason(model, TAPS) is None
+    prompt = random_prompts([21])[0]
+    tokens = torch.randint(3, VOCAB, (1, 7))
+    tree = layout_tree(tokens, torch.tensor(PARENTS), path_width=4)
+    wanted, wanted_features = [], []
+    for node in range(7):
+        path = [tokens[0, n].item() for n in range(7) if tree.tree_mask[0, 0, node, n]]
+        logits, features = hidden_states(model, prompt + path)
+        wanted.append(logits[-1])
+        wanted_features.append(features[-1])
+    _, prompt_features = hidden_states(model, prompt)
+
+    target = FusedTarget(model, TAPS, LayerOps.twins())
+    target.reserve_positions(64)
+    lengths = torch.zeros(3, dtype=torch.int32)
+    cache = poisoned_cache(target, 3, 40)
+    found = prefill(target, cache, lengths, 1, prompt, chunk=8)
+    torch.testing.assert_close(found, prompt_features, rtol=1e-4, atol=1e-4)
+    rows, bufs = ForwardRows.allocate(2, 7, lengths), ForwardBuffers(target, 2, 7, 14)
+    slots = [torch.full((3, 7), -1), torch.full((3, 7), -1), torch.zeros((3, 7), dtype=torch.int64)]
+    for by_slot, value in zip(slots, (tokens, tree.parents, tree.tree_position_ids), strict=True):
+        by_slot[1] = value[0]
+    active = torch.tensor([1, -1, -1], dtype=torch.int32)
+    tree_rows_ref(active, torch.tensor([1], dtype=torch.int32), *slots, rows)
+    target.forward(rows, cache, bufs)
+    torch.testing.assert_close(bufs.logits[:7], torch.stack(wanted), rtol=1e-4, atol=2e-4)
+    torch.testing.assert_close(bufs.features[:7], torch.stack(wanted_features), rtol=1e-4, atol=1e-4)
+
+
+def test_weights_are_held_once_and_the_model_still_generates() -> None:
+    model = tiny_target("qwen2")
+    prompt = torch.tensor(random_prompts([9]))
+    before = model.generate(prompt, max_new_tokens=8, do_sample=False)  # type: ignore[operator]
+    names = [name for name, _ in model.named_parameters()]
+    first, second = FusedTarget(model, None), FusedTarget(model, None)
+    attention = model.model.layers[0].self_attn  # type: ignore[union-attr, index]
+    assert attention.q_proj.weight.untyped_storage().data_ptr() == attention.v_proj.weight.untyped_storage().data_ptr()
+    assert first.layers[0].qkv.data_ptr() == second.layers[0].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.equal(model.generate(prompt, max_new_tokens=8, do_sample=False), before)  # type: ignore[operator]
+
+
+def test_only_what_is_exactly_known_is_fused() -> None:
+    class Adapter(nn.Linear):
+        pass
+
+    adapted = tiny_target("llama")
+    adapted.model.layers[1].mlp.up_proj.__class__ = Adapter  # type: ignore[union-attr, index]
+    assert "up_proj is a Adapter" in str(unfit_reason(adapted, None))
+    hooked = tiny_target("qwen3")
+    hooked.model.norm.register_forward_hook(lambda *_: None)  # type: ignore[union-attr]
+    assert "model.norm has a forward hook" in str(unfit_reason(hooked, None))
+    assert "activation is gelu" in str(unfit_reason(tiny_target("llama", hidden_act="gelu"), None))
+    assert "tapped twice" in str(unfit_reason(tiny_target("llama"), (1, 1, 2)))
