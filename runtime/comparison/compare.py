@@ -1,11 +1,11 @@
 """Accuracy against speed: the same prompts over several draft vocabularies and over plain decoding.
 
-Runs are interleaved: each prompt is answered by every size in turn before the next one, so that a machine that slows
-down or warms up does so for all. Every answer is held against plain decoding of the same prompt (greedy, or sampled
-with the same seed), and the report says how many were identical: all of them in fp32.
+Runs are interleaved: every size answers a prompt before the next prompt begins, so that a machine that slows down or
+warms up does so for all. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the
+same seed), and the report says how many were identical: all of them in fp32.
 
-A size's speed is its mean accepted length over its mean time per pass (draft, verify and host; prefill apart). The time
-is measured here, on this device, and does not carry over to another.
+A size's speed is its mean accepted length over its mean time per pass (draft, verify and host, without prefill). The
+time is measured on this device and does not carry over to another.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PromptError, UsageError
+from ..generation.output import GenerationOutput
 from ..generation.stats import GenerationStats
-from ..model import GenerationOutput, SpeculativeModel
-from .prompts import Prompt
+from ..model import SpeculativeModel
+from .prompt_file import Prompt
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -150,23 +151,26 @@ def compare(
     Raises `UsageError` for nothing to compare or a size given twice, `PromptError` for a turn without room.
     """
     if not (sizes and prompts and modes):
-        raise UsageError("There is nothing to compare: give at least one size, one prompt and one mode.")
+        raise UsageError(
+            "There is nothing to compare. Give at least one size, one prompt and one mode.",
+            sizes=len(sizes), prompts=len(prompts), modes=len(modes),
+        )  # fmt: skip
     labels = [size.label for size in sizes]
     if len(set(labels)) != len(labels):
-        raise UsageError(f"Each size is compared once; got {', '.join(labels)}.")
-    # A prompt without room in the context is refused here, by its place, not after hours.
+        raise UsageError(f"Each size is compared once; got {', '.join(labels)}.", found=labels)
+    # A prompt that does not fit the context is refused here, by its place, and not after hours.
     first = [_encode(model, [{"role": "user", "content": prompt.turns[0]}], use_chat_template) for prompt in prompts]
     model.generate(first, max_new_tokens=0)
     models = {size.label: model.with_draft_vocab(size.vocab) for size in sizes}
     for sized in models.values():
-        # What happens once (allocation, packing) belongs to no prompt's time.
+        # One-off work (allocation, packing) must not be timed with the first prompt.
         sized.generate(_encode(model, [{"role": "user", "content": "Hi"}], use_chat_template), max_new_tokens=2)
 
     collected: dict[tuple[str, str, str], list[_Answer]] = {}
     answers: list[int] = []
     for repeat in range(repeats):
         for place, prompt in enumerate(prompts):
-            # Not to be taken for the row over all categories.
+            # Must not be mistaken for the row over all categories.
             category = f"{ALL} (category)" if prompt.category == ALL else prompt.category
             for mode in modes:
                 messages: list[dict[str, str]] = []
@@ -179,7 +183,8 @@ def compare(
                     except PromptError as error:
                         reason = str(error).removeprefix("Prompt 0 ")
                         raise PromptError(
-                            f"Turn {number} of prompt {place}, with the conversation before it, {reason}"
+                            f"Turn {number} of prompt {place}, with the conversation before it, {reason}",
+                            **{**error.facts, "prompt": place, "turn": number},
                         ) from error
                     advance()
                     runs = {PLAIN: plain}

@@ -250,8 +250,10 @@ def check_tree_fits(weights: HeadWeights, tree: TreeConfig) -> None:
     """Raise `UsageError` unless every node can have ``top_k`` children."""
     if weights.draft_vocab < tree.top_k:
         raise UsageError(
-            f"top_k = {tree.top_k} asks for more children than the draft vocabulary of {weights.draft_vocab} has."
-        )
+            f"top_k = {tree.top_k} children of a node cannot be drafted from {weights.draft_vocab} ids. Lower top_k, "
+            "or draft over more ids.",
+            option="top_k", expected=weights.draft_vocab, found=tree.top_k,
+        )  # fmt: skip
 
 
 def scatter_tree(tree: DraftTree, active: ActiveSlots) -> DraftTree:
