@@ -2,7 +2,7 @@
 
     python examples/accuracy_vs_speed.py --sizes 16384 4096 1024 --out compare.html
 
-The command `eagle-compare` does this and more; here are the pieces.
+The command `eagle-compare` does this and more; this script shows the calls behind it.
 """
 
 import argparse

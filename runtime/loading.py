@@ -175,7 +175,7 @@ def load_target_config(target: str | Path, revision: str | None, offline: bool) 
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
-    """Load a target's tokenizer and its hash; (None, None) for a local folder that holds none."""
+    """Load a target's tokenizer and its hash; (None, None) for a local folder without a tokenizer."""
     folder = Path(target)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None, None

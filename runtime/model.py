@@ -87,9 +87,9 @@ class SpeculativeModel:
         self.opened = opened
         self.drafter_kind = drafter_kind
         self.tokenizer_source = tokenizer_source
-        """Where the tokenizer was loaded from: Hub id or folder; None when it was handed over, or there is none."""
+        """Hub id or folder that the tokenizer was loaded from; None if it was given as an object, or there is none."""
         self.tokenizer_hash = tokenizer_hash
-        """Hash of the tokenizer that ids belong to, as far as target, tokenizer or converted head tell it."""
+        """Hash of the tokenizer that ids belong to; None if neither target, tokenizer nor converted head tells it."""
         if max_model_len is not None:
             read_count("max_model_len", max_model_len, 1)
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
@@ -135,10 +135,10 @@ class SpeculativeModel:
             revision, head_revision: of Hub repositories.
             head_subfolder: where in its folder or repository the head is.
             tap_layers, d2t_form: for unconverted heads whose files do not say (`convert.head.open_head`).
-            offline: only what is on this machine.
+            offline: use only what is on this machine.
 
         Raises:
-            PairingError: head and target do not belong together; nothing has run yet.
+            PairingError: head and target do not belong together; no weights were loaded.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
@@ -249,10 +249,10 @@ class SpeculativeModel:
                 tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
             max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
             do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
-                above 0 says otherwise. The sampling defaults of the target's own generation configuration are not used.
-            seed: with the prompt's place in the call, fixes every draw.
+                above 0 asks for sampling. Sampling defaults of the target's own generation configuration are not used.
+            seed: fixes every draw, together with the prompt's place in the call.
             stop: strings that end an answer, wherever tokens begin and end.
-            eos_token_id: instead of the target's own; ``ignore_eos`` runs on beyond any.
+            eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
             pad_token_id: fills ``sequences``; None takes the target's, else 0.
             streamer: a transformers streamer, for one prompt.
             max_slots: how many prompts run at a time, each with KV memory of its own; the rest wait for a free slot.

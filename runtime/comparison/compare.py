@@ -109,14 +109,14 @@ class CoverageCurve:
 
 @dataclass(frozen=True)
 class CompareReport:
-    """Everything measured; see `recommend` for what to make of it."""
+    """Everything that was measured; `recommend` draws the conclusion."""
 
     rows: tuple[Row, ...]
     curves: tuple[CoverageCurve, ...]
     setup: dict[str, Any]
 
     def find(self, size: str, mode: str, category: str = ALL) -> Row:
-        """Return one row. Raises KeyError when there is none."""
+        """Return one row. Raises KeyError when it is not in the report."""
         for row in self.rows:
             if (row.size, row.mode, row.category) == (size, mode, category):
                 return row
@@ -203,12 +203,12 @@ def compare(
 
 
 def num_answers(sizes: Sequence[Size], prompts: Sequence[Prompt], modes: Sequence[Mode], repeats: int) -> int:
-    """Answers that `compare` will generate."""
+    """Return how many answers `compare` will generate."""
     return (len(sizes) + 1) * sum(len(prompt.turns) for prompt in prompts) * len(modes) * repeats
 
 
 def answer_coverage(rank_order: NDArray[np.int64], token_ids: Sequence[int]) -> CoverageCurve:
-    """Measure which share of the given tokens is among the first N ids of a ranking, for N from 64 to all of them."""
+    """Measure the share of the given tokens that is among the first N ids of a ranking, for N from 64 to all ids."""
     rank = np.full(max(int(rank_order.max()), max(token_ids, default=0)) + 1, len(rank_order), dtype=np.int64)
     rank[rank_order] = np.arange(len(rank_order))
     ranks = np.sort(rank[np.asarray(token_ids, dtype=np.int64)])

@@ -211,7 +211,7 @@ def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("limit", [0, -4])
-def test_a_context_that_is_none(tmp_path: Path, limit: int) -> None:
+def test_a_context_without_room(tmp_path: Path, limit: int) -> None:
     with pytest.raises(UsageError, match=rf"^max_model_len must be an integer of at least 1, got {limit}\.$"):
         build(tmp_path, max_model_len=limit)
 

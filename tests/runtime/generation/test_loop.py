@@ -150,7 +150,7 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         ([{"role": "user", "content": "Hi"}], None, {"found": "messages"}),
     ],
 )
-def test_prompts_that_are_none(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:
+def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:
     with raises(UsageError, **facts):
         build(tmp_path).generate(given, attention_mask=mask)
 

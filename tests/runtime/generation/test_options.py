@@ -234,7 +234,7 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
      ([3, "a"], "a"), ([[[3]]], [3])],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_prompt(model: SpeculativeModel, prompt: Any, found: Any) -> None:
+def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any, found: Any) -> None:
     with raises(UsageError, found=found):
         model.generate(prompt, max_new_tokens=2)
 
