@@ -2,7 +2,7 @@
 
     python examples/accuracy_vs_speed.py --sizes 16384 4096 1024 --out compare.html
 
-The command `eagle-compare` does this and more; here are the pieces.
+The command `eagle-compare` does this and more; this script shows the calls behind it.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.comparison.compare import Mode, Size, compare
 from eagle_slim.runtime.comparison.output import html_page, text_table
-from eagle_slim.runtime.comparison.prompts import load_prompts
+from eagle_slim.runtime.comparison.prompt_file import load_prompts
 from eagle_slim.runtime.comparison.recommend import recommend
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer

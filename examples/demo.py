@@ -1,4 +1,4 @@
-"""The main job on the built-in head, by the commands a user types: convert, verify, generate.
+"""The main job on the built-in head, with the commands that a user types: convert, verify, generate.
 
     python examples/demo.py        (or: make demo)
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from eagle_slim.convert import Artifact
 
 SIZE = 32000
-SLIM = f"smollm2-135m-instruct-eagle3-v{SIZE}"  # what eagle-convert calls it by itself
+SLIM = f"smollm2-135m-instruct-eagle3-v{SIZE}"  # the name that eagle-convert gives it by default
 PROMPT = "What are three good habits for learning a new language?"
 
 
@@ -40,7 +40,7 @@ args = parser.parse_args()
 args.out.mkdir(parents=True, exist_ok=True)
 slim = args.out / SLIM
 if slim.exists():
-    Artifact.load(slim)  # an error, rather than a folder lost, where something else bears the name
+    Artifact.load(slim)  # raises, rather than delete a folder that is no artifact
     shutil.rmtree(slim)
 started = time.monotonic()
 

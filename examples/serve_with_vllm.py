@@ -1,4 +1,4 @@
-"""Serve a converted head with vLLM and look at the one number that says drafting works: the accepted length.
+"""Serve a converted head with vLLM and print the number that shows whether drafting works: the accepted length.
 
     eagle-convert --draft-vocab 32000 --out slim
     python examples/serve_with_vllm.py slim
@@ -18,7 +18,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", help="folder that eagle-convert wrote, or its repository on the Hub")
     parser.add_argument("--target", help="target model: folder or Hub repository (default: the built-in one)")
-    parser.add_argument("--prompt", action="append", help="a question; may be given often")
+    parser.add_argument("--prompt", action="append", help="a question; repeat for more than one")
     parser.add_argument("--num-speculative-tokens", type=int, default=3, help="tokens drafted per step (default: 3)")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate per answer (default: 128)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs that share the model (default: 1)")
@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Generate, print the answers and the accepted length; 1 if next to nothing was accepted."""
+    """Generate, print the answers and the accepted length; return 1 if almost nothing was accepted."""
     arguments = parse_arguments()
     try:
         from vllm import LLM, SamplingParams
@@ -52,7 +52,7 @@ def main() -> int:
         speculative_config={
             # Without it vLLM guesses the method from the path of the head.
             "method": "eagle3",
-            # vLLM takes an existing path as a folder and everything else as a repository of the Hub.
+            # vLLM takes an existing path for a folder and everything else for a Hub repository.
             "model": str(Path(arguments.head).resolve()) if Path(arguments.head).is_dir() else arguments.head,
             "num_speculative_tokens": arguments.num_speculative_tokens,
         },
@@ -68,13 +68,13 @@ def main() -> int:
     drafts = counted.get("vllm:spec_decode_num_drafts") or 0
     accepted = counted.get("vllm:spec_decode_num_accepted_tokens") or 0
     tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    # A draft for every step and one token of the target's own beside those that it accepted.
+    # Each step gives the drafted tokens that were accepted and one of the target's own.
     length = 1 + accepted / drafts if drafts else 0.0
     print(f"\n{tokens} tokens in {seconds:.1f} s, {drafts} drafts, accepted length {length:.2f}")
     if length < 1.1:
         print(
-            "Next to nothing is accepted: vLLM serves a wrong map without an error. Run eagle-verify on the head, with "
-            "--target, and see docs/engines.md.",
+            "Almost nothing is accepted. vLLM serves a head with a wrong map without an error: run eagle-verify on the "
+            "head, with --target, and see docs/engines.md.",
             file=sys.stderr,
         )
         return 1

@@ -2,6 +2,7 @@ from .config import SamplingConfig, TreeConfig
 from .drafter.config import Buffers, DrafterConfig
 from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
 from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
+from .generation.output import GenerationOutput
 from .generation.requests import RequestOutput
 from .generation.stats import GenerationStats
 from .kernels.launch import (
@@ -13,7 +14,7 @@ from .kernels.launch import (
     open_tuned_cache,
     prefill_drafter,
 )
-from .model import GenerationOutput, SpeculativeModel
+from .model import SpeculativeModel
 from .slots import ActiveSlots
 from .tree import DraftTree
 

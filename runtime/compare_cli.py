@@ -56,7 +56,7 @@ Examples:
 )
 @model_options
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
-              help="JSON lines with `turns` (MT-bench, Spec-Bench), or text, a prompt per line.")  # fmt: skip
+              help="JSON lines with `turns` (MT-bench, Spec-Bench), or text with a prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N prompts only.")
 @click.option("--sizes", callback=_sizes, metavar="N,N,...",
               help="Draft vocabularies; `full` is all the head has. Default: full, powers of two.")  # fmt: skip
@@ -89,7 +89,7 @@ def compare(**options: Any) -> None:
     modes = _modes(options)
     if out is not None:
         check_output(out, force, "compare.json")
-    from .comparison.prompts import load_prompts
+    from .comparison.prompt_file import load_prompts
 
     prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
     is_embedded = options["head"] is None
@@ -139,13 +139,16 @@ def _modes(options: dict[str, Any]) -> list[Any]:
     names = [name.strip() for name in options.pop("modes").split(",")]
     for name in names:
         if name not in known:
-            raise UsageError(f"--modes: {name!r} is neither greedy nor sampled.")
+            raise UsageError(f"--modes: {name!r} is neither greedy nor sampled.", option="--modes", found=name)
     if "sampled" in names:
-        from .model import sampling_config
+        from .generation.arguments import sampling_config
 
         # Refused before the model is loaded.
         if sampling_config(**sampling).is_greedy:
-            raise UsageError("--temperature 0 is greedy: give --modes greedy, or a temperature above 0 to sample with.")
+            raise UsageError(
+                "--temperature 0 is greedy. Give --modes greedy, or a temperature above 0 to sample with.",
+                option="--temperature", found=sampling["temperature"],
+            )  # fmt: skip
     return [known[name] for name in dict.fromkeys(names)]
 
 
@@ -169,15 +172,19 @@ def _ranking(
         if wanted == ("full",):
             return None
         raise UsageError(
-            f"Head {opened.head.location} has no ranking of its own: give --counts or --token-map, or convert it "
-            "first; --sizes full needs none."
-        )
+            f"Head {opened.head.location} has no ranking of its own. Give --counts or --token-map, or convert it "
+            "first; --sizes full needs no ranking.",
+            option="--sizes", missing="ranking",
+        )  # fmt: skip
     tokenizer = None
     request = VocabRequest(counts=counts, token_map=token_map)
     if not request.is_default or is_embedded:
         source = embedded_target_folder() if is_embedded else model.tokenizer_source
         if source is None and request.needs_tokenizer:
-            raise UsageError("--counts needs the target's tokenizer, and the target has none; give --token-map.")
+            raise UsageError(
+                "--counts needs the target's tokenizer, and the target has none. Give --token-map.",
+                option="--counts", missing="tokenizer",
+            )  # fmt: skip
         tokenizer = None if source is None else load_tokenizer(source, offline=offline)
     elif opened.rank_order is not None:
         own = DraftVocab(opened.rank_order, opened.num_forced, opened.head.target_vocab)

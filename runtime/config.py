@@ -28,17 +28,28 @@ class TreeConfig:
     top_k: int = 10
     total_tokens: int = 60
 
+    @classmethod
+    def of(cls, depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
+        """Build one; ``total_tokens`` None is 60, or all candidates and the root where there are fewer."""
+        if total_tokens is None:
+            total_tokens = min(cls.total_tokens, cls(depth, top_k, 2).num_candidates + 1)
+        return cls(depth, top_k, total_tokens)
+
     def __post_init__(self) -> None:
         for name, smallest in (("depth", 0), ("top_k", 1), ("total_tokens", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise UsageError(f"{name} must be an integer of at least {smallest}, got {value!r}.")
+                raise UsageError(
+                    f"{name} must be an integer of at least {smallest}, got {value!r}.",
+                    option=name, expected=smallest, found=value,
+                )  # fmt: skip
         if self.total_tokens - 1 > self.num_candidates:
             raise UsageError(
                 f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
                 f"{self.depth} and top_k = {self.top_k} give only top_k + depth * top_k^2 = {self.num_candidates} "
-                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k."
-            )
+                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k.",
+                option="total_tokens", expected=self.num_candidates + 1, found=self.total_tokens,
+            )  # fmt: skip
 
     @property
     def num_candidates(self) -> int:
@@ -71,21 +82,25 @@ class SamplingConfig:
         for name in ("temperature", "top_k", "top_p", "seed", "min_p", "typical_p"):
             value, whole = getattr(self, name), name in ("top_k", "seed")
             if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-                raise UsageError(f"{name} must be {'an integer' if whole else 'a number'}, got {value!r}.")
+                raise _refusal(name, "an integer" if whole else "a number", value)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature must be 0 (greedy) or positive, got {self.temperature!r}.")
+            raise _refusal("temperature", "0 (greedy) or positive", self.temperature)
         if self.top_k < 0:
-            raise UsageError(f"top_k must be 0 (off) or positive, got {self.top_k!r}.")
+            raise _refusal("top_k", "0 (off) or positive", self.top_k)
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p must be in (0, 1], got {self.top_p!r}.")
+            raise _refusal("top_p", "in (0, 1]", self.top_p)
         if not 0 <= self.min_p <= 1:
-            raise UsageError(f"min_p must be in [0, 1], got {self.min_p!r}.")
+            raise _refusal("min_p", "in [0, 1]", self.min_p)
         if not 0 < self.typical_p <= 1:
-            raise UsageError(f"typical_p must be in (0, 1], got {self.typical_p!r}.")
+            raise _refusal("typical_p", "in (0, 1]", self.typical_p)
         if not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed must be in [0, 2^63), got {self.seed!r}.")
+            raise _refusal("seed", "in [0, 2^63)", self.seed)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
+
+
+def _refusal(name: str, expected: str, found: object) -> UsageError:
+    return UsageError(f"{name} must be {expected}, got {found!r}.", option=name, expected=expected, found=found)

@@ -13,8 +13,9 @@ from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from .model_options_cli import load_model, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
+    from .generation.output import GenerationOutput
     from .generation.stats import GenerationStats
-    from .model import GenerationOutput, SpeculativeModel
+    from .model import SpeculativeModel
 
 
 @click.command(
@@ -27,7 +28,9 @@ Examples:
 )
 @model_options
 @click.option("--draft-vocab", type=int, metavar="N", help="Draft over the best N ids only. Default: all the head has.")
-@click.option("--prompt", metavar="TEXT", help="Answer this and end. Without it: a chat, or the text on stdin.")
+@click.option(
+    "--prompt", metavar="TEXT", help="Answer this and end. Default: the text on stdin, or in a terminal a chat."
+)
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
 @click.option("--max-new-tokens", type=click.IntRange(min=0), default=512, show_default=True)
@@ -35,8 +38,8 @@ Examples:
 @click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
 @click.option("--seed", default=0, show_default=True, help="Fixes every draw.")
-@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; may be given often.")
-@click.option("--ignore-eos", is_flag=True, help="Run on beyond the end-of-sequence token.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
+@click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
@@ -45,7 +48,7 @@ def generate(**options: Any) -> None:
 
     HEAD is a converted or unconverted head, a folder or a repository of the Hugging Face Hub; without it, the built-in
     EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures go to stderr. In a chat,
-    /reset starts anew and /exit (or Ctrl-D) ends.
+    /reset starts over and /exit (or Ctrl-D) ends.
     """
     show_warnings_as_lines()
     prompt, as_json = options.pop("prompt"), options.pop("as_json")
@@ -53,16 +56,20 @@ def generate(**options: Any) -> None:
         try:
             prompt = sys.stdin.read().rstrip("\n")
         except UnicodeDecodeError as error:
-            raise UsageError(f"What comes on stdin is no UTF-8 text ({error}).") from error
+            raise UsageError(f"stdin is not UTF-8 text ({error}).", path="stdin") from error
         if not prompt:
-            raise UsageError("There is no prompt: give --prompt, or text on stdin.")
+            raise UsageError("There is no prompt. Give --prompt, or text on stdin.", missing="prompt")
     for name, text in (("prompt", prompt), ("--system", options["system"])):
         _check_text(name, text)
     if options["raw"] and options["system"] is not None:
-        raise UsageError("--system belongs to the chat template, which --raw leaves out; give one of them.")
+        raise UsageError(
+            "--system is part of the chat template, which --raw leaves out. Give one of them.", option="--system"
+        )
     if prompt is None and (as_json or options["check"]):
-        raise UsageError("--json and --check answer one prompt; give --prompt.")
-    from .model import sampling_config
+        raise UsageError(
+            "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
+        )
+    from .generation.arguments import sampling_config
 
     # Refused before the model is loaded.
     sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"])
@@ -81,7 +88,7 @@ def _check_text(name: str, text: str | None) -> None:
     try:
         (text or "").encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"The {name} is no UTF-8 text (at character {error.start}).") from error
+        raise UsageError(f"The {name} is not UTF-8 text (at character {error.start}).", option=name) from error
 
 
 class _Session:
@@ -126,7 +133,8 @@ class _Session:
     def chat(self) -> None:
         """Talk until /exit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
         note(
-            f"draft vocabulary {self.model.draft_vocab}; /reset starts anew, Ctrl-C ends an answer, /exit or Ctrl-D all"
+            f"draft vocabulary {self.model.draft_vocab}; /reset starts over, Ctrl-C ends an answer, /exit or Ctrl-D "
+            "ends the chat"
         )
         while True:
             try:
@@ -135,7 +143,7 @@ class _Session:
                 note("")
                 return
             except UnicodeDecodeError as error:
-                note(f"error: this is no UTF-8 text ({error})")
+                note(f"error: this is not UTF-8 text ({error})")
                 continue
             if prompt == "/exit":
                 return
@@ -147,7 +155,7 @@ class _Session:
                     _check_text("message", prompt)
                     self.answer(prompt)
                 except EagleSlimError as error:
-                    # A conversation that outgrew the context is no reason to lose the session.
+                    # A conversation that has outgrown the context must not end the session.
                     note(f"error: {error}")
                     self.messages = before
                 except KeyboardInterrupt:
@@ -162,7 +170,7 @@ class _Session:
 
 
 def figures(stats: GenerationStats) -> str:
-    """Say what a generation cost, in one line."""
+    """Return the cost of a generation in one line."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items())
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
@@ -184,7 +192,7 @@ def _check(
     message = f"check: token {place} differs from plain {kind}."
     if str(model.target.dtype) != "torch.float32":
         message += " Near-ties round differently below float32: try --dtype float32."
-    raise EagleSlimError(message)
+    raise EagleSlimError(message, token=place)
 
 
 def main(args: list[str] | None = None) -> NoReturn:

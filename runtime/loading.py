@@ -50,7 +50,7 @@ class OpenedHead:
     num_forced: int = 0
     tokenizer_hash: str | None = None
     target_name: str | None = None
-    """Repository or folder of the target, as far as the head knows it."""
+    """Repository or folder of the target; None where the head does not name it."""
     coverage: Mapping[str, Any] | None = None
     """Coverage of held-out text as the manifest records it (JSON form of a `CoverageReport`)."""
     is_embedded: bool = False
@@ -89,7 +89,11 @@ def open_any_head(
         source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
         if (source.folder / MANIFEST_NAME).is_file():
             if tap_layers is not None or d2t_form != "auto":
-                raise UsageError(f"{head} is a converted head: its manifest settles tap layers and map form already.")
+                raise UsageError(
+                    f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
+                    "tap_layers and d2t_form out.",
+                    head=str(head), option="d2t_form" if tap_layers is None else "tap_layers",
+                )  # fmt: skip
             return _from_artifact(Artifact.load(source.folder))
     opened = open_head(
         head, revision=revision, subfolder=subfolder, offline=offline, d2t_form=d2t_form, tap_layers=tap_layers
@@ -101,7 +105,7 @@ def open_any_head(
 def choose_device(device: str | torch.device | None) -> torch.device:
     """Read a device such as "cuda:1" or "cpu"; None is the first GPU where there is one, else the CPU.
 
-    Raises `UsageError` for a name that is none, and for a device that is not there.
+    Raises `UsageError` for an unknown name, and for a device that is not there.
     """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -111,15 +115,17 @@ def choose_device(device: str | torch.device | None) -> torch.device:
         if (place.index or 0) >= there:
             found = f"GPUs 0 to {there - 1}" if there else "no NVIDIA GPU, or a build of torch without CUDA"
             raise UsageError(
-                f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out."
-            )
+                f"device = {str(device)!r} is not there: torch finds {found}. Use device='cpu', or leave it out.",
+                option="device", found=str(device),
+            )  # fmt: skip
     elif place.type != "cpu":
         try:
             torch.zeros(1, device=place).item()
         except (RuntimeError, NotImplementedError) as error:
             raise UsageError(
-                f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out."
-            ) from error
+                f"device = {str(device)!r} cannot be computed on ({error}). Use device='cpu', or leave it out.",
+                option="device", found=str(device),
+            ) from error  # fmt: skip
     return place
 
 
@@ -127,7 +133,9 @@ def _device(name: str | torch.device) -> torch.device:
     try:
         return torch.device(name)
     except RuntimeError as error:
-        raise UsageError(f"device = {name!r} is no device; expected cpu, cuda, or cuda:1 and so on.") from error
+        raise UsageError(
+            f"device = {name!r} is unknown; expected cpu, cuda, cuda:1 and so on.", option="device", found=name
+        ) from error
 
 
 @contextmanager
@@ -136,13 +144,14 @@ def _naming(target: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
-        # Without the names of all that it could load.
+        # Without transformers' list of every model type it knows.
         reason = str(error).split("\nModel type should be one of")[0].rstrip(".")
         raise TargetError(
             f"Target {target}: transformers cannot load it ({reason}). Expected the folder of a causal language model, "
-            "or its repository on the Hub (name/model). A model that another class of transformers loads, such as a "
-            "vision-language one, can be handed over loaded (from Python)."
-        ) from error
+            "or its repository on the Hub (name/model). A model of another class, such as a vision-language one, has "
+            "to be loaded by you and passed to from_pretrained (in Python).",
+            target=str(target), reason=reason,
+        ) from error  # fmt: skip
 
 
 def load_target(
@@ -166,7 +175,7 @@ def load_target_config(target: str | Path, revision: str | None, offline: bool) 
 
 
 def load_tokenizer_and_hash(target: str | Path, revision: str | None, offline: bool) -> tuple[Any | None, str | None]:
-    """Load a target's tokenizer and its hash; (None, None) for a local folder that holds none."""
+    """Load a target's tokenizer and its hash; (None, None) for a local folder without a tokenizer."""
     folder = Path(target)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return None, None
@@ -187,12 +196,13 @@ def hash_of_source(tokenizer: Any) -> str | None:
 
 
 def check_dtype(dtype: torch.dtype | str) -> None:
-    """Raise `UsageError` for what is neither "auto" nor a type that transformers can load in, nor the name of one."""
+    """Raise `UsageError` unless ``dtype`` is "auto", or (the name of) a float type that transformers loads in."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype not in (None, "auto") and found not in _DTYPES:
         raise UsageError(
-            f"dtype = {dtype!r} is no type to load a target in; expected 'auto', {', '.join(map(str, _DTYPES))}."
-        )
+            f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}.",
+            option="dtype", found=dtype,
+        )  # fmt: skip
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:
@@ -202,38 +212,43 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
         dtype = weight.dtype if dtype == "auto" else getattr(torch, dtype, dtype)
     if dtype != weight.dtype:
         raise UsageError(
-            f"dtype = {dtype} is asked for, but the loaded target is in {weight.dtype}: convert it, or leave dtype out."
-        )
+            f"dtype = {dtype}, but the loaded target is in {weight.dtype}. Convert it, or leave dtype out.",
+            option="dtype", expected=weight.dtype, found=dtype,
+        )  # fmt: skip
     place = weight.device if device is None else _device(device)
     if place.type != weight.device.type or place.index not in (None, weight.device.index):
         raise UsageError(
-            f"device = {str(device)!r} is asked for, but the loaded target is on {weight.device}: move it, or leave "
-            "device out."
-        )
+            f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out.",
+            option="device", expected=str(weight.device), found=str(device),
+        )  # fmt: skip
 
 
 def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> Drafter:
     """Build a drafter by name, or by a callable of (weights, tree).
 
-    "reference" is plain PyTorch on any device. "triton" is the persistent kernel, `runtime.launch.TritonDrafter`.
-    Raises `DrafterError` when the one asked for cannot run here; nothing is put in its place.
+    "reference" is plain PyTorch on any device. "triton" is the persistent kernel (`runtime.TritonDrafter`). Raises
+    `DrafterError` when the one asked for cannot run here, `UsageError` for an unknown name; there is no fallback.
     """
     if callable(drafter):
         return drafter(weights, tree)
     if drafter == "reference":
         return ReferenceDrafter(weights, tree)
     if drafter != "triton":
-        raise UsageError(f"drafter = {drafter!r} is unknown; expected one of {', '.join(DRAFTERS)}.")
+        raise UsageError(
+            f"drafter = {drafter!r} is unknown; expected one of {', '.join(DRAFTERS)}.", option="drafter", found=drafter
+        )
     if weights.device.type != "cuda":
         raise DrafterError(
-            f"drafter = 'triton' needs an NVIDIA GPU, the model is on {weights.device}. Use drafter='reference'."
-        )
+            f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {weights.device}. Use drafter='reference'.",
+            option="drafter", expected="cuda", found=weights.device.type,
+        )  # fmt: skip
     try:
         from .kernels.launch import TritonDrafter  # type: ignore[import-not-found, unused-ignore]
     except ModuleNotFoundError as error:
         raise DrafterError(
-            f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'."
-        ) from error
+            f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'.",
+            option="drafter", missing="triton",
+        ) from error  # fmt: skip
     built: Drafter = TritonDrafter(weights, tree)
     return built
 
@@ -261,15 +276,21 @@ def _target_of(head: DraftHead, name: str | None) -> str | None:
 
 
 def target_location(opened: OpenedHead, given: str | Path | None) -> str | Path:
-    """Return where to load the target from: as given, else what the head names; the embedded one is built locally.
+    """Return where to load the target from: as given, else as the head names it; the built-in one is made locally.
 
-    Raises `UsageError` when neither says, and for a folder that is not there.
+    Raises `UsageError` when neither names one, and for a folder that is not there.
     """
     if given is not None:
         if is_missing_folder(str(given)):
-            raise UsageError(f"Target {given}: no such folder. Expected one, or a Hub repository (name/model).")
+            raise UsageError(
+                f"Target {given}: there is no such folder. Expected a folder or a Hub repository (name/model).",
+                target=str(given), missing="folder",
+            )  # fmt: skip
         folder = Path(given).expanduser()
         return folder if folder.is_dir() else given
     if opened.target_name is None:
-        raise UsageError(f"Head {opened.head.location} does not say which target it belongs to; give the target.")
+        raise UsageError(
+            f"Head {opened.head.location} does not say which target it belongs to. Give the target.",
+            head=str(opened.head.location), missing="target",
+        )  # fmt: skip
     return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name

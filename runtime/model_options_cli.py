@@ -19,7 +19,7 @@ _OPTIONS = (
     click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head names."),
     click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
     click.option("--head-revision", metavar="REV", help="Branch, tag or commit of the head."),
-    click.option("--head-subfolder", metavar="NAME", help="Folder of HEAD that the head is in, such as eagle3."),
+    click.option("--head-subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3."),
     click.option("--depth", default=5, show_default=True, help="Levels of the draft tree."),
     click.option("--draft-top-k", default=10, show_default=True, help="Children per node; 1 drafts a chain."),
     click.option("--total-tokens", type=int, help="Nodes of the tree, root included. Default: 60, or all there are."),
@@ -39,7 +39,7 @@ _OPTIONS = (
     click.option("--tap-layers", metavar="L,L,...", help="Target layers whose inputs an unconverted head reads."),
     click.option(
         "--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
-        help="Form of an unconverted head's own map, where it cannot be told.",
+        help="Form of an unconverted head's own map, where the files leave it open.",
     ),
     click.option("--offline", is_flag=True, help="Use only what is on this machine."),
 )  # fmt: skip

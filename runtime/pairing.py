@@ -1,4 +1,4 @@
-"""Do head, draft vocabulary, tokenizer and target belong together? Asked before any weights are loaded or run."""
+"""Whether head, draft vocabulary, tokenizer and target belong together, checked before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -29,31 +29,36 @@ def check_pairing(head: DraftHead, text_config: Any, target_name: str) -> None:
     if head.target_hidden_size != hidden:
         raise PairingError(
             f"{where}: the head was trained for a hidden size of {head.target_hidden_size}, the target has {hidden}. "
-            "Give the target the head was trained for."
-        )
+            "Give the target that the head was trained for.",
+            field="hidden_size", expected=head.target_hidden_size, found=hidden,
+        )  # fmt: skip
     if head.target_vocab != vocab:
         raise PairingError(
-            f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target the head "
-            "was trained for."
-        )
+            f"{where}: the head's vocab_size is {head.target_vocab}, the target's {vocab}. Give the target that the "
+            "head was trained for.",
+            field="vocab_size", expected=head.target_vocab, found=vocab,
+        )  # fmt: skip
     if head.draft_ids_to_target is not None and int(head.draft_ids_to_target.max()) >= vocab:
         raise PairingError(
             f"{where}: the head drafts id {int(head.draft_ids_to_target.max())}, the target has {vocab} tokens. Its "
-            "d2t may be of the other form; see d2t_form."
-        )
+            "d2t may have the other form; see d2t_form.",
+            field="d2t", expected=vocab, found=int(head.draft_ids_to_target.max()),
+        )  # fmt: skip
     taps = resolve_tap_layers(head, layers)
     outside = [layer for layer in taps or () if not 0 <= layer <= layers]
     if outside:
         raise PairingError(
             f"{where}: the head reads the inputs of decoder layers {taps}, the target has {layers} layers "
-            f"({outside[0]} is not among them). Give the right target, or tap_layers."
-        )
+            f"({outside[0]} is not among them). Give the right target, or tap_layers.",
+            field="tap_layers", expected=layers, found=outside[0],
+        )  # fmt: skip
     fc_columns = head.tensors.shape("fc.weight")[1] if "fc.weight" in head.tensors else None
     if taps is not None and fc_columns not in (None, len(taps) * hidden):
         raise PairingError(
-            f"{where}: fc.weight takes {fc_columns} features, {len(taps)} tap layers of width {hidden} give "
-            f"{len(taps) * hidden}."
-        )
+            f"{where}: fc.weight takes {fc_columns} features, and {len(taps)} tap layers of width {hidden} give "
+            f"{len(taps) * hidden}. Give the right target, or tap_layers.",
+            field="fc.weight", expected=fc_columns, found=len(taps) * hidden,
+        )  # fmt: skip
 
 
 def check_tokenizer(head_hash: str | None, target_hash: str | None, location: str, target_name: str) -> None:
@@ -61,9 +66,10 @@ def check_tokenizer(head_hash: str | None, target_hash: str | None, location: st
     if head_hash is not None and target_hash is not None and head_hash != target_hash:
         raise PairingError(
             f"Head {location} was converted with another tokenizer than that of target {target_name}: expected "
-            f"{head_hash[:23]}…, found {target_hash[:23]}…. Its draft vocabulary names other tokens there. Convert the "
-            "head for this target."
-        )
+            f"{head_hash[:23]}…, found {target_hash[:23]}…. The ids of its draft vocabulary are other tokens there. "
+            "Convert the head for this target.",
+            field="tokenizer_hash", expected=head_hash, found=target_hash,
+        )  # fmt: skip
 
 
 def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -> None:
@@ -72,5 +78,7 @@ def check_vocabulary(vocab: object, target_hash: str | None, target_name: str) -
     if made_with is not None and target_hash is not None and made_with != target_hash:
         raise PairingError(
             f"The draft vocabulary was made with another tokenizer than that of target {target_name}: expected "
-            f"{target_hash[:23]}…, found {made_with[:23]}…. Its ids name other tokens there. Rank with the target's."
-        )
+            f"{target_hash[:23]}…, found {made_with[:23]}…. Its ids are other tokens there. Rank with the target's "
+            "tokenizer.",
+            field="tokenizer_hash", expected=target_hash, found=made_with,
+        )  # fmt: skip

@@ -1,11 +1,11 @@
 """Accuracy against speed: the same prompts over several draft vocabularies and over plain decoding.
 
-Runs are interleaved: each prompt is answered by every size in turn before the next one, so that a machine that slows
-down or warms up does so for all. Every answer is held against plain decoding of the same prompt (greedy, or sampled
-with the same seed), and the report says how many were identical: all of them in fp32.
+Runs are interleaved: every size answers a prompt before the next prompt begins, so that a machine that slows down or
+warms up does so for all. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the
+same seed), and the report says how many were identical: all of them in fp32.
 
-A size's speed is its mean accepted length over its mean time per pass (draft, verify and host; prefill apart). The time
-is measured here, on this device, and does not carry over to another.
+A size's speed is its mean accepted length over its mean time per pass (draft, verify and host, without prefill). The
+time is measured on this device and does not carry over to another.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import PromptError, UsageError
+from ..generation.output import GenerationOutput
 from ..generation.stats import GenerationStats
-from ..model import GenerationOutput, SpeculativeModel
-from .prompts import Prompt
+from ..model import SpeculativeModel
+from .prompt_file import Prompt
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -108,14 +109,14 @@ class CoverageCurve:
 
 @dataclass(frozen=True)
 class CompareReport:
-    """Everything measured; see `recommend` for what to make of it."""
+    """Everything that was measured; `recommend` draws the conclusion."""
 
     rows: tuple[Row, ...]
     curves: tuple[CoverageCurve, ...]
     setup: dict[str, Any]
 
     def find(self, size: str, mode: str, category: str = ALL) -> Row:
-        """Return one row. Raises KeyError when there is none."""
+        """Return one row. Raises KeyError when it is not in the report."""
         for row in self.rows:
             if (row.size, row.mode, row.category) == (size, mode, category):
                 return row
@@ -150,23 +151,26 @@ def compare(
     Raises `UsageError` for nothing to compare or a size given twice, `PromptError` for a turn without room.
     """
     if not (sizes and prompts and modes):
-        raise UsageError("There is nothing to compare: give at least one size, one prompt and one mode.")
+        raise UsageError(
+            "There is nothing to compare. Give at least one size, one prompt and one mode.",
+            sizes=len(sizes), prompts=len(prompts), modes=len(modes),
+        )  # fmt: skip
     labels = [size.label for size in sizes]
     if len(set(labels)) != len(labels):
-        raise UsageError(f"Each size is compared once; got {', '.join(labels)}.")
-    # A prompt without room in the context is refused here, by its place, not after hours.
+        raise UsageError(f"Each size is compared once; got {', '.join(labels)}.", found=labels)
+    # A prompt that does not fit the context is refused here, by its place, and not after hours.
     first = [_encode(model, [{"role": "user", "content": prompt.turns[0]}], use_chat_template) for prompt in prompts]
     model.generate(first, max_new_tokens=0)
     models = {size.label: model.with_draft_vocab(size.vocab) for size in sizes}
     for sized in models.values():
-        # What happens once (allocation, packing) belongs to no prompt's time.
+        # One-off work (allocation, packing) must not be timed with the first prompt.
         sized.generate(_encode(model, [{"role": "user", "content": "Hi"}], use_chat_template), max_new_tokens=2)
 
     collected: dict[tuple[str, str, str], list[_Answer]] = {}
     answers: list[int] = []
     for repeat in range(repeats):
         for place, prompt in enumerate(prompts):
-            # Not to be taken for the row over all categories.
+            # Must not be mistaken for the row over all categories.
             category = f"{ALL} (category)" if prompt.category == ALL else prompt.category
             for mode in modes:
                 messages: list[dict[str, str]] = []
@@ -179,7 +183,8 @@ def compare(
                     except PromptError as error:
                         reason = str(error).removeprefix("Prompt 0 ")
                         raise PromptError(
-                            f"Turn {number} of prompt {place}, with the conversation before it, {reason}"
+                            f"Turn {number} of prompt {place}, with the conversation before it, {reason}",
+                            **{**error.facts, "prompt": place, "turn": number},
                         ) from error
                     advance()
                     runs = {PLAIN: plain}
@@ -198,12 +203,12 @@ def compare(
 
 
 def num_answers(sizes: Sequence[Size], prompts: Sequence[Prompt], modes: Sequence[Mode], repeats: int) -> int:
-    """Answers that `compare` will generate."""
+    """Return how many answers `compare` will generate."""
     return (len(sizes) + 1) * sum(len(prompt.turns) for prompt in prompts) * len(modes) * repeats
 
 
 def answer_coverage(rank_order: NDArray[np.int64], token_ids: Sequence[int]) -> CoverageCurve:
-    """Measure which share of the given tokens is among the first N ids of a ranking, for N from 64 to all of them."""
+    """Measure the share of the given tokens that is among the first N ids of a ranking, for N from 64 to all ids."""
     rank = np.full(max(int(rank_order.max()), max(token_ids, default=0)) + 1, len(rank_order), dtype=np.int64)
     rank[rank_order] = np.arange(len(rank_order))
     ranks = np.sort(rank[np.asarray(token_ids, dtype=np.int64)])

@@ -1,4 +1,4 @@
-"""A comparison on paper: text table, JSON, CSV, PNG, and one self-contained HTML page."""
+"""A comparison written out: text table, JSON, CSV, PNG, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = (
     ("tokens/s", "tokens_per_s"), ("ms/pass", "seconds_per_pass"), ("draft", "draft_s_per_pass"),
     ("verify", "verify_s_per_pass"), ("host", "host_s_per_pass"), ("passes", "num_passes"), ("exact", "num_identical"),
 )  # fmt: skip
-# Okabe and Ito's palette, told apart under all common colour blindness.
+# Okabe and Ito's palette: its colours differ under all common kinds of colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _PAGE = "compare_page.html"
 _DATA_MARK = "/*DATA*/null"
@@ -85,7 +85,7 @@ def html_page(report: CompareReport, recommendation: Recommendation) -> str:
     """Return one HTML page with charts, table and hover; it fetches nothing."""
     template = files("eagle_slim.runtime").joinpath(_PAGE).read_text(encoding="utf-8")
     data = json.dumps(report_to_json(report, recommendation), ensure_ascii=False)
-    # Inside a script element only "</" and "<!--" could end or confuse the data.
+    # Inside a script element only "</" and "<!--" could end the data or change how it is read.
     data = data.replace("<", "\\u003c")
     assert _DATA_MARK in template
     return template.replace(_DATA_MARK, data)

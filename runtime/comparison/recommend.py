@@ -1,4 +1,4 @@
-"""Which size to use for a pair of models on a device, and why: measured cost per pass against accepted length."""
+"""Which draft vocabulary to use on this device, and why: measured cost per pass against accepted length."""
 
 from __future__ import annotations
 

@@ -60,13 +60,13 @@ class Drafter(Protocol):
         """The head it drafts with."""
 
     def allocate(self, num_slots: int, capacity: int) -> None:
-        """Get ready for sequences of up to ``capacity`` tokens in each of ``num_slots`` empty slots."""
+        """Prepare ``num_slots`` empty slots for sequences of up to ``capacity`` tokens each."""
 
     def prefill(self, slot: int, features: Tensor, next_tokens: Tensor) -> None:
         """Fill an empty slot with a prompt's pairs: [seq, feature_width] and int64 [seq]; seq may be 0."""
 
     def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
-        """Take in the new pairs of the active slots and draft their trees; fields are indexed by slot."""
+        """Add the new pairs of the active slots and draft their trees; fields are indexed by slot."""
 
     def reset_slot(self, slot: int) -> None:
         """Forget a slot's sequence."""
@@ -150,7 +150,7 @@ class ReferenceDrafter:
         return scatter_tree(build_tree(roots, candidates, self.tree), active)
 
     def _extend(self, active: ActiveSlots, hidden: Tensor, next_tokens: Tensor) -> Tensor:
-        """Run new pairs behind the committed ones: hidden [active, new, hidden] to outputs of the same shape."""
+        """Run new pairs after the committed ones: hidden [active, new, hidden] to outputs of the same shape."""
         new = next_tokens.shape[1]
         lengths = self._length_tensor(active)
         positions = torch.arange(new, device=lengths.device).expand(len(lengths), new)
@@ -175,8 +175,8 @@ class ReferenceDrafter:
         """Run the decoder layer.
 
         ``hidden`` [active, nodes, hidden]; ``tokens`` int64 [active, nodes]; ``lengths`` int64 [active] committed rows
-        of the cache. Behind those lie the rows of this draft, the nodes' own last: ``tree_mask`` bool [active, nodes,
-        rows], ``row_positions`` int64 [active, rows] from the first position that is not committed.
+        of the cache. After those come the rows of this draft, the nodes' own last: ``tree_mask`` bool [active, nodes,
+        rows], ``row_positions`` int64 [active, rows], counted from the first position that is not committed.
         """
         weights, w = self.weights, self.weights.tensors
         assert self._cache is not None, "allocate() comes first"
@@ -210,7 +210,7 @@ class ReferenceDrafter:
         """Turn the target's features [..., feature_width] into the hidden state of pass 0 [..., hidden]."""
         w = self.weights.tensors
         features = features.to(self.weights.device, self.weights.dtype)
-        # One tap as wide as the head goes in as it is: the rule of SafeAILab's and SGLang's EAGLE-3.
+        # A single tap as wide as the head needs no fc: the rule of SafeAILab's and SGLang's EAGLE-3.
         if self.weights.kind == "eagle" or features.shape[-1] == self.weights.hidden:
             return features
         if "input_norm.weight" in w:
@@ -250,8 +250,10 @@ def check_tree_fits(weights: HeadWeights, tree: TreeConfig) -> None:
     """Raise `UsageError` unless every node can have ``top_k`` children."""
     if weights.draft_vocab < tree.top_k:
         raise UsageError(
-            f"top_k = {tree.top_k} asks for more children than the draft vocabulary of {weights.draft_vocab} has."
-        )
+            f"top_k = {tree.top_k} children of a node cannot be drafted from {weights.draft_vocab} ids. Lower top_k, "
+            "or draft over more ids.",
+            option="top_k", expected=weights.draft_vocab, found=tree.top_k,
+        )  # fmt: skip
 
 
 def scatter_tree(tree: DraftTree, active: ActiveSlots) -> DraftTree:

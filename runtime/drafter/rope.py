@@ -52,16 +52,22 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     if kind in _CHANGING:
         raise UnsupportedModelError(
             f"The head uses {kind} RoPE scaling: {_CHANGING[kind]}, so keys already cached would be wrong. Use a head "
-            "with a static scaling (none, linear, yarn, llama3)."
-        )
+            "with a static scaling (none, linear, yarn, llama3).",
+            field="rope_scaling", found=kind,
+        )  # fmt: skip
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
             "The head rotates only a part of each attention head (partial_rotary_factor = "
-            f"{config['partial_rotary_factor']}); draft heads of the Llama kind rotate all of it."
-        )
+            f"{config['partial_rotary_factor']}); draft heads of the Llama kind rotate all of it.",
+            field="partial_rotary_factor", found=config["partial_rotary_factor"],
+        )  # fmt: skip
     head_dim = config["head_dim"]
     if head_dim % 2:
-        raise UnsupportedModelError(f"The head's head_dim = {head_dim} is odd; RoPE turns pairs of values.")
+        raise UnsupportedModelError(
+            f"The head's head_dim = {head_dim} is odd; RoPE rotates two values together.",
+            field="head_dim",
+            found=head_dim,
+        )
     try:
         # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
         llama = LlamaConfig(
@@ -77,8 +83,9 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"The head's RoPE scaling {scaling or None} with rope_theta = {config['rope_theta']} cannot be initialised "
-            f"({type(error).__name__}: {error}). Correct rope_scaling in the head's config.json."
-        ) from error
+            f"({type(error).__name__}: {error}). Correct rope_scaling in the head's config.json.",
+            field="rope_scaling", found=kind,
+        ) from error  # fmt: skip
     return RotaryEmbedding(rotary.inv_freq.float().to(device), float(rotary.attention_scaling))
 
 

@@ -61,28 +61,35 @@ class HeadWeights:
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
         if self.embedding.dim() != 2 or self.embedding.shape[1] != hidden:
-            raise UsageError(f"embedding must be [target_vocab, {hidden}]; got {tuple(self.embedding.shape)}.")
+            raise _misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape))
         if self.lm_head.dim() != 2 or self.lm_head.shape[1] != hidden:
-            raise UsageError(f"lm_head must be [draft_vocab, {hidden}]; got {tuple(self.lm_head.shape)}.")
+            raise _misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape))
         if ids.dtype != torch.int64 or ids.shape != self.lm_head.shape[:1]:
             raise UsageError(
                 f"draft_to_target must be int64 [{self.draft_vocab}], an id for each row of lm_head; got {ids.dtype} "
-                f"{tuple(ids.shape)}."
-            )
+                f"{tuple(ids.shape)}.",
+                tensor="draft_to_target", expected=self.draft_vocab, found=tuple(ids.shape),
+            )  # fmt: skip
         shapes = self._shapes()
         missing = [name for name in shapes if name not in self.tensors and name not in _OPTIONAL]
         if missing:
-            raise UsageError(f"{missing[0]} is missing among the tensors of this {self.kind} head.")
+            raise UsageError(
+                f"{missing[0]} is missing among the tensors of this {self.kind} head.", tensor=missing[0], missing=True
+            )
         if ids.device != self.device:
-            raise UsageError(f"draft_to_target is on {ids.device}, lm_head on {self.device}; a head is on one device.")
+            raise UsageError(
+                f"draft_to_target is on {ids.device}, lm_head on {self.device}. All of a head must be on one device.",
+                tensor="draft_to_target", expected=str(self.device), found=str(ids.device),
+            )  # fmt: skip
         for name, tensor in {"embedding": self.embedding, **self.tensors}.items():
             if tensor.dtype != self.dtype or tensor.device != self.device:
                 raise UsageError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, lm_head {self.dtype} on {self.device}; a head is of "
-                    "one type on one device."
-                )
+                    f"{name} is {tensor.dtype} on {tensor.device}, lm_head {self.dtype} on {self.device}. A head has "
+                    "one type and is on one device.",
+                    tensor=name, expected=self.dtype, found=tensor.dtype,
+                )  # fmt: skip
             if name in shapes and tensor.shape != shapes[name]:
-                raise UsageError(f"{name} must be {shapes[name]} by this head's dimensions; got {tuple(tensor.shape)}.")
+                raise _misfit(name, f"{shapes[name]} by this head's dimensions", tuple(tensor.shape))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors whose names a head of this kind has or may have."""
@@ -125,6 +132,10 @@ class HeadWeights:
         return self.lm_head.dtype
 
 
+def _misfit(name: str, expected: str, found: tuple[int, ...]) -> UsageError:
+    return UsageError(f"{name} must be {expected}; got {found}.", tensor=name, expected=expected, found=found)
+
+
 def choose_draft_ids(
     head: DraftHead,
     draft_vocab: int | DraftVocab | None,
@@ -135,21 +146,25 @@ def choose_draft_ids(
 
     ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
     first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself.
-    Raises `UsageError` when that cannot be had.
+    Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:
         return available if rank_order is None else np.sort(rank_order)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
-            raise UsageError(f"draft_vocab must be a number of rows, a DraftVocab or None (all); got {draft_vocab!r}.")
+            raise UsageError(
+                f"draft_vocab must be a number of rows, a DraftVocab or None (all); got {draft_vocab!r}.",
+                option="draft_vocab", found=draft_vocab,
+            )  # fmt: skip
         ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
         missing = np.setdiff1d(ids, available)
         if missing.size:
             raise UsageError(
                 f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
-                f"(first: {missing[0]}); rank among the head's own ids."
-            )
+                f"(first: {missing[0]}). Rank among the head's own ids.",
+                option="draft_vocab", ids=missing.tolist(),
+            )  # fmt: skip
         return ids
     count = len(available if rank_order is None else rank_order)
     if draft_vocab == count:
@@ -157,13 +172,15 @@ def choose_draft_ids(
     if rank_order is None:
         raise UsageError(
             f"draft_vocab = {draft_vocab} needs a ranking, and this head has no manifest that holds one (its own "
-            f"vocabulary is {count}). Convert it first with eagle-convert, or pass a DraftVocab."
-        )
+            f"vocabulary is {count}). Convert it first with eagle-convert, or pass a DraftVocab.",
+            option="draft_vocab", missing="ranking", found=draft_vocab,
+        )  # fmt: skip
     if not max(num_forced, 1) <= draft_vocab <= count:
         raise UsageError(
             f"draft_vocab = {draft_vocab} is outside {max(num_forced, 1)} (the forced ids) to {count} (all rows of the "
-            "converted head). Convert again with a larger --draft-vocab to have more."
-        )
+            "converted head). Convert again with a larger --draft-vocab to have more.",
+            option="draft_vocab", expected=(max(num_forced, 1), count), found=draft_vocab,
+        )  # fmt: skip
     return np.sort(rank_order[:draft_vocab])
 
 
@@ -180,7 +197,8 @@ def load_head_weights(
     second_layer = [name for name in head.tensors.names if name.startswith("layers.1.")]
     if second_layer:
         raise UnsupportedModelError(
-            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run."
+            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here.",
+            tensor=second_layer[0],
         )
     tensors = {
         name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
@@ -189,7 +207,8 @@ def load_head_weights(
     }
     if "input_norm.weight" in tensors and "fc_norm.0.weight" in tensors:
         raise UnsupportedModelError(
-            f"{head.location}: input_norm and fc_norm together; engines differ in which they apply first."
+            f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first.",
+            tensor="input_norm.weight",
         )
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
@@ -229,8 +248,9 @@ def gather_lm_head_rows(
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
-            f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}; load the "
-            "target with an LM head of a float type."
-        )
+            f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}. Load the "
+            "target with an LM head of a floating-point type.",
+            tensor="lm_head.weight", found=target.lm_head.dtype,
+        )  # fmt: skip
     rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(device, dtype)

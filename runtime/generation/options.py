@@ -1,8 +1,8 @@
-"""How to generate, said as in transformers: keywords, a `GenerationConfig`, and the logits processors they stand for.
+"""Options of `generate` as in transformers: keywords, a `GenerationConfig`, and the logits processors they ask for.
 
-A processor changes the target's logits at a position by the tokens before it. It is applied wherever the target
-chooses, on a path of a tree as in plain decoding, so drafting changes nothing here either. Processors must be functions
-of their arguments: they may be asked about continuations that are not kept.
+A processor changes the target's logits at a position, given the tokens before it. It is applied wherever the target
+chooses a token, at the nodes of a tree as in plain decoding, so drafting does not change the answer. Processors must
+depend on nothing but their arguments: they are also called for continuations that are not kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PENALTIES = (
 _OTHERS = (
     "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "stop_strings", "num_return_sequences",
 )  # fmt: skip
-# Nothing that is generated depends on these.
+# These do not change what is generated.
 _WITHOUT_EFFECT = (
     "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bos_token_id", "cache_config",
     "cache_implementation", "compile_config", "decoder_start_token_id", "disable_compile", "early_stopping",
@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = (
     "num_assistant_tokens_schedule", "prefill_chunk_size", "return_dict_in_generate", "return_legacy_cache",
     "target_lookbehind", "transformers_version", "use_cache",
 )  # fmt: skip
-# What is not served, said in a way that asks for nothing; None asks for nothing anywhere.
+# Fields that are not served, and the value of each that changes nothing; None changes nothing for any field.
 _NEUTRAL: dict[str, bool | float] = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0, "penalty_alpha": 0.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
@@ -62,17 +62,20 @@ _HOLD_IDS = (
 def join_options(
     own: GenerationConfig | None, given: GenerationConfig | None, keywords: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Join what says how to generate: keywords before a given configuration, that before the target's own.
+    """Join keywords, a given configuration and the target's own; the earlier wins. None leaves a field unset.
 
-    The target's own gives its `PENALTIES` only. None says nothing. Returns the fields that are set, by name. Raises
-    `UsageError` for a keyword that transformers does not know or a field that cannot be served, such as beams.
+    Only the `PENALTIES` of the target's own configuration count. Returns the fields that are set, by name. Raises
+    `UsageError` for a keyword that transformers does not know, and for a field that cannot be served, such as beams.
     """
     if given is not None and not isinstance(given, GenerationConfig):
-        raise UsageError(f"generation_config must be transformers' GenerationConfig, got {type(given).__name__}.")
+        raise UsageError(
+            f"generation_config must be transformers' GenerationConfig, got {type(given).__name__}.",
+            option="generation_config", found=type(given).__name__,
+        )  # fmt: skip
     served = (*SAMPLING, *PENALTIES, *_OTHERS)
     defaults = vars(GenerationConfig())
     found = {} if own is None else {name: getattr(own, name, None) for name in PENALTIES}
-    # What begins with a bar is transformers' own note; what it does not know was said to some other engine.
+    # Names with a leading underscore are transformers' own notes; unknown ones were meant for other software.
     known = {} if given is None else {name: value for name, value in vars(given).items() if name in defaults}
     fields = {name: value for name, value in known.items() if not name.startswith("_")}
     for name, value in [*fields.items(), *keywords.items()]:
@@ -80,8 +83,9 @@ def join_options(
             continue
         if name not in defaults or not (value is None or name in served or _asks_nothing(name, value, defaults[name])):
             raise UsageError(
-                f"generate() cannot serve {name} = {value!r}. Of a GenerationConfig it takes {', '.join(served)}; what "
-                "else changes logits can be a logits_processor."
+                f"generate() cannot serve {name} = {value!r}. Of a GenerationConfig it takes {', '.join(served)}. "
+                "Anything else that changes logits can be a logits_processor.",
+                option=name,
             )
         if value is not None and name in served:
             found[name] = value
@@ -89,7 +93,7 @@ def join_options(
 
 
 def _asks_nothing(name: str, value: Any, default: Any) -> bool:
-    """Whether a field that is not served has its neutral value, else its default; True is not 1, nor False 0."""
+    """Whether an unserved field has its neutral value, or its default if it has none; True is not 1, nor False 0."""
     neutral = _NEUTRAL.get(name, default)
     if isinstance(value, bool) != isinstance(neutral, bool) or not isinstance(value, (Real, type(neutral))):
         return False
@@ -97,7 +101,7 @@ def _asks_nothing(name: str, value: Any, default: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterable[Any]:
-    """What nested lists, tuples, tensors or the keys of a mapping hold; a single value is its own leaf."""
+    """Values in nested lists, tuples and tensors, and keys of a mapping; a single value is its own leaf."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str) or not isinstance(value, Iterable):
         return [value]
@@ -115,11 +119,13 @@ def build_processors(
 ) -> Any | None:
     """Build the `LogitsProcessorList` of one request, in transformers' order; None where nothing changes logits.
 
-    ``vocab_size``: logits of a position. ``extra`` processors come last. Raises `UsageError` for a value that
-    transformers refuses, a token id outside the vocabulary, and ``extra`` that is no list of callables.
+    ``vocab_size``: logits per position. ``extra`` processors come last. Raises `UsageError` for a value that
+    transformers refuses, a token id outside the vocabulary, and an ``extra`` that is no list of callables.
     """
     if not isinstance(extra, Sequence) or not all(callable(processor) for processor in extra):
-        raise UsageError(f"logits_processor is a list of callables of (input_ids, scores); got {extra!r}.")
+        raise UsageError(
+            f"logits_processor is a list of callables of (input_ids, scores); got {extra!r}.", option="logits_processor"
+        )
     eos = sorted(eos_ids)
     place: dict[str, Any] = {"device": str(device)}
     eos_tensor: Any = torch.tensor(eos, device=device) if eos else None
@@ -150,11 +156,13 @@ def build_processors(
         try:
             processor = builders[name](options[name])
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{name} = {options[name]!r} is refused by transformers: {error}") from error
+            raise UsageError(f"transformers refuses {name} = {options[name]!r}: {error}", option=name) from error
         # A bias may be given as a list of (ids, bias); the processor holds ids alone, as keys.
         for token in _leaves(getattr(processor, "sequence_bias", options[name])) if name in _HOLD_IDS else ():
             if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
-                raise UsageError(f"{name} names the token {token!r}; the target has ids 0 to {vocab_size - 1}.")
+                raise UsageError(
+                    f"{name} names token {token!r}; the target's ids are 0 to {vocab_size - 1}.", option=name, id=token
+                )
         built.append(processor)
     processors: Any = [*(processor for processor in built if processor), *extra]
     return hf.LogitsProcessorList(processors) if processors else None

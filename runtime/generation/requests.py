@@ -1,4 +1,4 @@
-"""One prompt's way through generation: what was asked, what came out, and when it is finished."""
+"""One prompt in generation: what was asked, what came out, and when it is finished."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class Request:
 
     ``index`` fixes the stream of random numbers together with the seed. ``context_limit``: tokens of prompt and answer
     together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text, needed for them.
-    ``process`` changes logits float32 [1, target_vocab] by the tokens before them, int64 [1, seq] (`options`).
+    ``process`` takes the tokens before a position, int64 [1, seq], and its logits, float32 [1, target_vocab], and
+    returns the logits to choose from (`options`).
     """
 
     index: int
@@ -41,7 +42,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What one prompt gave.
+    """The answer to one prompt.
 
     ``finish_reason``: "eos" an end-of-sequence token, "stop" a stop string, "length" ``max_new_tokens``, "context" the
     model's context is full. The token that ended it (EOS, or the one completing a stop string) is part of
@@ -108,8 +109,8 @@ class RunningRequest:
 
     def _stop_in_tail(self) -> bool:
         assert self.request.decode is not None
-        # A token stands for at least one byte, so a stop string lies within as many tokens as it has bytes; a few more
-        # keep clear of tokenizers that drop a space at the beginning of what they decode.
+        # A token stands for at least one byte, so a stop string lies within as many tokens as it has bytes. A few more
+        # are decoded because some tokenizers drop a space at the beginning.
         reach = max(len(text.encode()) for text in self.request.stop) + 4
         tail = self.request.decode(self.token_ids[-reach:])
         return any(text in tail for text in self.request.stop)

@@ -1,4 +1,4 @@
-"""What a generation cost: accepted lengths, and seconds by phase."""
+"""The cost of a generation: accepted lengths, and seconds by phase."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class GenerationStats:
 
 
 class PhaseTimer:
-    """Seconds per phase, without making the host wait inside the loop: on a GPU, events that are read at the end."""
+    """Times phases without making the host wait inside the loop: on a GPU it records events and reads them later."""
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"

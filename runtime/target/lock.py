@@ -1,6 +1,6 @@
-"""One generation at a time per target: hooks, attention and the drafter's cache belong to whoever generates.
+"""One generation at a time per target: hooks, attention and the drafter's cache serve one call of `generate`.
 
-Models over the same target (`SpeculativeModel.with_draft_vocab`, or two heads) share its turns.
+Models over the same target (`SpeculativeModel.with_draft_vocab`, or two heads) share its lock.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch import nn
 from ..errors import UsageError
 
 
-class Turns:
-    """Lets callers in one after another; other threads wait."""
+class GenerationLock:
+    """Lets one caller generate; other threads wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
 
     @contextmanager
-    def take(self) -> Iterator[None]:
-        """Wait for the turn and hold it. Raises `UsageError` for a thread that holds it, which would wait forever."""
+    def hold(self) -> Iterator[None]:
+        """Wait for the lock and hold it. Raises `UsageError` in the thread that holds it, which would wait forever."""
         if self._owner == threading.get_ident():
             raise UsageError(
-                "generate() was called from its own streamer, while the model is generating; let that answer end first."
+                "generate() was called from its own streamer while the model is generating. Let that answer end first.",
+                held_by="this thread",
             )
         with self._lock:
             self._owner = threading.get_ident()
@@ -36,12 +37,17 @@ class Turns:
             finally:
                 self._owner = None
 
-
-_TURNS: WeakKeyDictionary[nn.Module, Turns] = WeakKeyDictionary()
-_TURNS_LOCK = threading.Lock()
+    take = hold  # the loop's name for it
 
 
-def turns_of(model: nn.Module) -> Turns:
-    """Return the turns of a target, the same for everyone who wraps it."""
-    with _TURNS_LOCK:
-        return _TURNS.setdefault(model, Turns())
+_LOCKS: WeakKeyDictionary[nn.Module, GenerationLock] = WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> GenerationLock:
+    """Return the lock of a target, the same for everyone who wraps it."""
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, GenerationLock())
+
+
+turns_of = lock_of  # the target's name for it

@@ -137,7 +137,7 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
         (["--prompt", "x", "--device", "cuda:64"], 2, "is not there"),
         (["--prompt", "x", "--device", "meta"], 2, "cannot be computed on"),
         (["--prompt", "x", "--tap-layers", "1,b,3"], 2, "layer numbers"),
-        (["--prompt", "x", "--raw", "--system", "y"], 2, "give one of them"),
+        (["--prompt", "x", "--raw", "--system", "y"], 2, "Give one of them"),
     ],
 )
 def test_mistakes(run: Run, pair: tuple[str, str, str], args: list[str], code: int, message: str) -> None:
@@ -159,11 +159,11 @@ def test_an_empty_stdin_and_a_missing_head(run: Run, pair: tuple[str, str, str])
 def test_text_that_is_no_utf8(run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = run(generate_cli.main, pair[2], "--prompt", "a\udcff")
     assert (code, out) == (2, "")
-    assert "prompt is no UTF-8 text (at character 1)" in err
+    assert "prompt is not UTF-8 text (at character 1)" in err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     code, out, err = run(generate_cli.main, pair[2])
     assert (code, out) == (2, "")
-    assert "stdin is no UTF-8 text" in err
+    assert "stdin is not UTF-8 text" in err
 
 
 def test_the_streamed_answer_ends_where_the_text_does(run: Run, pair: tuple[str, str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import eagle_slim.runtime.tree as tree_module
 import pytest
@@ -21,6 +22,7 @@ from eagle_slim.runtime.tree import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.raising import raises
 
 A, B, C, D, E, F, G, H = range(101, 109)
 I_, J = 109, 110
@@ -196,11 +198,12 @@ def test_candidates_keep_their_slot_in_a_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "top_k", "total", "message"),
-    [(2, 2, 12, "only top_k"), (-1, 2, 3, "depth"), (2, 0, 3, "top_k"), (2, 2, 1, "total_tokens")],
-)
-def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+    ("depth", "top_k", "total", "facts"),
+    [(2, 2, 12, {"option": "total_tokens", "expected": 11, "found": 12}), (-1, 2, 3, {"option": "depth", "found": -1}),
+     (2, 0, 3, {"option": "top_k", "found": 0}), (2, 2, 1, {"option": "total_tokens", "expected": 2})],
+)  # fmt: skip
+def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, facts: dict[str, Any]) -> None:
+    with raises(UsageError, **facts):
         TreeConfig(depth, top_k, total)
 
 

@@ -26,11 +26,12 @@ from eagle_slim.runtime.comparison.compare import (
     num_answers,
 )
 from eagle_slim.runtime.comparison.output import csv_text, html_page, png_bytes, report_to_json, text_table
-from eagle_slim.runtime.comparison.prompts import Prompt, load_prompts
+from eagle_slim.runtime.comparison.prompt_file import Prompt, load_prompts
 from eagle_slim.runtime.comparison.recommend import recommend
 from eagle_slim.runtime.errors import PromptError, PromptFileError, UsageError
 from eagle_slim.runtime.generation.stats import GenerationStats
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.raising import raises
 from support.tiny_models import write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -68,17 +69,17 @@ class TestPrompts:
         assert load_prompts(path) == [Prompt(("a\u2028b",)), Prompt(("c\x85",))]
 
     @pytest.mark.parametrize(
-        ("text", "message"),
-        [("", "no prompt"), ('{"turns": ["a"]}\n{"turns": 3}', "line 2.*turns"),
-         ('{"turns": ["a"]}\nplain', "line 2: not a"), ('{"turns": ' + "[" * 100_000, "line 1: not a"),
-         ('[{"turns": ["a"]}, "b"]', "item 2"), ('{"turns": []}', "line 1"), ('{"turns": [" "]}', "line 1")],
+        ("text", "facts"),
+        [("", {"prompts": 0}), ('{"turns": ["a"]}\n{"turns": 3}', {"line": 2}),
+         ('{"turns": ["a"]}\nplain', {"line": 2}), ('{"turns": ' + "[" * 100_000, {"line": 1}),
+         ('[{"turns": ["a"]}, "b"]', {"item": 2}), ('{"turns": []}', {"line": 1}), ('{"turns": [" "]}', {"line": 1})],
     )  # fmt: skip
-    def test_bad_files(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_bad_files(self, tmp_path: Path, text: str, facts: dict[str, int]) -> None:
         path = tmp_path / "bad.jsonl"
         path.write_text(text)
-        with pytest.raises(PromptFileError, match=message):
+        with raises(PromptFileError, path=str(path), **facts):
             load_prompts(path)
-        with pytest.raises(PromptFileError, match="cannot be read"):
+        with raises(PromptFileError, path=str(tmp_path / "missing")):
             load_prompts(tmp_path / "missing")
 
 
@@ -179,7 +180,7 @@ def test_a_category_called_all_has_rows_of_its_own(model: SpeculativeModel) -> N
 
 def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: SpeculativeModel) -> None:
     prompts = [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))]
-    with pytest.raises(PromptError, match="Prompt 2 has"):
+    with raises(PromptError, prompt=2):
         compare(model, [Size("full", None)], prompts, [Mode("greedy")], 4, advance=lambda: pytest.fail("measured"))
 
 
@@ -191,9 +192,9 @@ def test_a_later_turn_without_room_is_named(model: SpeculativeModel) -> None:
 
 def test_nothing_to_compare(model: SpeculativeModel) -> None:
     prompt = [Prompt(("x",))]
-    with pytest.raises(UsageError, match="nothing to compare"):
+    with raises(UsageError, sizes=0, prompts=1, modes=1):
         compare(model, [], prompt, [Mode("greedy")], 4)
-    with pytest.raises(UsageError, match="compared once"):
+    with raises(UsageError, found=["full", "full"]):
         compare(model, [Size("full", None), Size("full", None)], prompt, [Mode("greedy")], 4)
 
 

@@ -119,7 +119,7 @@ class Naive:
         """Draft tokens and parents for a sequence: ``features`` [n, width] and the n tokens after them."""
         base = list(self.first_hidden(features))
         k = tree.top_k
-        # (score, token, parent candidate, hidden and tokens of the path behind the sequence)
+        # (score, token, parent candidate, hidden and tokens of the path after the sequence)
         root_output = self.outputs(base, tokens)[-1]
         level = [
             (score, token, -1, [self.carry(root_output)], [token]) for score, token in self.children(root_output, k)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UsageError
+from support.raising import raises
 from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -140,17 +141,17 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "mask", "message"),
+    ("given", "mask", "facts"),
     [
-        ({"role": "user", "content": "Hi"}, None, "This is no prompt"),
-        ([[1, 2], [3]], [[1, 1], [1, 1]], r"\[2, 2\] entries, input_ids of \[2, 1\]"),
-        ([[1, 2], [3]], [[1, 1]], "expected the same"),
-        ("text", [[1, 1]], "texts have no padding"),
-        ([{"role": "user", "content": "Hi"}], None, "encode_chat"),
+        ({"role": "user", "content": "Hi"}, None, {"missing": "input_ids"}),
+        ([[1, 2], [3]], [[1, 1], [1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2, 2]}),
+        ([[1, 2], [3]], [[1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2]}),
+        ("text", [[1, 1]], {"option": "attention_mask"}),
+        ([{"role": "user", "content": "Hi"}], None, {"found": "messages"}),
     ],
 )
-def test_prompts_that_are_none(tmp_path: Path, given: Any, mask: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:
+    with raises(UsageError, **facts):
         build(tmp_path).generate(given, attention_mask=mask)
 
 
@@ -189,7 +190,7 @@ def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
         def end(self) -> None:
             pass
 
-    with pytest.raises(UsageError, match="from its own streamer"):
+    with raises(UsageError, held_by="this thread"):
         model.generate(PROMPTS[0], max_new_tokens=8, streamer=Streamer())
     assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
@@ -151,35 +152,45 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [({"num_beams": 4}, "num_beams = 4"), ({"guidance_scale": 2.0}, "guidance_scale"), ({"foo": 1}, "foo = 1"),
-     ({"generation_config": GenerationConfig(num_beams=4)}, "num_beams"), ({"generation_config": {}}, "got dict"),
-     ({"past_key_values": ()}, "past_key_values"), ({"repetition_penalty": -1.0}, "strictly positive"),
-     ({"min_p": 0.1}, "do_sample=True or a temperature"), ({"min_p": 2.0, "do_sample": True}, "min_p must be"),
-     ({"max_length": 1}, "max_length = 1 is less than a prompt of 2"), ({"num_return_sequences": 2}, "needs sampling"),
-     ({"max_new_tokens": 3.0}, "max_new_tokens must be an integer"), ({"max_slots": 1.5}, "max_slots"),
-     ({"temperature": "0.5"}, "temperature must be a number"), ({"seed": None, "temperature": 1.0}, "seed must be"),
-     ({"eos_token_id": "5"}, "Token ids are integers"), ({"stop": [2]}, "Stop strings"),
-     ({"temprature": None}, "temprature = None"), ({"validate": None}, "validate = None"),
-     ({"generation_config": GenerationConfig(output_scores=True)}, "output_scores = True"),
-     ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, "needs a temperature above 0"),
-     ({"do_sample": True, "temperature": 0.0}, "needs a temperature above 0"),
-     ({"min_p": "0.1", "do_sample": True}, "min_p must be a number"),
-     ({"typical_p": True, "do_sample": True}, "typical_p must be a number"),
-     ({"logits_processor": print}, "logits_processor is a list"),
-     ({"logits_processor": [3]}, "logits_processor is a list"),
-     ({"bad_words_ids": [[3], [5, 24]]}, "bad_words_ids names the token 24; the target has ids 0 to 23"),
-     ({"sequence_bias": [[[5, 99], 1.0]]}, "sequence_bias names the token 99"),
-     ({"suppress_tokens": [3, 24]}, "suppress_tokens names the token 24"),
-     ({"begin_suppress_tokens": [-1]}, "begin_suppress_tokens names the token -1"),
-     ({"forced_bos_token_id": "5"}, "forced_bos_token_id names the token '5'"),
-     ({"forced_eos_token_id": [5, 99]}, "forced_eos_token_id names the token 99")],
+    ("options", "facts"),
+    [({"num_beams": 4}, {"option": "num_beams"}), ({"guidance_scale": 2.0}, {"option": "guidance_scale"}),
+     ({"foo": 1}, {"option": "foo"}), ({"generation_config": GenerationConfig(num_beams=4)}, {"option": "num_beams"}),
+     ({"generation_config": {}}, {"option": "generation_config", "found": "dict"}),
+     ({"past_key_values": ()}, {"option": "past_key_values"}),
+     ({"repetition_penalty": -1.0}, {"option": "repetition_penalty"}), ({"min_p": 0.1}, {"option": "min_p"}),
+     ({"min_p": 2.0, "do_sample": True}, {"option": "min_p", "found": 2.0}),
+     ({"max_length": 1}, {"option": "max_length", "found": 1, "expected": 2}),
+     ({"num_return_sequences": 2}, {"option": "num_return_sequences"}),
+     ({"max_new_tokens": 3.0}, {"option": "max_new_tokens", "found": 3.0}),
+     ({"max_slots": 1.5}, {"option": "max_slots"}),
+     ({"temperature": "0.5"}, {"option": "temperature", "found": "0.5"}),
+     ({"seed": None, "temperature": 1.0}, {"option": "seed"}),
+     ({"eos_token_id": "5"}, {"found": "5"}), ({"stop": [2]}, {"option": "stop"}),
+     ({"temprature": None}, {"option": "temprature"}), ({"validate": None}, {"option": "validate"}),
+     ({"generation_config": GenerationConfig(output_scores=True)}, {"option": "output_scores"}),
+     ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, {"option": "temperature"}),
+     ({"do_sample": True, "temperature": 0.0}, {"option": "temperature", "found": 0.0}),
+     ({"min_p": "0.1", "do_sample": True}, {"option": "min_p", "expected": "a number"}),
+     ({"typical_p": True, "do_sample": True}, {"option": "typical_p", "expected": "a number"}),
+     ({"logits_processor": print}, {"option": "logits_processor"}),
+     ({"logits_processor": [3]}, {"option": "logits_processor"}),
+     ({"bad_words_ids": [[3], [5, 24]]}, {"option": "bad_words_ids", "id": 24}),
+     ({"sequence_bias": [[[5, 99], 1.0]]}, {"option": "sequence_bias", "id": 99}),
+     ({"suppress_tokens": [3, 24]}, {"option": "suppress_tokens", "id": 24}),
+     ({"begin_suppress_tokens": [-1]}, {"option": "begin_suppress_tokens", "id": -1}),
+     ({"forced_bos_token_id": "5"}, {"option": "forced_bos_token_id", "id": "5"}),
+     ({"forced_eos_token_id": [5, 99]}, {"option": "forced_eos_token_id", "id": 99})],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], facts: dict[str, Any]) -> None:
     model.tokenizer = object()
-    with pytest.raises(UsageError, match=message):
+    with raises(UsageError, **facts):
         model.generate([3, 4], **options)
+
+
+def test_a_refused_option_is_named_with_what_can_be_given_instead(model: SpeculativeModel) -> None:
+    with pytest.raises(UsageError, match=r"cannot serve num_beams = 4\..* a logits_processor\."):
+        model.generate([3, 4], num_beams=4)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +203,7 @@ def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any],
     ids=str,
 )  # fmt: skip
 def test_what_is_not_served_is_refused_whatever_its_value(model: SpeculativeModel, name: str, value: Any) -> None:
-    with pytest.raises(UsageError, match=f"cannot serve {name} = "):
+    with raises(UsageError, option=name):
         model.generate([3, 4], max_new_tokens=2, **{name: value})
 
 
@@ -217,39 +228,33 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    [
-        [3.0, 4.0],
-        torch.tensor([[3.5]]),
-        torch.tensor([[True]]),
-        torch.tensor(3),
-        b"a",
-        3,
-        None,
-        [[3], 4],
-        [3, "a"],
-        [[[3]]],
-    ],
+    ("prompt", "found"),
+    [([3.0, 4.0], 3.0), (torch.tensor([[3.5]]), 3.5), (torch.tensor([[True]]), True),
+     (torch.tensor(3), torch.tensor(3)), (b"a", b"a"), (3, 3), (None, None), ([[3], 4], "mixed"),
+     ([3, "a"], "a"), ([[[3]]], [3])],
     ids=str,
-)
-def test_what_is_no_prompt(model: SpeculativeModel, prompt: Any) -> None:
-    with pytest.raises(UsageError, match=r"prompt|Token ids|mixes"):
+)  # fmt: skip
+def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any, found: Any) -> None:
+    with raises(UsageError, found=found):
         model.generate(prompt, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(
-    ("messages", "message"),
-    [([], "list of messages"), (["Hi"], "list of messages"), ({"role": "user", "content": "Hi"}, "list of messages"),
-     ([{"role": "system", "content": "Hi"}], "does not take this conversation: no system here"),
-     ([{"role": "user", "content": ["Hi"]}], "does not take this conversation: can only concatenate")],
+    "messages",
+    [[], ["Hi"], {"role": "user", "content": "Hi"}, [{"role": "system", "content": "Hi"}],
+     [{"role": "user", "content": ["Hi"]}]],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messages: Any, message: str) -> None:
+def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messages: Any) -> None:
     refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     folder = write_folder(tmp_path, byte_level_bpe(), refusal + "{{ messages[0].role + messages[0].content }}")
     model.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError) as error:
         model.encode_chat(messages)
+    is_conversation = isinstance(messages, list) and messages != [] and isinstance(messages[0], dict)
+    assert set(error.value.facts) == ({"template_error"} if is_conversation else {"found"})
+    if messages == [{"role": "system", "content": "Hi"}]:
+        assert error.value.facts["template_error"] == "no system here"
 
 
 @pytest.mark.parametrize("eos", [5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}], ids=repr)
@@ -260,10 +265,11 @@ def test_an_end_in_every_form(model: SpeculativeModel, eos: Any) -> None:
 
 def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
+    expected = {"dtype": torch.float32, "device": "cpu"}
     for options in ({"dtype": torch.float16}, {"dtype": "bfloat16"}, {"dtype": "float7"}, {"device": "meta"}):
-        with pytest.raises(UsageError, match="is asked for, but the loaded target is"):
+        with raises(UsageError, option=next(iter(options)), expected=expected[next(iter(options))]):
             SpeculativeModel.from_pretrained(target, head, **options)
-    with pytest.raises(UsageError, match="is no device"):
+    with raises(UsageError, option="device", found="gpu"):
         SpeculativeModel.from_pretrained(target, head, device="gpu")
     SpeculativeModel.from_pretrained(target, head, dtype="float32", device="cpu")
 
@@ -271,7 +277,7 @@ def test_a_loaded_target_stays_as_it_is(tmp_path: Path) -> None:
 def test_a_type_to_load_in(tmp_path: Path) -> None:
     target, head = write_pair(tmp_path)
     for wrong in ("float7", "int8", "Tensor", "torch.float32", 7, torch.int8, torch.float8_e4m3fn):
-        with pytest.raises(UsageError, match="is no type to load a target in"):
+        with raises(UsageError, option="dtype", found=wrong):
             SpeculativeModel.from_pretrained(target, head, dtype=wrong)
     for dtype in ("bfloat16", torch.bfloat16):
         assert SpeculativeModel.from_pretrained(target, head, dtype=dtype).target.dtype == torch.bfloat16
@@ -281,7 +287,7 @@ def test_a_number_of_rows_in_numpys_form(tmp_path: Path) -> None:
     target, head = tiny_target("llama"), write_head(tmp_path)
     assert SpeculativeModel.from_pretrained(target, head, draft_vocab=np.int64(24)).draft_vocab == 24
     for wrong in ("full", 24.0):
-        with pytest.raises(UsageError, match="a number of rows, a DraftVocab or None"):
+        with raises(UsageError, option="draft_vocab", found=wrong):
             SpeculativeModel.from_pretrained(target, head, draft_vocab=wrong)
 
 

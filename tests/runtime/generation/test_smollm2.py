@@ -18,6 +18,7 @@ from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import ReferenceDrafter, SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.raising import raises
 
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 NUM_PROMPTS = 2
@@ -91,5 +92,5 @@ def test_a_converted_head_drafts_as_its_rows_do_unconverted(
     smaller = converted.with_draft_vocab(1024)
     expected = full.with_draft_vocab(1024)
     assert torch.equal(smaller.drafter.weights.draft_to_target, expected.drafter.weights.draft_to_target)
-    with pytest.raises(UsageError, match="to 2048"):
+    with raises(UsageError, option="draft_vocab", found=2049):
         converted.with_draft_vocab(2049)

@@ -1,0 +1,141 @@
+"""Reading prompts: text, token ids in any container, tokenizer output, and conversations, all into token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+from jinja2 import TemplateError
+from torch import Tensor
+
+from ..errors import PromptError, UsageError
+from .arguments import read_token_id
+from .requests import Request
+
+Prompts = str | Sequence[str] | Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+_USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prompt."
+
+
+def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None) -> list[tuple[int, ...]]:
+    """Return the token ids of each prompt, without padding.
+
+    ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
+    [prompts, seq], as in transformers; None marks nothing. Raises `UsageError` for anything that is no prompt, text
+    without a tokenizer, and a mask of another shape; `PromptError` for an empty list of prompts.
+    """
+    if isinstance(given, Mapping):
+        if "input_ids" not in given:
+            raise UsageError(
+                f"A mapping is a prompt only if it has input_ids; this one has {', '.join(map(str, given))}. "
+                f"{_USE_ENCODE_CHAT}",
+                missing="input_ids",
+            )
+        attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
+        given = given["input_ids"]
+    if isinstance(given, bytes) or not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0:
+        raise UsageError(
+            f"A prompt is text or token ids, got {given!r}. Embeddings cannot be drafted from.", found=given
+        )
+    if attention_mask is None and pad is not None and getattr(given, "ndim", 0) == 2:
+        attention_mask = given != pad
+    values = [given] if isinstance(given, str) else _as_list(given)
+    mask = None if attention_mask is None else _as_list(attention_mask)
+    if not values:
+        raise PromptError("No prompt was given.", prompts=0)
+    first = values[0]
+    if isinstance(first, Mapping):
+        raise UsageError(f"These are messages, not a prompt. {_USE_ENCODE_CHAT}", found="messages")
+    if isinstance(first, str):
+        if mask is not None:
+            raise UsageError("attention_mask goes with token ids; text has no padding.", option="attention_mask")
+        values = [encode_text(tokenizer, str(text)) for text in values]
+    elif isinstance(first, (int, float)):
+        values = [values]
+    elif any(not hasattr(row, "__iter__") or isinstance(row, str) for row in values):
+        raise UsageError(
+            "A batch is token ids [prompts, seq], lists of token ids, or texts; this one mixes them.", found="mixed"
+        )
+    if mask and isinstance(mask[0], (int, float)):
+        mask = [mask]
+    prompts = [tuple(read_token_id(token) for token in row) for row in values]
+    return prompts if mask is None else _without_padding(prompts, mask)
+
+
+def check_prompts(requests: Sequence[Request], vocab: int) -> None:
+    """Raise `PromptError` for an empty prompt, an id outside the vocabulary, and one that leaves no room to answer."""
+    for request in requests:
+        place, length, limit = request.index, len(request.prompt_ids), request.context_limit
+        if length == 0:
+            raise PromptError(
+                f"Prompt {place} is empty. Give at least one token, for example BOS.", prompt=place, tokens=0
+            )
+        wrong = [token for token in request.prompt_ids if not 0 <= token < vocab]
+        if wrong:
+            raise PromptError(
+                f"Prompt {place} has token id {wrong[0]}; the target's ids are 0 to {vocab - 1}.",
+                prompt=place, id=wrong[0],
+            )  # fmt: skip
+        if limit is not None and (length > limit or (length == limit and request.max_new_tokens > 0)):
+            raise PromptError(
+                f"Prompt {place} has {length} tokens; the context of {limit} leaves no room for an answer. Shorten the "
+                "prompt.",
+                prompt=place, tokens=length, context=limit,
+            )  # fmt: skip
+
+
+def encode_text(tokenizer: Any | None, text: str) -> list[int]:
+    """Encode text as the tokenizer does by itself, special tokens included. Raises `UsageError` without a tokenizer."""
+    if tokenizer is None:
+        raise UsageError(
+            "Text prompts need a tokenizer. Give token ids, or load the model with a tokenizer.", missing="tokenizer"
+        )
+    ids: list[int] = tokenizer(text).input_ids
+    return ids
+
+
+def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list[int]:
+    """Encode a conversation, or one user message, through the tokenizer's chat template, ready to be answered.
+
+    Without a template the text of the last message is encoded as it is. Raises `UsageError` without a tokenizer, for
+    anything that is no conversation, and for one that the template refuses.
+    """
+    if tokenizer is None:
+        raise UsageError("A chat needs a tokenizer. Load the model with one.", missing="tokenizer")
+    if isinstance(messages, str):
+        messages = [{"role": "user", "content": messages}]
+    if isinstance(messages, Mapping) or not messages or not all(isinstance(each, Mapping) for each in messages):
+        raise UsageError(
+            f'A conversation is a list of messages such as {{"role": "user", "content": "Hi"}}; got {messages!r}.',
+            found=messages,
+        )
+    if not tokenizer.chat_template:
+        return encode_text(tokenizer, str(messages[-1].get("content")))
+    try:
+        text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"The tokenizer's chat template refuses this conversation: {error}", template_error=str(error)
+        ) from error
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+    return ids
+
+
+def _as_list(values: Any) -> list[Any]:
+    """Turn tensors and arrays, and lists of them, into lists."""
+    if hasattr(values, "tolist"):
+        found: list[Any] = values.tolist()
+        return found
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values]
+
+
+def _without_padding(prompts: Sequence[tuple[int, ...]], mask: Sequence[Sequence[Any]]) -> list[tuple[int, ...]]:
+    found, expected = [len(keep) for keep in mask], [len(prompt) for prompt in prompts]
+    if found != expected:
+        raise UsageError(
+            f"attention_mask has rows of {found} entries, input_ids of {expected}. They must have the same shape.",
+            option="attention_mask", expected=expected, found=found,
+        )  # fmt: skip
+    return [tuple(compress(prompt, keep)) for prompt, keep in zip(prompts, mask, strict=True)]
