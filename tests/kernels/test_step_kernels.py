@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.kernels import acceptance, fused_layers, tree_rows
+from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_rows
 from eagle_slim.runtime.kernels.acceptance import SlotState
+from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import layout_tree
 from kernels.tolerances import OP_ATOL
@@ -108,19 +109,39 @@ def assert_equal_rows(found: ForwardRows, wanted: ForwardRows) -> None:
         assert mine is theirs is None or torch.equal(mine, theirs), name
 
 
-@pytest.mark.parametrize(("count", "nodes"), [(8, 8), (3, 8), (300, 512)])
-def test_chunk_rows(device: str, count: int, nodes: int) -> None:
-    ints = {"dtype": torch.int32, "device": device}
-    lengths = torch.tensor([5, 9], **ints)
-    tokens = torch.randint(0, 99, (nodes,), **ints)
-    found, wanted = (ForwardRows.allocate(1, nodes, lengths, is_chunk=True) for _ in range(2))
-    tree_rows.chunk_rows(tokens, torch.tensor([1], **ints), torch.tensor([count], **ints), found)
-    tree_rows.chunk_rows_ref(tokens, torch.tensor([1], **ints), torch.tensor([count], **ints), wanted)
-    assert_equal_rows(found, wanted)
+@pytest.mark.parametrize(("length", "size", "nodes"), [(0, 8, 8), (0, 3, 8), (8, 30, 8), (24, 30, 8), (0, 300, 512)])
+def test_prompt_chunks(device: str, length: int, size: int, nodes: int) -> None:
+    results = []
+    for begin, lay_out, end in (
+        (prompt_chunks.begin_prompt, prompt_chunks.chunk_rows, prompt_chunks.end_chunk),
+        (prompt_chunks.begin_prompt_ref, prompt_chunks.chunk_rows_ref, prompt_chunks.end_chunk_ref),
+    ):
+        box = PromptBox.allocate(600, device)
+        box.numbers.copy_(torch.tensor([1, size, 9, 2, 7, *[-1] * 6]))
+        box.tokens.copy_(torch.arange(600) * 3)
+        state = some_state(3, device, [0, 2], num_eos=8)
+        begin(box, state)
+        assert int(state.lengths[1]) == 0
+        state.lengths[1] = length
+        rows = ChunkRows.allocate(nodes, state.lengths)
+        lay_out(box, rows)
+        end(box, nodes, state)
+        results.append((rows, state))
+    (rows, state), (wanted_rows, wanted) = results
+    assert_equal_rows(rows.forward, wanted_rows.forward)
+    for name in ("next_tokens", "pair_rows", "last_row", "first_row"):
+        assert torch.equal(getattr(rows, name), getattr(wanted_rows, name)), name
+    assert_equal_states(state, wanted)
+    is_last = length + nodes >= size
+    assert state.active_slots.tolist() == ([1, -1, -1] if is_last else [-1, -1, -1])
+    assert int(state.lengths[1]) == (size - 1 if is_last else length + nodes)
+    count = min(nodes, size - length)
+    assert rows.forward.tokens[:count].tolist() == [3 * (length + row) for row in range(count)]
+    assert rows.pair_rows[:count].tolist() == [length + row if length + row + 1 < size else -1 for row in range(count)]
 
 
-def some_state(slots: int, device: str, running: list[int]) -> SlotState:
-    state = SlotState.allocate(slots, 2, device)
+def some_state(slots: int, device: str, running: list[int], num_eos: int = 2) -> SlotState:
+    state = SlotState.allocate(slots, num_eos, device)
     state.lengths.copy_(torch.arange(slots) * 3 + 4)
     state.num_new.fill_(2)
     state.prefix.copy_(state.lengths - 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
 from eagle_slim.runtime.kernels.tree_attention import (
     AttentionScratch,
     AttentionTiles,
@@ -11,7 +12,7 @@ from eagle_slim.runtime.kernels.tree_attention import (
     tree_attention,
     tree_attention_ref,
 )
-from eagle_slim.runtime.kernels.tree_rows import ForwardRows, chunk_rows_ref, tree_rows_ref
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.tree import layout_tree
 from kernels.test_step_kernels import random_parents
 from kernels.tolerances import OP_ATOL
@@ -44,8 +45,11 @@ def test_trees(
 @pytest.mark.parametrize(("length", "count", "nodes"), [(0, 20, 32), (37, 32, 32), (50, 1, 16)])
 def test_chunks(device: str, window: int | None, length: int, count: int, nodes: int) -> None:
     ints = {"dtype": torch.int32, "device": device}
-    rows = ForwardRows.allocate(1, nodes, torch.tensor([4, length], **ints), is_chunk=True)
-    chunk_rows_ref(torch.zeros(nodes, **ints), torch.tensor([1], **ints), torch.tensor([count], **ints), rows)
+    box = PromptBox.allocate(100, device)
+    box.numbers[:2] = torch.tensor([1, length + count])
+    chunk = ChunkRows.allocate(nodes, torch.tensor([4, length], **ints))
+    chunk_rows_ref(box, chunk)
+    rows = chunk.forward
     check(rows, 4, 2, 16, torch.float32, window, [4, length + count])
 
 

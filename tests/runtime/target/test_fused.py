@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.kernels.tree_rows import ForwardRows, chunk_rows_ref, tree_rows_ref
+from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.target.fused import ForwardBuffers, FusedTarget, KVCache, LayerOps, unfit_reason
 from eagle_slim.runtime.tree import layout_tree
 from support.tiny_models import VOCAB, random_prompts, tiny_target
@@ -44,17 +45,17 @@ def poisoned_cache(target: FusedTarget, slots: int, capacity: int) -> KVCache:
 
 def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, prompt: list[int], chunk: int) -> Tensor:
     """Run a prompt into a slot chunk by chunk; features of all its tokens."""
+    box = PromptBox.allocate(len(prompt), "cpu")
+    box.numbers[:2] = torch.tensor([slot, len(prompt)])
+    box.tokens.copy_(torch.tensor(prompt))
     features = []
     for start in range(0, len(prompt), chunk):
-        piece = prompt[start : start + chunk]
-        rows = ForwardRows.allocate(1, chunk, lengths, is_chunk=True)
-        bufs = ForwardBuffers(target, 1, chunk, 1)
-        tokens = torch.tensor(piece + [0] * (chunk - len(piece)), dtype=torch.int32)
-        count = torch.tensor([len(piece)], dtype=torch.int32)
-        chunk_rows_ref(tokens, torch.tensor([slot], dtype=torch.int32), count, rows)
-        target.forward(rows, cache, bufs, last_row=torch.tensor([len(piece) - 1]))
-        lengths[slot] += len(piece)
-        features.append(bufs.features[: len(piece)].clone())
+        rows, bufs = ChunkRows.allocate(chunk, lengths), ForwardBuffers(target, 1, chunk, 1)
+        chunk_rows_ref(box, rows)
+        target.forward(rows.forward, cache, bufs, last_row=rows.last_row)
+        count = min(chunk, len(prompt) - start)
+        lengths[slot] += count
+        features.append(bufs.features[:count].clone())
     return torch.cat(features)
 
 
