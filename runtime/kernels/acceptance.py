@@ -63,14 +63,15 @@ class SlotState:
     path: Tensor
     """[slots, 16]: nodes of the last accepted path, then -1."""
     record: Tensor
-    """[slots, 3 + 16]: what the host reads of the last step; 0 accepted tokens for a slot that did not take part."""
+    """[slots + 1, 3 + 16]: what the host reads of the last step; 0 accepted tokens for a slot that did not take part. The
+    last row begins with the drafter's error: if there is one, nothing was accepted."""
 
     @classmethod
     def allocate(cls, slots: int, num_eos: int, device: torch.device | str, **shared: Tensor) -> SlotState:
         """Allocate for ``slots`` empty slots; ``shared`` tensors (the drafter's own inputs) are used as they are."""
         shapes: dict[str, tuple[int, ...]] = {
             "new_tokens": (slots, MAX_NEW_TOKENS), "active_count": (1,), "eos_ids": (slots, max(1, num_eos)),
-            "path": (slots, MAX_NEW_TOKENS), "record": (slots, RECORD_HEAD + MAX_NEW_TOKENS),
+            "path": (slots, MAX_NEW_TOKENS), "record": (slots + 1, RECORD_HEAD + MAX_NEW_TOKENS),
         }  # fmt: skip
         tensors = {
             name: shared[name]
@@ -89,14 +90,20 @@ class SlotState:
             getattr(self, name).fill_(blank)
 
 
-def walk_ref(choices: Tensor, draft_tokens: Tensor, parents: Tensor, width: int, state: SlotState) -> None:
+def walk_ref(
+    choices: Tensor, draft_tokens: Tensor, parents: Tensor, width: int, state: SlotState, error: Tensor | None = None
+) -> None:
     """Accept a path in the tree of every active slot.
 
     ``choices`` int32 [places, nodes]: the target's next token after each node; ``draft_tokens``, ``parents`` int64
     [slots, nodes] with the same strides; ``width``: nodes of the longest path, the root included. Tokens from the first
-    end of sequence or the last allowed token on are not kept, and end the sequence.
+    end of sequence or the last allowed token on are not kept, and end the sequence. ``error`` int32 [1]: not 0 where the
+    trees are undefined; then nothing is accepted.
     """
     state.record.zero_()
+    if error is not None and int(error):
+        state.record[-1, 0] = error[0]
+        return
     for place in range(min(choices.shape[0], int(state.active_count))):
         slot = int(state.active_slots[place])
         at, path, tokens = 0, [], []
@@ -125,13 +132,19 @@ def walk_ref(choices: Tensor, draft_tokens: Tensor, parents: Tensor, width: int,
 def _walk_kernel(
     choice_ptr, token_ptr, parent_ptr, stride_tree,
     length_ptr, new_token_ptr, num_new_ptr, prefix_ptr, active_inverse_ptr, running_ptr, num_generated_ptr,
-    max_generated_ptr, eos_ptr, path_ptr, record_ptr,
-    NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EOS: tl.constexpr, PLACES: tl.constexpr,
+    max_generated_ptr, eos_ptr, path_ptr, record_ptr, error_ptr,
+    SLOTS: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, EOS: tl.constexpr,
+    PLACES: tl.constexpr, HAS_ERROR: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
     place = tl.load(active_inverse_ptr + slot)
     step = tl.arange(0, 16)
     record = record_ptr + slot * 19
+    if HAS_ERROR:
+        error = tl.load(error_ptr)
+        if slot == 0:
+            tl.store(record_ptr + SLOTS * 19, error)
+        place = tl.where(error != 0, -1, place)
     if (place < 0) | (place >= PLACES):
         tl.store(record, 0)
         return
@@ -175,21 +188,23 @@ def _walk_kernel(
     tl.store(running_ptr + slot, (ended == 0).to(tl.int32))
 
 
-def walk(choices: Tensor, draft_tokens: Tensor, parents: Tensor, width: int, state: SlotState) -> None:
+def walk(
+    choices: Tensor, draft_tokens: Tensor, parents: Tensor, width: int, state: SlotState, error: Tensor | None = None
+) -> None:
     """Run `walk_ref` as one launch, a program a slot."""
     places, nodes = choices.shape
     _walk_kernel[(len(state.lengths),)](
         choices, draft_tokens, parents, parents.stride(0),
         state.lengths, state.new_tokens, state.num_new, state.prefix, state.active_inverse, state.running,
         state.num_generated, state.max_generated, state.eos_ids, state.path, state.record,
-        NODES=nodes, BLOCK=max(2, triton.next_power_of_2(nodes)), WIDTH=width, EOS=state.eos_ids.shape[1],
+        state.record if error is None else error, SLOTS=len(state.lengths), HAS_ERROR=error is not None, NODES=nodes, BLOCK=max(2, triton.next_power_of_2(nodes)), WIDTH=width, EOS=state.eos_ids.shape[1],
         PLACES=places, num_warps=1,
     )  # fmt: skip
 
 
 def commit_kv_ref(state: SlotState, keys: Tensor, values: Tensor) -> None:
     """Move the accepted rows of the last walk, [layers, slots, kv_heads, capacity, head_dim], to the committed ones."""
-    for slot in torch.nonzero(state.record[:, 0]).flatten().tolist():
+    for slot in torch.nonzero(state.record[:-1, 0]).flatten().tolist():
         accepted = int(state.record[slot, 0])
         first = int(state.lengths[slot]) - accepted
         source = first + state.path[slot, :accepted].long()
@@ -242,7 +257,7 @@ def commit_features_ref(state: SlotState, features: Tensor, nodes: int, first_ro
     ``features`` [rows, width] of the last forward; place i's node n is row ``i * nodes + first_row + n`` (``first_row``
     int32 [1]: 0 for trees, the last token's row for a prompt's chunk); ``out`` [slots, 16, width].
     """
-    for slot in torch.nonzero(state.record[:, 0]).flatten().tolist():
+    for slot in torch.nonzero(state.record[:-1, 0]).flatten().tolist():
         accepted, place = int(state.record[slot, 0]), int(state.active_inverse[slot])
         out[slot, :accepted] = features[place * nodes + int(first_row) + state.path[slot, :accepted].long()]
 

@@ -191,7 +191,8 @@ def _end_chunk_kernel(
     tl.store(inverse_ptr + i, tl.where(i == slot, is_last, 0) - 1, mask=inside)
     tl.store(active_ptr + i, tl.where((i == 0), tl.where(is_last != 0, slot, -1), -1), mask=inside)
     tl.store(count_ptr, is_last)
-    tl.store(num_new_ptr + slot, tl.where(is_last != 0, size - 1, 0))
+    if is_last != 0:
+        tl.store(num_new_ptr + slot, size - 1)
 
 
 def end_chunk(box: PromptBox, nodes: int, state: SlotState) -> None:

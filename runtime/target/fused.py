@@ -112,6 +112,13 @@ class ForwardBuffers:
             places, nodes, target.num_heads, target.head_dim, splits, device
         )
 
+    def first(self, rows: int) -> ForwardBuffers:
+        """The same buffers for fewer rows, all of which get logits."""
+        view = object.__new__(ForwardBuffers)
+        for name, tensor in vars(self).items():
+            setattr(view, name, tensor[:rows] if isinstance(tensor, Tensor) else tensor)
+        return view
+
 
 class FusedTarget:
     """The fused forward of a loaded model; see the module. Raises nothing: ask `unfit_reason` first.

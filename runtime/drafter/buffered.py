@@ -1,0 +1,94 @@
+"""A drafter whose whole state lies on the device: it drafts from its buffers and leaves the trees there.
+
+What a step of the decoding loop needs of a drafter is that nothing passes through the host: lengths, new tokens and
+active slots are read from `Buffers`, features from one tensor. "triton" is the persistent kernel; "reference" gives the
+same results with PyTorch and waits for the device, so that the loop around it can be tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config import TreeConfig
+from ..kernels import fused_layers
+from ..kernels.grid_barrier import ERROR
+from ..kernels.launch import Weights, allocate_buffers, launch_drafter
+from ..kernels.prompt_chunks import ChunkRows
+from .config import MAX_NEW_TOKENS, DrafterConfig
+from .weights import HeadWeights
+
+
+class BufferedDrafter:
+    """A head over buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
+
+    ``packed``: weights packed before for the same number of slots. Raises as `DrafterConfig.of` and `Weights.pack`.
+    """
+
+    def __init__(
+        self,
+        head: HeadWeights,
+        tree: TreeConfig,
+        num_slots: int,
+        capacity: int,
+        backend: str = "triton",
+        packed: Weights | None = None,
+        weight_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.head, self.tree, self.backend = head, tree, backend
+        self.cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS, weight_dtype)
+        if backend == "reference":
+            self.weights = Weights(head)
+        elif packed is None:
+            self.weights = Weights.pack(head, self.cfg)
+        else:
+            self.weights = packed.with_positions(self.cfg.max_positions)
+        self.bufs = allocate_buffers(self.cfg, self.weights)
+        device = head.device
+        self.features = torch.zeros(
+            (num_slots, MAX_NEW_TOKENS, self.cfg.feature_width), dtype=head.dtype, device=device
+        )
+        """[slots, 16, feature_width]: features of the last step's tokens, written by whoever commits them."""
+        barrier = self.bufs.workspace.get("barrier", torch.zeros(4, dtype=torch.int32))
+        self.error = barrier[ERROR : ERROR + 1]
+        """int32 [1]: not 0 after a draft whose grid barrier timed out."""
+        half = head.head_dim // 2
+        cos, sin = head.rotary.tables(self.cfg.max_positions)
+        self._cos, self._sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
+        w, names = head.tensors, ("self_attn.k_proj", "self_attn.v_proj")
+        self._kv_weight = torch.cat([w[f"{name}.weight"] for name in names]).t()
+        biased = "self_attn.k_proj.bias" in w
+        self._kv_bias = torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
+
+    def draft(self) -> None:
+        """Draft the trees of the active slots into the buffers."""
+        launch_drafter(self.cfg, self.features, self.weights, self.bufs, self.backend)
+
+    def prefill(self, features: Tensor, chunk: ChunkRows) -> None:
+        """Put the keys and values of a chunk's pairs into the cache: ``features`` [nodes, feature_width].
+
+        The head has one layer, so a pair's key depends on the pair alone: no attention, no MLP.
+        """
+        head, w = self.head, self.head.tensors
+        embedded = torch.index_select(head.embedding, 0, chunk.next_tokens)
+        if head.kind == "eagle3":
+            hidden = features if features.shape[1] == head.hidden else features @ w["fc.weight"].t()
+            inputs = torch.empty((len(embedded), 2 * head.hidden), dtype=head.dtype, device=head.device)
+            self._norm(embedded, "input_layernorm.weight", inputs[:, : head.hidden])
+            self._norm(hidden, "hidden_norm.weight", inputs[:, head.hidden :])
+        else:
+            inputs = torch.nn.functional.linear(
+                torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias")
+            )
+        kv = inputs @ self._kv_weight
+        rotate = fused_layers.rotate_append if kv.is_cuda else fused_layers.rotate_append_ref
+        # Positions and slot are the target's own rows'; only the rows to write differ.
+        rows = chunk.forward
+        rotate(
+            kv, self._kv_bias, None, 0.0, self._cos, self._sin, rows.positions, rows.attention.slots, chunk.pair_rows,
+            self.bufs.keys, self.bufs.values,
+        )  # fmt: skip
+
+    def _norm(self, x: Tensor, name: str, out: Tensor) -> None:
+        norm = fused_layers.add_norm if x.is_cuda else fused_layers.add_norm_ref
+        norm(x, None, self.head.tensors[name], self.head.norm_eps, out)

@@ -1,0 +1,167 @@
+"""The generation loop over a `DeviceDecoder`: the host launches steps and reads their records, one step behind.
+
+While step t is read (tokens for streamers, stop strings), step t + 1 runs already. The host waits for nothing but the
+event behind step t's record, a copy into pinned memory. End of sequence, the number of new tokens and the end of the
+context are decided on the device; a stop string is found one step late, and what was drafted beyond it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError
+from ..kernels.acceptance import RECORD_HEAD, RUNNING
+from ..kernels.choose_tokens import ChoiceRules
+from ..target.lock import GenerationLock
+from .decoder import PHASES, DeviceDecoder
+from .requests import RequestOutput, RunningRequest
+from .sampling import uniform_stream
+from .stats import GenerationStats, PhaseTimer, sum_up
+
+
+@dataclass
+class _Record:
+    """What one launch will have to tell: filled when ``ready`` has passed."""
+
+    values: Tensor
+    ready: torch.cuda.Event | None
+    sequences: dict[int, RunningRequest]
+    is_step: bool
+
+
+class DeviceLoop:
+    """One call. ``states`` are the requests in the order of the call; ``numbers`` as in `ChoiceState`."""
+
+    def __init__(
+        self,
+        decoder: DeviceDecoder,
+        lock: GenerationLock,
+        states: Sequence[RunningRequest],
+        rules: ChoiceRules,
+        numbers: Sequence[float],
+        suppressed: Tensor | None = None,
+        time_phases: bool = False,
+    ) -> None:
+        self.decoder, self.lock, self.states, self.rules, self.numbers = decoder, lock, states, rules, numbers
+        self.suppressed, self.time_phases = suppressed, time_phases
+        self.waiting = deque(state for state in states if state.finish_reason is None)
+        self.running: dict[int, RunningRequest] = {}
+        self.flying: deque[_Record] = deque()
+        self.num_empty_steps = 0
+        self._free: list[Tensor] = []
+
+    @torch.inference_mode()
+    def run(self) -> tuple[list[RequestOutput], GenerationStats]:
+        """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
+        device = self.decoder.target.device
+        with self.lock.hold(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                return self._run()
+            except BaseException:
+                # What is in flight still writes to the slots.
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                self.decoder.clear_()
+                raise
+
+    def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
+        decoder = self.decoder
+        decoder.clear_()
+        self._upload(decoder.choice.numbers, self.numbers, torch.float32)
+        if self.waiting:
+            decoder.warm_up(self.rules, min(len(self.waiting), decoder.num_slots))
+        self.timer = PhaseTimer(decoder.target.device)
+        while self.waiting or self.running or self.flying:
+            self._fill_slots()
+            if self.running:
+                self._step()
+            # One step stays in flight behind the one that is read.
+            while len(self.flying) > bool(self.running):
+                self._read()
+        timings = self.timer.stop_and_wait()
+        return sum_up(self.states, timings, num_empty_steps=self.num_empty_steps)
+
+    def _fill_slots(self) -> None:
+        for slot in range(self.decoder.num_slots):
+            if slot not in self.running and self.waiting:
+                self.running[slot] = self.waiting.popleft()
+                with self.timer.phase("prefill"):
+                    self._enter(slot, self.running[slot])
+                self._keep_record(self.decoder.entering.record, {slot: self.running[slot]}, is_step=False)
+
+    def _enter(self, slot: int, state: RunningRequest) -> None:
+        decoder, request, prompt = self.decoder, state.request, state.request.prompt_ids
+        most = request.max_tokens - len(prompt)
+        eos = sorted(request.eos_ids)
+        blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
+        self._upload(decoder.box.numbers, [slot, len(prompt), most, *eos, *blank])
+        self._upload(decoder.box.tokens[: len(prompt)], prompt)
+        if state.stream is not None:
+            self._upload(decoder.choice.uniforms[slot, : len(state.stream)], state.stream, torch.float64)
+        if self.rules.has_penalty:
+            self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
+        if self.rules.has_minimum:
+            self._upload(decoder.choice.eos, token_bits(torch.tensor(eos), decoder.target.vocab_size))
+        if self.suppressed is not None:
+            self._upload(decoder.choice.suppressed, self.suppressed)
+        decoder.enter(len(prompt), self.rules)
+
+    def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
+        """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
+        values = torch.as_tensor(values, dtype=dtype)
+        to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
+
+    def _step(self) -> None:
+        num_active = len(self.running)
+        if self.time_phases:
+            for name, run in self.decoder.timed_step(num_active, self.rules):
+                with self.timer.phase("draft" if name == "draft" else "verify"), nvtx_range(name, self.decoder):
+                    run()
+        else:
+            with self.timer.phase("step"):
+                self.decoder.step(num_active, self.rules)
+        self._keep_record(self.decoder.state.record, dict(self.running), is_step=True)
+
+    def _keep_record(self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool) -> None:
+        on_gpu = record.is_cuda
+        values = self._free.pop() if self._free else torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
+        values.copy_(record, non_blocking=True)
+        ready = torch.cuda.Event() if on_gpu else None
+        if ready is not None:
+            ready.record()
+        self.flying.append(_Record(values, ready, sequences, is_step))
+
+    def _read(self) -> None:
+        record = self.flying.popleft()
+        if record.ready is not None:
+            record.ready.synchronize()
+        rows = record.values.tolist()
+        self._free.append(record.values)
+        if rows[-1][0]:
+            self.decoder.drafter_failed_()
+            raise DrafterError(
+                "The drafter's grid barrier timed out: not all its programs were running at once, or one of them "
+                "failed. The step was not used. Is another process using the GPU's SMs exclusively?"
+            )
+        self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
+        for slot, state in record.sequences.items():
+            accepted, kept, ended = rows[slot][:RECORD_HEAD]
+            if accepted == 0 or state.finish_reason is not None:
+                continue
+            if record.is_step:
+                state.accepted_lengths[accepted] += 1
+            state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
+            if state.finish_reason is None:
+                assert ended == RUNNING, (slot, rows[slot])
+                continue
+            if ended == RUNNING:
+                self.decoder.stop_slot(slot)
+            if self.running.get(slot) is state:
+                del self.running[slot]
