@@ -1,0 +1,71 @@
+"""A score's weight in whole numbers: device functions for choosing tokens, and the same in PyTorch.
+
+    distance(score) = floor(2**24 min(largest - score, 32))    int32, 0 the most probable
+    weight(distance) = 2**44 exp(-distance / 2**24)            int64, relative error below 2e-8; 0 from 31 on
+
+Whole numbers add up the same in any order. So sums of weights depend on neither blocks nor programs, and equal those of
+PyTorch on any device to the last bit. Below 2**19 tokens they stay within int64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FRACTION_BITS = tl.constexpr(24)
+"""Of a distance."""
+FAR = tl.constexpr(1 << 29)
+"""Largest distance, 32 in scores; its weight is 0."""
+ONE = tl.constexpr(1 << 44)
+"""Weight of the most probable token."""
+MAX_VOCAB = 1 << 19
+"""Weights of this many tokens might exceed int64."""
+_LOG2_E = tl.constexpr(1549082005)  # 2**30 / ln 2
+# 1 - 2**-f = f (C1 - f (C2 - f (C3 - ...))), all in units of 2**-32: interpolated at the Chebyshev nodes of [0, 1].
+_C1 = tl.constexpr(2977044447)
+_C2 = tl.constexpr(1031763206)
+_C3 = tl.constexpr(238367376)
+_C4 = tl.constexpr(41218952)
+_C5 = tl.constexpr(5547538)
+_C6 = tl.constexpr(493577)
+
+
+@triton.jit
+def score_distance(score, largest):
+    """Distance below ``largest`` of fp32 scores that do not exceed it: int32; equal scores have 0, infinite or not."""
+    below = tl.where(score == largest, 0.0, largest - score)
+    return (tl.minimum(below, 32.0) * 16777216.0).to(tl.int32)
+
+
+@triton.jit
+def distance_weight(distance):
+    """int64 weights of int32 distances. Strictly falling until shifted: a step of 1 is 128 units of the fraction."""
+    exponent = distance.to(tl.int64) * _LOG2_E  # base 2, in units of 2**-54
+    # Even, so that PyTorch's products of two such numbers fit int64.
+    f = (exponent >> 22).to(tl.uint32) & 0xFFFFFFFE
+    lost = _C5 - tl.umulhi(f, _C6)
+    lost = _C4 - tl.umulhi(f, lost)
+    lost = _C3 - tl.umulhi(f, lost)
+    lost = _C2 - tl.umulhi(f, lost)
+    lost = tl.umulhi(f, _C1 - tl.umulhi(f, lost))
+    return ((4294967296 - lost.to(tl.int64)) << 12) >> tl.minimum(exponent >> 54, 63)
+
+
+def score_distance_ref(scores: Tensor) -> Tensor:
+    """Distance of float32 [vocab] from the largest: int64 [vocab]."""
+    largest = scores.max()
+    below = torch.where(scores == largest, 0.0, largest - scores)
+    return (below.clamp(max=32.0) * (1 << int(FRACTION_BITS.value))).long()
+
+
+def distance_weight_ref(distances: Tensor) -> Tensor:
+    """Weights of int64 distances: int64 of the same shape."""
+    exponent = distances * int(_LOG2_E.value)
+    half_f = (exponent >> 23) & 0x7FFFFFFF
+    lost = torch.full_like(exponent, int(_C6.value))
+    for coefficient in (_C5, _C4, _C3, _C2, _C1):
+        lost = int(coefficient.value) - (half_f * lost >> 31)
+    lost = half_f * lost >> 31
+    return ((2**32 - lost) << 12) >> (exponent >> 54).clamp(max=63)

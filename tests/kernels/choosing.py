@@ -1,0 +1,100 @@
+"""Cases for `choose_tokens`: a batch of small trees with everything that a choice depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from eagle_slim.runtime.kernels.choose_tokens import (
+    ChoiceRules,
+    ChoiceState,
+    choice_scratch,
+    choose_tokens,
+    choose_tokens_ref,
+    token_bits,
+)
+from torch import Tensor
+
+ALL_RULES = ChoiceRules(True, True, True, True, True, True, True)
+CHAIN_AND_FORK = [-1, 0, 0, 1, 3]
+"""Parents: node 4 lies below 3, 1 and the root, node 2 beside."""
+
+
+@dataclass
+class Case:
+    logits: Tensor
+    active_slots: Tensor
+    active_count: Tensor
+    draft_tokens: Tensor
+    parents: Tensor
+    positions: Tensor
+    state: ChoiceState
+    nodes: int
+
+    def set_numbers(
+        self, temperature: float = 1.0, top_k: int = 1, top_p: float = 1.0, min_p: float = 0.0,
+        repetition_penalty: float = 1.0, min_new_tokens: int = 0,
+    ) -> None:  # fmt: skip
+        numbers = [temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, 0, 0]
+        self.state.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
+
+    def choose(self, rules: ChoiceRules, part: int = 512) -> Tensor:
+        """By the kernels: int32 [places, nodes]."""
+        places, vocab = self.logits.shape[0] // self.nodes, self.logits.shape[1]
+        out = torch.full((places, self.nodes), -7, dtype=torch.int32, device=self.logits.device)
+        scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, part)
+        choose_tokens(*self._arguments(), rules, self.state, out, scratch)
+        return out
+
+    def choose_ref(self, rules: ChoiceRules) -> Tensor:
+        """By the definition."""
+        out = torch.full((self.logits.shape[0] // self.nodes, self.nodes), -7, dtype=torch.int32)
+        out = out.to(self.logits.device)
+        choose_tokens_ref(*self._arguments(), rules, self.state, out)
+        return out
+
+    def _arguments(self) -> tuple[Tensor, ...]:
+        return (
+            self.logits, self.active_slots, self.active_count, self.draft_tokens, self.parents, self.positions,
+        )  # fmt: skip
+
+
+def random_case(
+    vocab: int, slots: int = 2, parents: Iterable[int] = CHAIN_AND_FORK, active: Iterable[int] | None = None,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", scale: float = 3.0,
+) -> Case:  # fmt: skip
+    """Random logits, trees of one shape, uniforms, and texts; all numbers neutral."""
+    parents, active = list(parents), list(range(slots) if active is None else active)
+    nodes = len(parents)
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    state = ChoiceState.allocate(slots, 16 + max(depths), vocab, device)
+    state.uniforms.copy_(torch.rand(state.uniforms.shape, dtype=torch.float64))
+    state.num_generated.copy_(torch.arange(slots) * 3 % 7)
+    for slot in range(slots):
+        state.seen[slot] = token_bits(torch.randint(vocab, (20,)), vocab).to(device)
+    state.suppressed.copy_(token_bits(torch.randint(vocab, (max(1, vocab // 50),)), vocab))
+    state.eos.copy_(token_bits(torch.randint(vocab, (2,)), vocab))
+    padded = active + [slot for slot in range(slots) if slot not in active]
+    return Case(
+        (torch.randn(len(padded) * nodes, vocab) * scale).to(dtype).to(device),
+        torch.tensor(padded, dtype=torch.int32, device=device),
+        torch.tensor([len(active)], dtype=torch.int32, device=device),
+        torch.randint(vocab, (slots, nodes)).to(device),
+        torch.tensor([parents] * slots, device=device),
+        torch.tensor([depths] * slots, device=device),
+        state,
+        nodes,
+    )
+
+
+def row_case(logits: Tensor, uniforms: Tensor) -> Case:
+    """Each row of float [rows, vocab] a slot of its own with one node and one uniform number: float64 [rows]."""
+    rows, vocab = logits.shape
+    case = random_case(vocab, slots=rows, parents=[-1])
+    case.logits = logits
+    case.state.num_generated.zero_()
+    case.state.uniforms[:, 0] = uniforms
+    return case

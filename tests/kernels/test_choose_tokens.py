@@ -1,0 +1,334 @@
+"""Choosing tokens: cases by hand, the twin against transformers' own, the kernels against the twin."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from eagle_slim.runtime.config import SamplingConfig
+from eagle_slim.runtime.generation import sampling
+from eagle_slim.runtime.generation.options import build_processors
+from eagle_slim.runtime.kernels.choose_tokens import (
+    ChoiceRules,
+    bit_mask,
+    choice_scratch,
+    choose_tokens,
+    mark_seen,
+    mark_seen_ref,
+    token_bits,
+)
+from eagle_slim.runtime.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
+from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, random_case, row_case
+
+# The interpreter runs on numpy, where infinities that meet warn.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)
+RULES = {
+    "greedy": GREEDY,
+    "greedy, processed": replace(ALL_RULES, sampled=False),
+    "sampled": SAMPLED,
+    "top-k": replace(SAMPLED, has_top_k=True),
+    "top-p": replace(SAMPLED, has_top_p=True),
+    "min-p": replace(SAMPLED, has_min_p=True),
+    "top-k, min-p": replace(SAMPLED, has_top_k=True, has_min_p=True),
+    "everything": ALL_RULES,
+}
+
+
+def rules_of(config: SamplingConfig) -> ChoiceRules:
+    """The stages that a configuration asks for."""
+    return ChoiceRules(not config.is_greedy, config.top_k > 0, config.top_p < 1, config.min_p > 0)
+
+
+@pytest.fixture
+def _stable_sort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal scores in id order for transformers too, whose top-p leaves open which of them it drops."""
+    monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))
+
+
+def test_by_hand() -> None:
+    """Probabilities 1/7, 2/7, 4/7, 0; top-k 2 leaves 1/3 and 2/3 of ids 1 and 2; top-p 0.5 leaves id 2."""
+    logits = torch.tensor([0.0, math.log(2), math.log(4), float("-inf")])
+    uniforms = torch.tensor([0.0, 0.14, 0.15, 0.42, 0.43, 0.999], dtype=torch.float64)
+    case = row_case(logits.repeat(6, 1), uniforms)
+    case.set_numbers(top_k=2, top_p=0.5, min_p=0.4)
+    for choose in (case.choose, case.choose_ref):
+        assert choose(GREEDY).flatten().tolist() == [2] * 6
+        assert choose(SAMPLED).flatten().tolist() == [0, 0, 1, 1, 2, 2]
+        assert choose(replace(SAMPLED, has_top_k=True)).flatten().tolist() == [1, 1, 1, 2, 2, 2]
+        assert choose(replace(SAMPLED, has_top_p=True)).flatten().tolist() == [2] * 6
+        assert choose(replace(SAMPLED, has_min_p=True)).flatten().tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_a_path_is_penalised_by_hand() -> None:
+    """Root 0, below it 1, below that 2: after the root 1 is best, after 1 it is 2, after 2 only 3 is new."""
+    case = random_case(4, slots=1, parents=[-1, 0, 1])
+    case.logits = torch.tensor([[4.0, 3.0, 2.5, 2.1]] * 3)
+    case.draft_tokens = torch.tensor([[0, 1, 2]])
+    case.state.seen[0] = token_bits(torch.tensor([0]), 4)
+    case.set_numbers(repetition_penalty=2.0)
+    for choose in (case.choose, case.choose_ref):
+        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [[1, 2, 3]]
+
+
+def test_weights() -> None:
+    distances = torch.cat([torch.arange(0, FAR.value, 99991), torch.tensor([FAR.value])])
+    exact = torch.exp(-distances.double() / 2**24) * ONE.value
+    weights = distance_weight_ref(distances)
+    assert ((weights - exact).abs() <= 2e-8 * exact + 1).all()
+    assert (weights.diff() <= 0).all()
+    assert int(weights[0]) == ONE.value
+    assert int(weights[-1]) == 0
+    assert score_distance_ref(torch.tensor([1.0, 2.0, -300.0, float("-inf")])).tolist() == [
+        1 << 24, 0, FAR.value, FAR.value,
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("_stable_sort")
+@pytest.mark.parametrize("rounded", [False, True], ids=["float32", "bf16 ties"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(0.0),
+        SamplingConfig(1.0),
+        SamplingConfig(0.7, top_k=20),
+        SamplingConfig(0.7, top_p=0.9),
+        SamplingConfig(1.5, min_p=0.05),
+        SamplingConfig(0.6, top_k=20, top_p=0.95, min_p=0.01),
+        SamplingConfig(2.0, top_k=5000),
+        SamplingConfig(1.0, top_p=1e-6),
+        SamplingConfig(1.0, top_k=1),
+        SamplingConfig(1e-30),
+    ],
+    ids=str,
+)
+def test_the_twin_is_todays_definition(config: SamplingConfig, rounded: bool) -> None:
+    for vocab in (3, 100, 3000):
+        logits = torch.randn(64, vocab) * 4
+        logits = logits.bfloat16() if rounded else logits
+        uniforms = torch.rand(64, dtype=torch.float64)
+        case = row_case(logits, uniforms)
+        case.set_numbers(config.temperature, config.top_k, config.top_p, config.min_p)
+        assert torch.equal(
+            case.choose_ref(rules_of(config))[:, 0].long(), sampling.choose_tokens(logits, uniforms, config)
+        )
+
+
+def extreme_rows() -> torch.Tensor:
+    """Float32 [6, 40]: one token with all the mass, all equal, two equal ones, -inf but for one, huge, and tiny."""
+    rows = torch.randn(6, 40)
+    rows[0, 17] = 1000.0
+    rows[1] = 0.25
+    rows[2] = float("-inf")
+    rows[2, [5, 30]] = 2.0
+    rows[3] = float("-inf")
+    rows[3, 39] = -5.0
+    rows[4] *= 1e30
+    rows[5] *= 1e-30
+    return rows
+
+
+@pytest.mark.usefixtures("_stable_sort")
+@pytest.mark.parametrize(
+    "config",
+    [
+        SamplingConfig(1.0),
+        SamplingConfig(0.5, top_k=3),
+        SamplingConfig(1.0, top_p=0.31),
+        SamplingConfig(1.0, top_p=1e-30),
+        SamplingConfig(1.0, min_p=1.0),
+        SamplingConfig(1.0, top_k=40, top_p=0.999, min_p=0.5),
+    ],
+    ids=str,
+)
+def test_extremes(config: SamplingConfig, device: str) -> None:
+    logits = extreme_rows().repeat(2, 1)
+    uniforms = torch.linspace(0, 1 - 1e-9, 12, dtype=torch.float64)
+    case = row_case(logits, uniforms)
+    case.set_numbers(config.temperature, config.top_k, config.top_p, config.min_p)
+    twin = case.choose_ref(rules_of(config))
+    assert torch.equal(case.choose(rules_of(config), part=32), twin)
+    # Of the tiny ones the cuts make no difference: they count as equal.
+    same = twin[:, 0].long() == sampling.choose_tokens(logits, uniforms, config)
+    assert same[torch.arange(12) % 6 < 5].all()
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize(("vocab", "part"), [(33, 64), (1000, 256), (1025, 512)])
+def test_kernels_equal_the_twin(vocab: int, part: int, name: str, device: str) -> None:
+    dtypes = {33: torch.float32, 1000: torch.bfloat16, 1025: torch.float16}
+    case = random_case(vocab, dtype=dtypes[vocab], device=device)
+    case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
+    assert torch.equal(case.choose(RULES[name], part), case.choose_ref(RULES[name]))
+
+
+def test_ties_at_every_cut(device: str) -> None:
+    """Three values only, so that each cut falls among equals; of those top-p keeps the last ids."""
+    case = random_case(300, slots=1, device=device)
+    case.logits = torch.randint(0, 3, case.logits.shape, device=device).float()
+    for top_k, top_p in ((50, 0.5), (150, 0.9), (299, 0.05)):
+        case.set_numbers(top_k=top_k, top_p=top_p)
+        rules = replace(SAMPLED, has_top_k=True, has_top_p=True)
+        assert torch.equal(case.choose(rules, 128), case.choose_ref(rules))
+    case.set_numbers(top_p=0.05)
+    rules = replace(SAMPLED, has_top_p=True)
+    kept = case.choose(rules, 128).flatten()
+    for row, token in zip(case.logits, kept.tolist(), strict=True):
+        assert token > int((row == row.max()).nonzero()[0])
+
+
+@pytest.mark.parametrize("config", [SamplingConfig(0.0), SamplingConfig(0.9, top_k=40, top_p=0.9)], ids=str)
+def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
+    """Each node as transformers' processors see it: the prompt, the answer so far, and the node's path."""
+    vocab, penalty, minimum = 200, 1.7, 4
+    case = random_case(vocab, device=device)
+    case.set_numbers(config.temperature, config.top_k, config.top_p, repetition_penalty=penalty, min_new_tokens=minimum)
+    eos = bit_mask(case.state.eos, vocab).nonzero()[:, 0].tolist()
+    suppressed = bit_mask(case.state.suppressed, vocab).nonzero()[:, 0].tolist()
+    options = {"repetition_penalty": penalty, "min_new_tokens": minimum, "suppress_tokens": suppressed}
+    wanted = []
+    for slot in range(2):
+        # The end of text is what everyone would choose.
+        case.logits[slot * case.nodes :][: case.nodes, eos] = 20.0
+        generated = int(case.state.num_generated[slot])
+        text = torch.randint(vocab, (30,)).tolist()
+        case.state.seen[slot] = token_bits(torch.tensor([*text, int(case.draft_tokens[slot, 0])]), vocab)
+        # ``generated`` tokens are new, the root the last of them.
+        processors = build_processors(options, len(text) + 1 - generated, 100, eos, vocab)
+        for node in range(case.nodes):
+            path = [node]
+            while (parent := CHAIN_AND_FORK[path[0]]) >= 0:
+                path.insert(0, parent)
+            ids = torch.tensor([text + case.draft_tokens[slot, path].tolist()])
+            row = case.logits[slot * case.nodes + node : slot * case.nodes + node + 1].float().cpu()
+            number = generated + len(path) - 1
+            scores = processors(ids, row)
+            wanted.append(int(sampling.choose_tokens(scores, case.state.uniforms[slot, number : number + 1], config)))
+    rules = replace(rules_of(config), has_penalty=True, has_suppressed=True, has_minimum=True)
+    assert case.choose(rules).flatten().tolist() == wanted
+    assert case.choose_ref(rules).flatten().tolist() == wanted
+    assert set(wanted) & set(eos)  # reached, where it may be
+
+
+def test_draws_are_distributed_as_the_warped_softmax() -> None:
+    """Chi-square over 10,000 draws."""
+    torch.manual_seed(1)
+    config = SamplingConfig(0.8, top_k=20, top_p=0.97)
+    logits = torch.randn(1, 50) * 1.5
+    exact = sampling.warp(logits, config).softmax(-1, dtype=torch.float64)[0]
+    draws = 10000
+    case = row_case(logits, torch.zeros(1, dtype=torch.float64))
+    case.set_numbers(config.temperature, config.top_k, config.top_p)
+    rules = rules_of(config)
+    counts = torch.zeros(50)
+    case = replace(case, logits=logits.repeat(200, 1), nodes=200)
+    case.parents = torch.full((1, 200), -1)
+    case.draft_tokens = torch.zeros(1, 200, dtype=torch.int64)
+    case.positions = torch.arange(200)[None]
+    for _ in range(draws // 200):
+        case.state = replace(case.state, uniforms=torch.rand(1, 200, dtype=torch.float64))
+        counts += torch.bincount(case.choose_ref(rules).flatten(), minlength=50)
+    expected = exact * draws
+    kept = expected > 0
+    assert int(counts[~kept].sum()) == 0
+    statistic = float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+    degrees = int(kept.sum()) - 1
+    # Wilson and Hilferty's approximation of the 0.999 quantile.
+    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+@pytest.mark.parametrize("name", ["greedy", "everything"])
+def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> None:
+    case = random_case(100, slots=4, active=[3, 1], device=device)
+    case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
+    case.logits[2 * case.nodes :] = float("nan")
+    chosen = case.choose(RULES[name], 64)
+    assert (chosen[2:] == -1).all()
+    assert (chosen[:2] >= 0).all()
+    assert torch.equal(chosen, case.choose_ref(RULES[name]))
+    case.active_count.zero_()
+    assert (case.choose(RULES[name], 64) == -1).all()
+
+
+def test_a_row_depends_on_nothing_else(device: str) -> None:
+    """A node of a tree in a batch, and the same position decoded plainly, alone: one token."""
+    case = random_case(500, slots=2, active=[1, 0], device=device)
+    case.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
+    drafted = case.choose(ALL_RULES, 256)
+    for place, slot in enumerate([1, 0]):
+        path = [0, 1, 3]  # accepted, so that node 3 is the next root
+        alone = random_case(500, slots=1, parents=[-1], device=device)
+        alone.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
+        tokens = case.draft_tokens[slot, path]
+        seen = bit_mask(case.state.seen[slot], 500)
+        seen[tokens] = True
+        alone.state = replace(
+            case.state, uniforms=case.state.uniforms[slot : slot + 1].contiguous(),
+            num_generated=case.state.num_generated[slot : slot + 1] + 2,
+            seen=token_bits(seen.nonzero()[:, 0], 500)[None],
+        )  # fmt: skip
+        alone.draft_tokens = tokens[None, -1:].contiguous()
+        alone.logits = case.logits[place * case.nodes + 3][None]
+        assert alone.choose(ALL_RULES, 512).item() == drafted[place, 3].item()
+
+
+def test_a_stream_that_has_ended_gives_zero(device: str) -> None:
+    case = random_case(50, slots=1, device=device)
+    case.state.num_generated.fill_(1000)
+    assert torch.equal(case.choose(SAMPLED, 64), case.choose_ref(SAMPLED))
+    assert (case.choose(SAMPLED, 64) == 0).all()
+
+
+def test_bits_there_and_back() -> None:
+    for vocab in (1, 31, 32, 33, 100):
+        ids = torch.tensor(sorted({0, vocab - 1, vocab // 2}))
+        words = token_bits(ids, vocab)
+        assert words.dtype == torch.int32
+        assert bit_mask(words, vocab).nonzero()[:, 0].tolist() == ids.tolist()
+
+
+def test_accepted_tokens_are_marked(device: str) -> None:
+    seen = torch.zeros(3, 4, dtype=torch.int32, device=device)
+    seen[2, 0] = 1
+    tokens = torch.tensor([[1, 2, -1], [5, 6, 7], [31, 32, 127]], dtype=torch.int32, device=device)
+    active = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    count = torch.tensor([2], dtype=torch.int32, device=device)
+    wanted = seen.clone()
+    mark_seen(tokens, active, count, seen)
+    mark_seen_ref(tokens, active, count, wanted)
+    assert torch.equal(seen, wanted)
+    marked = [bit_mask(words, 128).nonzero()[:, 0].tolist() for words in seen]
+    assert marked == [[1, 2], [], [0, 31, 32, 127]]
+
+
+def test_refused() -> None:
+    case = random_case(50)
+    out = torch.empty(2, 5, dtype=torch.int32)
+    scratch = choice_scratch(2, 5, 50, "cpu")
+    arguments = [
+        case.logits, case.active_slots, case.active_count, case.draft_tokens, case.parents, case.positions,
+        GREEDY, case.state, out, scratch,
+    ]  # fmt: skip
+    for place, wrong, named in [
+        (0, case.logits.double(), "logits"),
+        (0, case.logits[:9], "logits"),
+        (1, case.active_slots.long(), "active_slots"),
+        (3, case.draft_tokens.int(), "draft_tokens"),
+        (4, case.parents[:, :4], "parents"),
+        (7, replace(case.state, seen=case.state.seen[:, :1]), "seen"),
+        (8, out.long(), "out"),
+        (9, choice_scratch(1, 5, 50, "cpu"), "best_score"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            choose_tokens(*arguments[:place], wrong, *arguments[place + 1 :])
+    wide = torch.zeros(1, 1 << 19)
+    with pytest.raises(ValueError, match="vocab must be"):
+        choose_tokens(wide, *arguments[1:8], out[:1, :1], scratch)
+
+
+def test_flags_are_a_key() -> None:
+    assert len({rules.flags for rules in RULES.values()}) == len(RULES)
+    assert ALL_RULES.flags == (True,) * 7

@@ -1,0 +1,29 @@
+"""The kernels of `choose_tokens` compiled for chips that are not here: they fit and do not spill."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS
+from kernels.compiled_choice import WARPS
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_fits_and_does_not_spill(capability: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "kernels.compiled_choice", "--chip", str(capability)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert set(reports) == set(WARPS)
+    for name, report in reports.items():
+        threads = 32 * WARPS[name]
+        assert report["shared_bytes"] <= KNOWN_CHIPS[capability].shared_bytes, name
+        assert report["spill_bytes"] == report["stack_bytes"] == 0, (name, report)
+        assert report["registers"] * threads <= 65536, name
