@@ -24,16 +24,17 @@ from safetensors import SafetensorError
 from torch import nn
 
 from .config import TreeConfig
+from .drafter.config import DrafterConfig
 from .drafter.reference import Drafter, ReferenceDrafter
 from .drafter.weights import HeadWeights, choose_draft_ids
-from .errors import DrafterError, TargetError, UsageError
+from .errors import DrafterError, TargetError, UnsupportedModelError, UsageError
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
 MapForm = Literal["auto", "offset", "absolute"]
-DRAFTERS = ("reference", "triton")
+DRAFTERS = ("auto", "reference", "triton")
 DrafterFactory = Callable[[HeadWeights, TreeConfig], Drafter]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -221,6 +222,24 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
             f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out.",
             option="device", expected=str(weight.device), found=str(device),
         )  # fmt: skip
+
+
+def choose_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> tuple[Any, str]:
+    """Turn "auto" into a drafter's name; returns it with the reason.
+
+    The kernel is taken on a GPU for heads and trees within its limits, in the types that it was made for.
+    """
+    if drafter != "auto":
+        return drafter, "asked for"
+    if weights.device.type != "cuda":
+        return "reference", f"the model is on {weights.device}"
+    if weights.dtype == torch.float32:
+        return "reference", "the kernel is made for bfloat16 and float16"
+    try:
+        DrafterConfig.of(weights, tree, 1, 1)
+    except (UnsupportedModelError, UsageError) as error:
+        return "reference", str(error)
+    return "triton", f"{weights.dtype} on {weights.device}"
 
 
 def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> Drafter:

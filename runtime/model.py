@@ -11,7 +11,7 @@ tokens that plain decoding with that seed gives.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .config import TreeConfig
+from .config import SamplingConfig, TreeConfig
 from .drafter.reference import Drafter
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
@@ -30,11 +30,14 @@ from .generation.arguments import (
     read_sampling,
     read_stop_strings,
 )
+from .generation.choice_rules import DeviceRules, device_rules
+from .generation.device import DeviceDecoders
+from .generation.device_loop import DeviceLoop
 from .generation.loop import GenerationLoop
 from .generation.options import build_processors, join_options
 from .generation.output import GenerationOutput
 from .generation.prompts import Messages, Prompts, check_prompts, encode_conversation, read_prompts
-from .generation.requests import Request
+from .generation.requests import Request, start
 from .generation.stats import GenerationStats
 from .generation.streaming import Streamer, send_tokens
 from .loading import (
@@ -45,6 +48,7 @@ from .loading import (
     check_dtype,
     check_loaded,
     choose_device,
+    choose_drafter,
     hash_of_source,
     load_target,
     load_target_config,
@@ -53,6 +57,7 @@ from .loading import (
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
+from .target.choose import choose_target_backend
 from .target.transformers import TargetModel
 
 if TYPE_CHECKING:
@@ -95,6 +100,9 @@ class SpeculativeModel:
         limits = [limit for limit in (target.max_positions, max_model_len) if limit is not None]
         self.max_model_len = min(limits, default=None)
         """Most tokens of prompt and answer together."""
+        self.drafter_reason = "asked for"
+        """Why this drafter."""
+        self._decoders = None if target.fused is None else DeviceDecoders(target.fused, drafter)
 
     @classmethod
     def from_pretrained(
@@ -108,7 +116,8 @@ class SpeculativeModel:
         total_tokens: int | None = None,
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
-        drafter: str | DrafterFactory = "reference",
+        drafter: str | DrafterFactory = "auto",
+        target_backend: str = "auto",
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
         revision: str | None = None,
@@ -129,7 +138,10 @@ class SpeculativeModel:
                 candidates where there are fewer.
             dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
-            drafter: "reference", "triton", or a callable of (weights, tree).
+            drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a callable of (weights, tree);
+                "auto" takes the kernel where the GPU and the head allow it.
+            target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
+                "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
             max_model_len: most tokens of prompt and answer together; None is the model's own limit.
             revision, head_revision: of Hub repositories.
@@ -174,10 +186,14 @@ class SpeculativeModel:
         tokenizer = tokenizer or loaded_tokenizer
         if model is None:
             model = load_target(location, dtype, place, revision, offline)
-        wrapped = TargetModel(model, resolve_tap_layers(opened.head, int(text_config.num_hidden_layers)))
+        taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
+        wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
-        built = build_drafter(drafter, weights, tree)
-        return cls(wrapped, built, tokenizer, max_model_len, opened, drafter, tokenizer_source, tokenizer_hash)
+        kind, reason = choose_drafter(drafter, weights, tree)
+        built = build_drafter(kind, weights, tree)
+        whole = cls(wrapped, built, tokenizer, max_model_len, opened, kind, tokenizer_source, tokenizer_hash)
+        whole.drafter_reason = reason
+        return whole
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
@@ -236,6 +252,7 @@ class SpeculativeModel:
         streamer: Streamer | None = None,
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
+        time_phases: bool = False,
         generation_config: GenerationConfig | None = None,
         logits_processor: Sequence[Any] | None = None,
         **options: Any,
@@ -257,6 +274,8 @@ class SpeculativeModel:
             streamer: a transformers streamer, for one prompt.
             max_slots: how many prompts run at a time, each with KV memory of its own; the rest wait for a free slot.
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
+            time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
+                a profiler sees their names; a little slower than whole steps.
             generation_config: as in transformers, for what no argument says.
             logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
                 functions of these alone (`options`).
@@ -313,12 +332,31 @@ class SpeculativeModel:
             streamer.put(torch.tensor([prompts[0]]))
         drafter = self.drafter if speculative else None
         listener = None if streamer is None else send_tokens(streamer)
-        results, stats = GenerationLoop(self.target, drafter, requests, sampling, max_slots, listener).run()
+        loop: DeviceLoop | GenerationLoop
+        rules = self._device_rules(drafter, options, sampling, requests)
+        if isinstance(rules, DeviceRules):
+            assert self._decoders is not None
+            states = start(requests, sampling, listener)
+            loop = DeviceLoop(self._decoders, self.target.lock, states, rules, max_slots, speculative, time_phases)
+        else:
+            loop = GenerationLoop(self.target, drafter, requests, sampling, max_slots, listener)
+        results, stats = loop.run()
+        stats = replace(stats, path=f"{loop.path}; target {self.target.backend}; drafter {self.drafter_kind}")
         if streamer is not None:
             streamer.end()
         if speculative:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         return GenerationOutput(tuple(results), stats, min(eos, default=0) if pad is None else pad)
+
+    def _device_rules(
+        self, drafter: Drafter | None, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request]
+    ) -> DeviceRules | str:
+        """Return the rules if the whole call can run on the device, else why it runs in pieces."""
+        if self._decoders is None:
+            return self.target.backend.reason
+        if drafter is not None and self._decoders.backend is None:
+            return f"{type(drafter).__name__} drafts on the host"
+        return device_rules(options, sampling, requests, self._decoders.target.vocab_size)
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.

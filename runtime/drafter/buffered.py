@@ -60,6 +60,12 @@ class BufferedDrafter:
         biased = "self_attn.k_proj.bias" in w
         self._kv_bias = torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
+    def clear_error_(self) -> None:
+        """Make a barrier that timed out usable again."""
+        for name in ("barrier", "node_arrivals"):
+            if name in self.bufs.workspace:
+                self.bufs.workspace[name].zero_()
+
     def draft(self) -> None:
         """Draft the trees of the active slots into the buffers."""
         launch_drafter(self.cfg, self.features, self.weights, self.bufs, self.backend)
@@ -77,9 +83,7 @@ class BufferedDrafter:
             self._norm(embedded, "input_layernorm.weight", inputs[:, : head.hidden])
             self._norm(hidden, "hidden_norm.weight", inputs[:, head.hidden :])
         else:
-            inputs = torch.nn.functional.linear(
-                torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias")
-            )
+            inputs = torch.nn.functional.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
         kv = inputs @ self._kv_weight
         rotate = fused_layers.rotate_append if kv.is_cuda else fused_layers.rotate_append_ref
         # Positions and slot are the target's own rows'; only the rows to write differ.

@@ -7,8 +7,8 @@ One step is four phases, none of which waits for the host or allocates::
     accept   the target's choice at every node, then the walk: path, tokens, lengths, ends
     commit   the path's keys, values and features to their places; the list of slots that still run
 
-On a GPU a step is replayed from one graph for each bucket of active slots (or one graph a phase, to be timed); on the CPU
-the same phases run one after another with the PyTorch twins.
+On a GPU a step is replayed from one graph for each bucket of active slots (or one graph a phase, to be timed); on the
+CPU the same phases run one after another with the PyTorch twins.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -23,8 +24,16 @@ from torch import Tensor
 from ..drafter.buffered import BufferedDrafter
 from ..kernels import acceptance, prompt_chunks, tree_rows
 from ..kernels.acceptance import SlotState
-from ..kernels.choose_tokens import ChoiceRules, ChoiceState, choice_scratch, choose_tokens, choose_tokens_ref
-from ..kernels.choose_tokens import mark_seen, mark_seen_ref
+from ..kernels.choose_tokens import (
+    ChoiceRules,
+    ChoiceScratch,
+    ChoiceState,
+    choice_scratch,
+    choose_tokens,
+    choose_tokens_ref,
+    mark_seen,
+    mark_seen_ref,
+)
 from ..kernels.prompt_chunks import ChunkRows, PromptBox
 from ..kernels.tree_rows import ForwardRows
 from ..target.fused import ForwardBuffers, FusedTarget, KVCache
@@ -102,24 +111,16 @@ class DeviceDecoder:
             self.state, active_slots=own.active_slots, active_inverse=own.active_inverse,
             active_count=own.active_count, record=own.record,
         )  # fmt: skip
-        words = -(-target.vocab_size // 32)
-        zeros = {"dtype": torch.int32, "device": device}
-        self.choice = ChoiceState(
-            numbers=torch.zeros(8, dtype=torch.float32, device=device),
-            uniforms=torch.zeros((num_slots, cache.capacity), dtype=torch.float64, device=device),
-            num_generated=self.state.num_generated,
-            seen=torch.zeros((num_slots, words), **zeros),
-            suppressed=torch.zeros(words, **zeros),
-            eos=torch.zeros(words, **zeros),
-        )
+        choice = ChoiceState.allocate(num_slots, cache.capacity, target.vocab_size, device)
+        self.choice = replace(choice, num_generated=self.state.num_generated)
         self.box = PromptBox.allocate(cache.capacity, device)
-        self._first_row = torch.zeros(1, **zeros)
+        self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = ForwardBuffers(target, num_slots, self.nodes, num_slots * self.nodes)
-        self._choices = torch.zeros((num_slots, self.nodes), **zeros)
+        self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
         self._roots = _Roots(self.state) if drafter is None else None
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, tuple[ChunkRows, ForwardBuffers, Tensor]] = {}
-        self._scratch: dict[tuple[int, int], object] = {}
+        self._scratch: dict[tuple[int, int], ChoiceScratch] = {}
         self._graphs: dict[object, Run] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -132,17 +133,29 @@ class DeviceDecoder:
         """Empty all slots."""
         self.state.clear_()
         self.entering.active_count.zero_()
+        if self.drafter is not None:
+            self.drafter.clear_error_()
 
     def step(self, num_active: int, rules: ChoiceRules) -> None:
         """Run one step; ``num_active``: at least as many slots as are running."""
         places = min(bucket_of(num_active), self.num_slots)
-        self._run(("step", places, rules.flags), lambda: self._step(places, rules))
+        self._run(("step", places, rules.flags), partial(self._step, places, rules))
 
     def timed_step(self, num_active: int, rules: ChoiceRules) -> Iterator[tuple[str, Run]]:
         """Give the phases of one step, each to be run by the caller in order."""
         places = min(bucket_of(num_active), self.num_slots)
         for name, run in self._phases(places, rules):
-            yield name, lambda name=name, run=run: self._run((name, places, rules.flags), run)
+            yield name, partial(self._run, (name, places, rules.flags), run)
+
+    @contextmanager
+    def named_range(self, name: str) -> Iterator[None]:
+        """Name what runs inside for a profiler (NVTX)."""
+        if self._pool is None:
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        yield
+        torch.cuda.nvtx.range_pop()
 
     def enter(self, prompt_length: int, rules: ChoiceRules) -> None:
         """Run the prompt in `box` into its slot and choose its first new token."""
@@ -150,7 +163,7 @@ class DeviceDecoder:
         left = prompt_length
         while left > 0:
             nodes = chunk_of(left)
-            self._run(("chunk", nodes, rules.flags), lambda nodes=nodes: self._chunk(nodes, rules))
+            self._run(("chunk", nodes, rules.flags), partial(self._chunk, nodes, rules))
             left -= nodes
         self.ops.list_active(self.state)
 
@@ -161,19 +174,24 @@ class DeviceDecoder:
 
     def warm_up(self, rules: ChoiceRules, num_active: int) -> None:
         """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty."""
+        if not self.is_captured:
+            return
         for places in BUCKETS:
             if places <= bucket_of(num_active):
-                self.step(places, rules)
+                self._graph(("step", places, rules.flags), partial(self._step, places, rules))
         for nodes in CHUNKS:
-            self._run(("chunk", nodes, rules.flags), lambda nodes=nodes: self._chunk(nodes, rules))
+            self._graph(("chunk", nodes, rules.flags), partial(self._chunk, nodes, rules))
 
     def _run(self, key: object, run: Run) -> None:
-        if self._pool is None:
+        if self.is_captured:
+            self._graph(key, run)()
+        else:
             run()
-            return
+
+    def _graph(self, key: object, run: Run) -> Run:
         if key not in self._graphs:
             self._graphs[key] = self._capture(run)
-        self._graphs[key]()
+        return self._graphs[key]
 
     def _capture(self, run: Run) -> Run:
         """Capture work into a graph. It runs once before, over no slots, to compile kernels and create handles."""
@@ -268,15 +286,13 @@ class DeviceDecoder:
         if rules.has_penalty:
             ops.mark_seen(entering.new_tokens, entering.active_slots, entering.active_count, self.choice.seen)
 
-    @property
+    @cached_property
     def _entering_root(self) -> tuple[Tensor, Tensor, Tensor]:
         """A tree of a root alone in every slot: tokens, parents, positions int64 [slots, 1]."""
-        if not hasattr(self, "_root_tree"):
-            root = torch.full((self.num_slots, 1), -1, dtype=torch.int64, device=self.target.device)
-            self._root_tree = (root, root, torch.zeros_like(root))
-        return self._root_tree
+        root = torch.full((self.num_slots, 1), -1, dtype=torch.int64, device=self.target.device)
+        return root, root, torch.zeros_like(root)
 
-    def _scratch_for(self, places: int, nodes: int) -> object:
+    def _scratch_for(self, places: int, nodes: int) -> ChoiceScratch:
         key = (places, nodes)
         if key not in self._scratch:
             self._scratch[key] = choice_scratch(places, nodes, self.target.vocab_size, self.target.device)

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ..errors import DrafterError
 from ..kernels.acceptance import RECORD_HEAD, RUNNING
-from ..kernels.choose_tokens import ChoiceRules
+from ..kernels.choose_tokens import token_bits
 from ..target.lock import GenerationLock
-from .decoder import PHASES, DeviceDecoder
-from .requests import RequestOutput, RunningRequest
-from .sampling import uniform_stream
-from .stats import GenerationStats, PhaseTimer, sum_up
+from .choice_rules import DeviceRules
+from .decoder import BUCKETS
+from .device import DeviceDecoders
+from .requests import RequestOutput, RunningRequest, collect
+from .stats import GenerationStats, PhaseTimer
 
 
 @dataclass
@@ -37,31 +38,44 @@ class _Record:
 
 
 class DeviceLoop:
-    """One call. ``states`` are the requests in the order of the call; ``numbers`` as in `ChoiceState`."""
+    """One call; ``states`` are the requests in its order. ``time_phases`` runs and times a step phase by phase."""
 
     def __init__(
         self,
-        decoder: DeviceDecoder,
+        decoders: DeviceDecoders,
         lock: GenerationLock,
         states: Sequence[RunningRequest],
-        rules: ChoiceRules,
-        numbers: Sequence[float],
-        suppressed: Tensor | None = None,
+        rules: DeviceRules,
+        max_slots: int = BUCKETS[-1],
+        is_drafted: bool = True,
         time_phases: bool = False,
     ) -> None:
-        self.decoder, self.lock, self.states, self.rules, self.numbers = decoder, lock, states, rules, numbers
-        self.suppressed, self.time_phases = suppressed, time_phases
+        self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
+        self.max_slots, self.is_drafted = max_slots, is_drafted
+        self.numbers, self.suppressed, self.time_phases = rules.numbers, rules.suppressed, time_phases
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
         self.num_empty_steps = 0
         self._free: list[Tensor] = []
 
+    @property
+    def path(self) -> str:
+        """What runs, in words."""
+        return "steps on the device" + (", from CUDA graphs" if self.decoders.target.device.type == "cuda" else "")
+
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
         """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
-        device = self.decoder.target.device
+        if not self.waiting:
+            return collect(self.states, {})
+        device = self.decoders.target.device
         with self.lock.hold(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            # More prompts than the largest decoder has slots wait for a free one.
+            num_slots = min(len(self.waiting), self.max_slots, BUCKETS[-1])
+            longest = max(state.request.max_tokens for state in self.waiting)
+            self.decoder = self.decoders.get(num_slots, longest, self.is_drafted)
+            self.num_slots = num_slots
             try:
                 return self._run()
             except BaseException:
@@ -75,8 +89,9 @@ class DeviceLoop:
         decoder = self.decoder
         decoder.clear_()
         self._upload(decoder.choice.numbers, self.numbers, torch.float32)
-        if self.waiting:
-            decoder.warm_up(self.rules, min(len(self.waiting), decoder.num_slots))
+        if self.suppressed is not None:
+            self._upload(decoder.choice.suppressed, self.suppressed)
+        decoder.warm_up(self.rules, self.num_slots)
         self.timer = PhaseTimer(decoder.target.device)
         while self.waiting or self.running or self.flying:
             self._fill_slots()
@@ -86,10 +101,12 @@ class DeviceLoop:
             while len(self.flying) > bool(self.running):
                 self._read()
         timings = self.timer.stop_and_wait()
-        return sum_up(self.states, timings, num_empty_steps=self.num_empty_steps)
+        return collect(
+            self.states, timings, num_empty_steps=self.num_empty_steps, cache_bytes=self.decoders.cache_bytes
+        )
 
     def _fill_slots(self) -> None:
-        for slot in range(self.decoder.num_slots):
+        for slot in range(self.num_slots):
             if slot not in self.running and self.waiting:
                 self.running[slot] = self.waiting.popleft()
                 with self.timer.phase("prefill"):
@@ -109,8 +126,6 @@ class DeviceLoop:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(eos), decoder.target.vocab_size))
-        if self.suppressed is not None:
-            self._upload(decoder.choice.suppressed, self.suppressed)
         decoder.enter(len(prompt), self.rules)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
@@ -122,7 +137,7 @@ class DeviceLoop:
         num_active = len(self.running)
         if self.time_phases:
             for name, run in self.decoder.timed_step(num_active, self.rules):
-                with self.timer.phase("draft" if name == "draft" else "verify"), nvtx_range(name, self.decoder):
+                with self.timer.phase("draft" if name == "draft" else "verify"), self.decoder.named_range(name):
                     run()
         else:
             with self.timer.phase("step"):
@@ -145,7 +160,7 @@ class DeviceLoop:
         rows = record.values.tolist()
         self._free.append(record.values)
         if rows[-1][0]:
-            self.decoder.drafter_failed_()
+            self.decoder.clear_()
             raise DrafterError(
                 "The drafter's grid barrier timed out: not all its programs were running at once, or one of them "
                 "failed. The step was not used. Is another process using the GPU's SMs exclusively?"
@@ -157,11 +172,9 @@ class DeviceLoop:
                 continue
             if record.is_step:
                 state.accepted_lengths[accepted] += 1
-            state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
-            if state.finish_reason is None:
-                assert ended == RUNNING, (slot, rows[slot])
-                continue
-            if ended == RUNNING:
+            is_done = state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
+            assert is_done or ended == RUNNING, (slot, rows[slot])
+            if is_done and ended == RUNNING:
                 self.decoder.stop_slot(slot)
-            if self.running.get(slot) is state:
+            if is_done and self.running.get(slot) is state:
                 del self.running[slot]

@@ -7,8 +7,8 @@ step, where it reads the accepted tokens.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
@@ -21,11 +21,9 @@ from ..target.cache import SlotCache
 from ..target.transformers import TargetModel
 from ..tree import DraftTree, layout_tree
 from .accept import AcceptedPath, accept_path
-from .requests import Request, RequestOutput, RunningRequest
-from .sampling import choose_tokens, stream_window, uniform_stream
+from .requests import OnTokens, Request, RequestOutput, RunningRequest, collect, start
+from .sampling import choose_tokens, stream_window
 from .stats import GenerationStats, PhaseTimer
-
-OnTokens = Callable[[int, Sequence[int]], None]
 
 
 class GenerationLoop:
@@ -41,7 +39,7 @@ class GenerationLoop:
         on_tokens: OnTokens | None = None,
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.states = [self._start(request, place, on_tokens) for place, request in enumerate(requests)]
+        self.states = start(requests, sampling, on_tokens)
         self.waiting = deque(state for state in self.states if state.finish_reason is None)
         self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
         self.running: dict[int, RunningRequest] = {}
@@ -49,12 +47,17 @@ class GenerationLoop:
         self.walk: list[Tensor] = []
         """Tokens of the current walk down the trees, one int64 [requests] per step."""
 
+    @property
+    def path(self) -> str:
+        """What runs, in words."""
+        return "steps in pieces"
+
     @torch.inference_mode()
     def run(self) -> tuple[list[RequestOutput], GenerationStats]:
         """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
         # Kernels and events go to the current GPU, which need not be the model's.
         device = self.target.device
-        with self.target.turns.take(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with self.target.lock.hold(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             return self._run()
 
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -70,27 +73,7 @@ class GenerationLoop:
             if self.running:
                 self._step()
         timings = self.timer.stop_and_wait()
-        alone = timings if len(self.states) == 1 else {}
-        outputs = [state.output(alone) for state in self.states]
-        lengths: Counter[int] = Counter()
-        for state in self.states:
-            lengths.update(state.accepted_lengths)
-        total = GenerationStats(
-            accepted_lengths=dict(sorted(lengths.items())),
-            num_new_tokens=sum(len(state.token_ids) for state in self.states),
-            num_prompt_tokens=sum(len(state.request.prompt_ids) for state in self.states),
-            **timings,
-        )
-        return outputs, total
-
-    def _start(self, request: Request, place: int, on_tokens: OnTokens | None) -> RunningRequest:
-        stream = None
-        if not self.sampling.is_greedy:
-            # No more numbers than the context has room for, whatever was asked.
-            room = request.max_tokens - len(request.prompt_ids)
-            stream = uniform_stream(self.sampling.seed, request.index, room)
-        listener = None if on_tokens is None else lambda ids: on_tokens(place, ids)
-        return RunningRequest(request, stream, listener)
+        return collect(self.states, timings)
 
     def _allocate(self, cache: SlotCache, capacity: int) -> None:
         self.cache = cache

@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ..config import SamplingConfig
+from .sampling import uniform_stream
 from .stats import GenerationStats
 
 FinishReason = Literal["eos", "stop", "length", "context"]
+OnTokens = Callable[[int, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,8 @@ class RunningRequest:
         if self.request.max_new_tokens == 0:
             self.finish_reason = "length"
 
-    def emit(self, tokens: Sequence[int]) -> None:
-        """Take tokens one by one until something finishes the request; the rest is dropped."""
+    def emit(self, tokens: Sequence[int]) -> bool:
+        """Take tokens one by one until something finishes the request, which is returned; the rest is dropped."""
         before = len(self.token_ids)
         for token in tokens:
             self.token_ids.append(token)
@@ -82,6 +85,7 @@ class RunningRequest:
                 break
         if self.on_tokens is not None:
             self.on_tokens(self.token_ids[before:])
+        return self.finish_reason is not None
 
     def output(self, timings: dict[str, Any]) -> RequestOutput:
         """Return the finished result; ``timings`` are `GenerationStats` fields, {} where the time is shared."""
@@ -123,3 +127,37 @@ class RunningRequest:
             cuts = [text.find(stop) for stop in self.request.stop]
             text = text[: min((cut for cut in cuts if cut >= 0), default=len(text))]
         return text
+
+
+def start(
+    requests: Sequence[Request], sampling: SamplingConfig, on_tokens: OnTokens | None = None
+) -> list[RunningRequest]:
+    """Begin requests; ``on_tokens(i, ids)`` hears every new token of request i."""
+
+    def stream_of(request: Request) -> Tensor | None:
+        # No more numbers than the context has room for, whatever was asked.
+        room = request.max_tokens - len(request.prompt_ids)
+        return None if sampling.is_greedy else uniform_stream(sampling.seed, request.index, room)
+
+    def listener_of(place: int) -> Callable[[Sequence[int]], None] | None:
+        return None if on_tokens is None else lambda ids: on_tokens(place, ids)
+
+    return [RunningRequest(request, stream_of(request), listener_of(place)) for place, request in enumerate(requests)]
+
+
+def collect(
+    states: Sequence[RunningRequest], timings: dict[str, Any], **counts: Any
+) -> tuple[list[RequestOutput], GenerationStats]:
+    """Return the outputs of finished requests and the statistics of all; time is theirs only if there is one."""
+    outputs = [state.output(timings if len(states) == 1 else {}) for state in states]
+    lengths: Counter[int] = Counter()
+    for state in states:
+        lengths.update(state.accepted_lengths)
+    total = GenerationStats(
+        accepted_lengths=dict(sorted(lengths.items())),
+        num_new_tokens=sum(len(state.token_ids) for state in states),
+        num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
+        **timings,
+        **counts,
+    )
+    return outputs, total

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-PHASES = ("prefill", "draft", "verify")
+PHASES = ("prefill", "draft", "verify", "step")
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,15 @@ class GenerationStats:
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    step_s: float = 0.0
+    """Whole steps, draft to commit, where they are replayed as one; then draft and verify are 0."""
     total_s: float = 0.0
+    num_empty_steps: int = 0
+    """Steps that the device ran after everything had ended: the host launches one ahead."""
+    cache_bytes: int = 0
+    """Memory of the target's keys and values, where the runtime holds them between calls."""
+    path: str = ""
+    """What ran: loop, target and drafter, each with the reason."""
 
     @property
     def num_passes(self) -> int:
@@ -50,8 +58,8 @@ class GenerationStats:
 
     @property
     def host_s(self) -> float:
-        """Time outside prefill, draft and verify."""
-        return max(0.0, self.total_s - self.prefill_s - self.draft_s - self.verify_s)
+        """Time outside prefill, draft, verify and whole steps."""
+        return max(0.0, self.total_s - self.prefill_s - self.draft_s - self.verify_s - self.step_s)
 
     @property
     def decode_s(self) -> float:
@@ -65,9 +73,9 @@ class GenerationStats:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the whole time for prefill, draft, verify and host; sums to 1."""
-        whole = self.prefill_s + self.draft_s + self.verify_s + self.host_s
-        parts = {"prefill": self.prefill_s, "draft": self.draft_s, "verify": self.verify_s, "host": self.host_s}
+        """Share of the whole time for prefill, draft, verify, whole steps and host; sums to 1."""
+        parts = {name: getattr(self, f"{name}_s") for name in (*PHASES, "host")}
+        whole = sum(parts.values())
         return {name: seconds / whole if whole else 0.0 for name, seconds in parts.items()}
 
     def to_json(self) -> dict[str, Any]:
@@ -82,16 +90,21 @@ class GenerationStats:
             "prefill_s": self.prefill_s,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
+            "step_s": self.step_s,
             "host_s": self.host_s,
             "total_s": self.total_s,
             "tokens_per_s": self.tokens_per_s,
+            "num_empty_steps": self.num_empty_steps,
+            "cache_bytes": self.cache_bytes,
+            "path": self.path,
         }
 
     @classmethod
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
         lengths: Counter[int] = Counter()
-        names = ("num_new_tokens", "num_prompt_tokens", "prefill_s", "draft_s", "verify_s", "total_s")
+        names = ("num_new_tokens", "num_prompt_tokens", "prefill_s", "draft_s", "verify_s", "step_s", "total_s",
+                 "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         for item in items:
             lengths.update(item.accepted_lengths)

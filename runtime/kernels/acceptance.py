@@ -63,8 +63,8 @@ class SlotState:
     path: Tensor
     """[slots, 16]: nodes of the last accepted path, then -1."""
     record: Tensor
-    """[slots + 1, 3 + 16]: what the host reads of the last step; 0 accepted tokens for a slot that did not take part. The
-    last row begins with the drafter's error: if there is one, nothing was accepted."""
+    """[slots + 1, 3 + 16]: what the host reads of the last step; 0 accepted tokens for a slot that did not take part.
+    The last row begins with the drafter's error: if there is one, nothing was accepted."""
 
     @classmethod
     def allocate(cls, slots: int, num_eos: int, device: torch.device | str, **shared: Tensor) -> SlotState:
@@ -96,9 +96,9 @@ def walk_ref(
     """Accept a path in the tree of every active slot.
 
     ``choices`` int32 [places, nodes]: the target's next token after each node; ``draft_tokens``, ``parents`` int64
-    [slots, nodes] with the same strides; ``width``: nodes of the longest path, the root included. Tokens from the first
-    end of sequence or the last allowed token on are not kept, and end the sequence. ``error`` int32 [1]: not 0 where the
-    trees are undefined; then nothing is accepted.
+    [slots, nodes] with the same strides; ``width``: nodes of the longest path, the root included. Tokens after the
+    first end of sequence or the last allowed token are not kept, and the sequence ends there. ``error`` int32 [1]: not
+    0 where the trees are undefined; then nothing is accepted.
     """
     state.record.zero_()
     if error is not None and int(error):
@@ -197,7 +197,8 @@ def walk(
         choices, draft_tokens, parents, parents.stride(0),
         state.lengths, state.new_tokens, state.num_new, state.prefix, state.active_inverse, state.running,
         state.num_generated, state.max_generated, state.eos_ids, state.path, state.record,
-        state.record if error is None else error, SLOTS=len(state.lengths), HAS_ERROR=error is not None, NODES=nodes, BLOCK=max(2, triton.next_power_of_2(nodes)), WIDTH=width, EOS=state.eos_ids.shape[1],
+        state.record if error is None else error, SLOTS=len(state.lengths), HAS_ERROR=error is not None, NODES=nodes,
+        BLOCK=max(2, triton.next_power_of_2(nodes)), WIDTH=width, EOS=state.eos_ids.shape[1],
         PLACES=places, num_warps=1,
     )  # fmt: skip
 

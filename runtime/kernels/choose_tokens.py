@@ -145,8 +145,9 @@ def choose_tokens_ref(
     rules: ChoiceRules,
     state: ChoiceState,
     out: Tensor,
+    scratch: ChoiceScratch | None = None,
 ) -> None:
-    """Definition of `choose_tokens`, node by node; waits for the device."""
+    """Definition of `choose_tokens`, node by node, which needs no ``scratch``; waits for the device."""
     places, nodes = out.shape
     rows = logits.view(places, nodes, -1)
     out.fill_(-1)

@@ -80,6 +80,17 @@ class KVCache:
         self.keys = torch.empty(shape, dtype=target.dtype, device=target.device)
         self.values = torch.empty_like(self.keys)
 
+    def first(self, num_slots: int) -> KVCache:
+        """The same cache for fewer slots."""
+        view = object.__new__(KVCache)
+        view.keys, view.values = self.keys[:, :num_slots], self.values[:, :num_slots]
+        return view
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it holds."""
+        return self.keys.shape[1]
+
     @property
     def capacity(self) -> int:
         """Rows of a slot."""
@@ -208,6 +219,12 @@ class FusedTarget:
             delta = _linear(bufs.gated, layer.down, layer.down_bias, bufs.delta)
         normed = bufs.features if self.tap_layers is None else bufs.normed
         ops.add_norm(bufs.residual, delta, self.final_norm, self.eps, normed, self._tap(bufs, len(self.layers)))
+        for place, tap in enumerate(self.tap_layers or ()):
+            # A layer may be tapped twice: default taps of a small model.
+            first = self._tap(bufs, tap)
+            block = bufs.features[:, place * self.hidden_size : (place + 1) * self.hidden_size]
+            if first is not None and first.data_ptr() != block.data_ptr():
+                block.copy_(first)
         if last_row is not None:
             normed = torch.index_select(normed, 0, last_row, out=bufs.last)
         torch.mm(normed, self.lm_head.t(), out=bufs.logits)
@@ -255,8 +272,6 @@ def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | No
     rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in str(rope):
         return "longrope changes its frequencies with the length"
-    if tap_layers is not None and len(set(tap_layers)) < len(tap_layers):
-        return f"a layer is tapped twice ({list(tap_layers)})"
     for path, module in model.named_modules():
         hooks = [hook for kind in ("_forward_hooks", "_forward_pre_hooks") for hook in getattr(module, kind)]
         if hooks:

@@ -37,8 +37,6 @@ class GenerationLock:
             finally:
                 self._owner = None
 
-    take = hold  # the loop's name for it
-
 
 _LOCKS: WeakKeyDictionary[nn.Module, GenerationLock] = WeakKeyDictionary()
 _LOCKS_LOCK = threading.Lock()
@@ -48,6 +46,3 @@ def lock_of(model: nn.Module) -> GenerationLock:
     """Return the lock of a target, the same for everyone who wraps it."""
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, GenerationLock())
-
-
-turns_of = lock_of  # the target's name for it

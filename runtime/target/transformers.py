@@ -21,7 +21,8 @@ from ..tree import DraftTree
 from . import attention
 from .attention import TreeContext
 from .cache import SlotCache
-from .lock import turns_of
+from .choose import Choice, fuse
+from .lock import lock_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_MARKS = (
@@ -57,11 +58,11 @@ class TargetModel:
     Raises `UnsupportedModelError` for a model that cannot verify trees, `PairingError` for tap layers out of range.
     """
 
-    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None) -> None:
+    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, backend: Choice | None = None) -> None:
         check_supported(model)
         attention.register()
         self.model = model.eval()
-        self.turns = turns_of(model)
+        self.lock = lock_of(model)
         self.config: Any = model.config
         self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         self.layers = find_decoder_layers(model)
@@ -73,6 +74,9 @@ class TargetModel:
                     f"{len(self.layers) - 1}. The head was trained for another target; tap layers: {self.tap_layers}."
                 )
         self._attention_configs = _distinct_attention_configs(model)
+        self.backend = backend or Choice("transformers", "asked for")
+        """The forward that generation uses where it can, and why."""
+        self.fused = fuse(model, self.tap_layers, self.backend)
 
     @property
     def device(self) -> torch.device:

@@ -1,0 +1,68 @@
+"""Decoders on the device, kept from call to call: one KV cache for all, and a decoder for each number of slots."""
+
+from __future__ import annotations
+
+from ..drafter.buffered import BufferedDrafter
+from ..drafter.config import MAX_NEW_TOKENS
+from ..drafter.reference import Drafter, ReferenceDrafter
+from ..kernels.launch import TritonDrafter, Weights
+from ..target.fused import FusedTarget, KVCache
+from .decoder import DeviceDecoder, bucket_of
+
+_SMALLEST_CAPACITY = 1024
+
+
+class DeviceDecoders:
+    """Builds `DeviceDecoder`s and keeps them with their graphs, as long as the cache is large enough."""
+
+    def __init__(self, target: FusedTarget, drafter: Drafter) -> None:
+        self.target, self.head, self.tree = target, drafter.weights, drafter.tree
+        self.backend = _backend_of(drafter)
+        """How the drafter drafts from buffers; None if it cannot."""
+        self._cache: KVCache | None = None
+        self._packed: dict[int, Weights] = {}
+        self._decoders: dict[tuple[int, bool], DeviceDecoder] = {}
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the target's keys and values."""
+        return 0 if self._cache is None else self._cache.size_bytes
+
+    def get(self, num_sequences: int, max_tokens: int, is_drafted: bool) -> DeviceDecoder:
+        """Return a decoder for that many sequences side by side (1 to 16) of up to ``max_tokens`` tokens each.
+
+        A cache that has to grow takes all decoders with it: their graphs hold its addresses.
+        """
+        num_slots, nodes = bucket_of(num_sequences), max(self.tree.total_tokens, self.tree.path_width)
+        cache, needed = self._cache, max_tokens + nodes
+        if cache is None or cache.num_slots < num_slots or cache.capacity < needed:
+            slots = num_slots if cache is None else max(num_slots, cache.num_slots)
+            capacity = _SMALLEST_CAPACITY
+            while capacity < max(needed, 0 if cache is None else cache.capacity):
+                capacity *= 2
+            # The old one goes before the new one comes, so that there is room.
+            self._decoders.clear()
+            self._cache = cache = None
+            self._cache = KVCache(self.target, slots, capacity)
+            self.target.reserve_positions(capacity + MAX_NEW_TOKENS)
+        key = (num_slots, is_drafted)
+        if key not in self._decoders:
+            view = self._cache.first(num_slots)  # type: ignore[union-attr]
+            drafter = self._drafter(num_slots, view.capacity) if is_drafted else None
+            self._decoders[key] = DeviceDecoder(self.target, view, drafter, num_slots)
+        return self._decoders[key]
+
+    def _drafter(self, num_slots: int, capacity: int) -> BufferedDrafter:
+        packed = self._packed.get(num_slots)
+        assert self.backend is not None
+        drafter = BufferedDrafter(self.head, self.tree, num_slots, capacity, self.backend, packed)
+        self._packed[num_slots] = drafter.weights
+        return drafter
+
+
+def _backend_of(drafter: Drafter) -> str | None:
+    if isinstance(drafter, TritonDrafter):
+        return "triton"
+    # PyTorch's drafting waits for the device at every turn: on a GPU the step would gain nothing from it.
+    is_on_cpu = isinstance(drafter, ReferenceDrafter) and drafter.weights.device.type == "cpu"
+    return "reference" if is_on_cpu else None

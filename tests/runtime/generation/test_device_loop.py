@@ -1,0 +1,60 @@
+"""The loop on the device, run on the CPU with the twins: its state machine is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_slim.runtime import SpeculativeModel
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_greedy_equals_transformers(tmp_path: Path, is_drafted: bool) -> None:
+    """Four prompts over two slots: ends at different steps, slots taken again, prompts of one token and of chunks."""
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
+    pieces = SpeculativeModel.from_pretrained(target, head, **tree)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    options = {"max_new_tokens": 20, "max_slots": 2, "speculative": is_drafted}
+    prompts = random_prompts([1, 9, 70, 2])
+    output, expected = model.generate(prompts, **options), pieces.generate(prompts, **options)
+    assert output.stats.path.startswith("steps on the device")
+    assert expected.stats.path.startswith("steps in pieces")
+    assert output.token_ids == expected.token_ids == [plain_greedy(target, prompt, 20) for prompt in prompts]
+    assert [result.finish_reason for result in output.results] == [r.finish_reason for r in expected.results]
+    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+    again = model.generate(prompts[::-1], **options)
+    assert again.token_ids == output.token_ids[::-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
+        {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4},
+    ],
+)
+def test_drafted_equals_plain_and_pieces(tmp_path: Path, options: dict[str, Any]) -> None:
+    target, head = tiny_target("qwen3"), write_head(tmp_path)
+    tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
+    pieces = SpeculativeModel.from_pretrained(target, head, **tree)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    prompts = random_prompts([5, 12, 3])
+    drafted = model.generate(prompts, max_new_tokens=16, **options)
+    assert drafted.stats.path.startswith("steps on the device")
+    assert drafted.token_ids == model.generate(prompts, max_new_tokens=16, speculative=False, **options).token_ids
+    assert drafted.token_ids == pieces.generate(prompts, max_new_tokens=16, **options).token_ids
+
+
+def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), target_backend="fused")
+    prompts = random_prompts([5])
+    for options in ({"typical_p": 0.9, "temperature": 1.0}, {"no_repeat_ngram_size": 2}):
+        assert model.generate(prompts, max_new_tokens=4, **options).stats.path.startswith("steps in pieces")
