@@ -105,7 +105,11 @@ class ChoiceScratch:
 
 
 def choice_scratch(places: int, nodes: int, vocab: int, device: torch.device | str, part: int = 4096) -> ChoiceScratch:
-    """Allocate the scratch of `choose_tokens` for ``places`` trees of ``nodes`` nodes; ``part`` a power of two."""
+    """Allocate the scratch of `choose_tokens` for ``places`` trees of ``nodes`` nodes; ``part`` a power of two.
+
+    A vocabulary smaller than a part is one part of its own size.
+    """
+    part = min(part, max(16, triton.next_power_of_2(vocab)))
     rows, parts = places * nodes, triton.cdiv(vocab, part)
     int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
     int64: dict[str, Any] = {"dtype": torch.int64, "device": device}

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from eagle_slim.runtime.bench import choose_tokens as choose_tokens_bench
 from eagle_slim.runtime.config import SamplingConfig
 from eagle_slim.runtime.generation import sampling
 from eagle_slim.runtime.generation.options import build_processors
@@ -327,6 +328,14 @@ def test_refused() -> None:
     wide = torch.zeros(1, 1 << 19)
     with pytest.raises(ValueError, match="vocab must be"):
         choose_tokens(wide, *arguments[1:8], out[:1, :1], scratch)
+
+
+def test_the_benchmark_on_a_cpu() -> None:
+    result = choose_tokens_bench.bench(torch.device("cpu"), [40], [2], rounds=1, replays=1, record=lambda run: run)
+    [row] = result["rows"]
+    assert (row["vocab"], row["nodes"]) == (40, 2)
+    assert {"greedy", "torch argmax", "top-k, top-p, penalty"} <= set(row["times"])
+    assert all(times["median_us"] > 0 for times in row["times"].values())
 
 
 def test_flags_are_a_key() -> None:

@@ -1,0 +1,77 @@
+"""Choosing tokens on a GPU: real vocabularies against the twin, and from a CUDA graph with new inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from eagle_slim.runtime.bench.baseline import capture
+from eagle_slim.runtime.kernels.choose_tokens import ChoiceRules, choice_scratch, choose_tokens
+from kernels.choosing import ALL_RULES, random_case
+
+pytestmark = pytest.mark.gpu
+SAMPLED = ChoiceRules(sampled=True)
+RULES = [
+    ChoiceRules(),
+    replace(ALL_RULES, sampled=False),
+    SAMPLED,
+    replace(SAMPLED, has_top_k=True),
+    replace(SAMPLED, has_top_p=True),
+    replace(SAMPLED, has_min_p=True),
+    ALL_RULES,
+]
+TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "".join("01"[flag] for flag in rules.flags))
+@pytest.mark.parametrize("vocab", [128256, 49152, 50257])
+def test_kernels_equal_the_twin(vocab: int, rules: ChoiceRules) -> None:
+    case = random_case(vocab, slots=2, parents=TREE, active=[1], dtype=torch.bfloat16, device="cuda")
+    for numbers in ((0.7, 20, 0.9, 0.01, 1.1, 4), (1.5, 50000, 0.5, 1e-4, 2.0, 0), (0.05, 3, 0.999, 0.3, 0.5, 9)):
+        case.set_numbers(*numbers)
+        assert torch.equal(case.choose(rules, part=4096), case.choose_ref(rules))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_few_values(dtype: torch.dtype) -> None:
+    """Every cut falls among thousands of equals."""
+    case = random_case(49152, parents=[-1] + [0] * 9, dtype=dtype, device="cuda")
+    case.logits = torch.randint(0, 4, case.logits.shape, device="cuda").to(dtype)
+    for top_k, top_p in ((50, 0.5), (20000, 0.9), (49151, 0.05)):
+        case.set_numbers(0.9, top_k, top_p)
+        rules = replace(SAMPLED, has_top_k=True, has_top_p=True)
+        assert torch.equal(case.choose(rules, part=4096), case.choose_ref(rules))
+
+
+@pytest.mark.parametrize("rules", [ChoiceRules(), ALL_RULES], ids=["greedy", "everything"])
+def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
+    """Replays follow logits, numbers, uniforms and active slots; nothing is allocated and nothing waits."""
+    vocab = 49152
+    case = random_case(vocab, slots=2, parents=TREE, dtype=torch.bfloat16, device="cuda")
+    case.set_numbers(0.7, 20, 0.9, 0.01, 1.1, 4)
+    out = torch.empty(2, case.nodes, dtype=torch.int32, device="cuda")
+    scratch = choice_scratch(2, case.nodes, vocab, "cuda")
+
+    def choose() -> None:
+        choose_tokens(
+            case.logits, case.active_slots, case.active_count, case.draft_tokens, case.parents, case.positions,
+            rules, case.state, out, scratch,
+        )  # fmt: skip
+
+    choose()
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.cuda.device(0):
+        torch.cuda.set_sync_debug_mode("error")
+        choose()
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+    graph = capture(choose)
+    for active, numbers in (([1, 0], (1.2, 100, 0.7, 0.0, 1.3, 0)), ([0], (0.4, 5000, 0.95, 0.02, 0.8, 8))):
+        case.active_slots.copy_(torch.tensor(active + [1 - active[0]] * (2 - len(active)), dtype=torch.int32))
+        case.active_count.fill_(len(active))
+        case.set_numbers(*numbers)
+        case.logits.copy_(torch.randn(case.logits.shape) * 3)
+        case.state.uniforms.copy_(torch.rand(case.state.uniforms.shape))
+        graph()
+        assert torch.equal(out, case.choose_ref(rules))
