@@ -170,7 +170,13 @@ def _tree_attention_kernel(
         acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
         sum_exp = sum_exp * decay + tl.sum(weight, 1)
         best = new_best
-    for start in range(tl.maximum(first, unmasked), last, BLOCK_K):
+    if not CAUSAL:
+        words = ancestor_ptr + (place * NODES + node) * WORDS
+        low = tl.load(words, mask=in_use, other=0)
+        if WORDS == 2:
+            high = tl.load(words + 1, mask=in_use, other=0)
+    # A few tiles at most: stages would only cost shared memory.
+    for start in tl.range(tl.maximum(first, unmasked), last, BLOCK_K, num_stages=1):
         k = start + tl.arange(0, BLOCK_K)
         there = k < last
         # Masked in both products: a row that was never written may hold NaN.
@@ -182,12 +188,10 @@ def _tree_attention_kernel(
         if CAUSAL:
             seen = there[None, :] & (own[None, :] <= node[:, None])
         else:
-            word = tl.minimum(tl.maximum(own, 0) // 64, WORDS - 1)
-            bits = tl.load(
-                ancestor_ptr + ((place * NODES + node) * WORDS)[:, None] + word[None, :],
-                mask=in_use[:, None] & (there & (own >= 0))[None, :], other=0,
-            )  # fmt: skip
-            is_ancestor = (bits >> (tl.maximum(own, 0) % 64).to(tl.int64)[None, :]) & 1
+            shift = (tl.maximum(own, 0) % 64).to(tl.int64)
+            is_ancestor = (low[:, None] >> shift[None, :]) & 1
+            if WORDS == 2:
+                is_ancestor = tl.where((own >= 64)[None, :], (high[:, None] >> shift[None, :]) & 1, is_ancestor)
             seen = there[None, :] & ((own < 0)[None, :] | (is_ancestor != 0))
         if WINDOW:
             is_own = there & (own >= 0)
@@ -197,9 +201,9 @@ def _tree_attention_kernel(
         score = tl.where(seen, score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
         # A row that has seen nothing yet: no -inf minus -inf.
-        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
-        decay = tl.exp2(best - shift)
-        weight = tl.exp2(score - shift[:, None])
+        base_score = tl.where(new_best == float("-inf"), 0.0, new_best)
+        decay = tl.exp2(best - base_score)
+        weight = tl.exp2(score - base_score[:, None])
         value = tl.load(
             value_ptr + base + k[:, None] * HEAD_DIM + d[None, :], mask=in_head[None, :] & there[:, None], other=0.0
         )

@@ -1,0 +1,119 @@
+"""Compile every kernel that a step launches outside the drafter, for a chip that is not there, at Llama-3.1-8B's size.
+
+    python -m kernels.compiled_step --chip 90
+
+The host functions run as they are; in the place of a launch the kernel is compiled for what it was called with. Prints
+one JSON object: for each kernel its shared memory, registers, spills and warps. Must run without ``TRITON_INTERPRET``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+import triton
+from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_rows
+from eagle_slim.runtime.kernels.acceptance import SlotState
+from eagle_slim.runtime.kernels.compile_check import assembler_report
+from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
+from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.kernels.tree_attention import AttentionScratch, tree_attention
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, SLOTS, NODES, CHUNK = 4096, 32, 8, 128, 14336, 2, 60, 512
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+
+
+class Compiler:
+    """Takes the place of launches; ``reports`` by kernel and a word that tells its variants apart."""
+
+    def __init__(self, chip: Chip) -> None:
+        self.chip = chip
+        self.variant = ""
+        self.reports: dict[str, dict[str, int]] = {}
+
+    def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
+        constants = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
+        types = {name: "constexpr" if name.isupper() else self._type(value) for name, value in values.items()}
+        types = {name: types[name] for name in kernel.arg_names}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if types[name].startswith("*") or (types[name] == "i32" and values[name] % 16 == 0)
+        }
+        source = ASTSource(kernel, types, constants, aligned)
+        target = GPUTarget("cuda", self.chip.capability, 32)
+        compiled = triton.compile(source, target=target, options=options)
+        report, _ = assembler_report(compiled.asm["ptx"], self.chip)
+        name = f"{kernel.__name__} {self.variant}".strip()
+        self.reports[name] = {
+            "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report
+        }  # fmt: skip
+
+    @staticmethod
+    def _type(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return POINTERS[value.dtype]
+        return "fp32" if isinstance(value, float) else "i32"
+
+
+def run_all(compiler: Compiler) -> None:
+    """Call every host function once, attention for a tree, a chunk and a window."""
+    bf16 = {"dtype": torch.bfloat16}
+    rows = SLOTS * NODES
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    x, wide = torch.zeros(rows, HIDDEN, **bf16), torch.zeros(rows, 3 * HIDDEN, **bf16)
+    fused_layers.add_norm(x, x, x[0], 1e-5, x, wide[:, :HIDDEN])
+    fused_layers.swiglu(torch.zeros(rows, 2 * MIDDLE, **bf16), torch.zeros(rows, MIDDLE, **bf16))
+    state = SlotState.allocate(SLOTS, prompt_chunks.MAX_EOS, "cpu")
+    keys = torch.zeros(2, SLOTS, KV_HEADS, 1024, HEAD_DIM, **bf16)
+    table, qkv = torch.zeros(64, HEAD_DIM // 2), torch.zeros(rows, width, **bf16)
+    tree = [torch.zeros(SLOTS, NODES, dtype=torch.int64)] * 3
+    forward = ForwardRows.allocate(SLOTS, NODES, state.lengths)
+    tree_rows.tree_rows(state.active_slots, state.active_count, *tree, forward)
+    norms = (qkv[0, :HEAD_DIM], qkv[0, :HEAD_DIM])
+    fused_layers.rotate_append(
+        qkv, qkv[0], norms, 1e-6, table, table, forward.positions, forward.attention.slots, forward.kv_rows, keys[0],
+        keys[0],
+    )  # fmt: skip
+    box, chunk = PromptBox.allocate(1024, "cpu"), ChunkRows.allocate(CHUNK, state.lengths)
+    prompt_chunks.begin_prompt(box, state)
+    prompt_chunks.chunk_rows(box, chunk)
+    prompt_chunks.end_chunk(box, CHUNK, state)
+    for variant, places, nodes, attention, window in (
+        ("tree", SLOTS, NODES, forward.attention, None),
+        ("tree, window", SLOTS, NODES, forward.attention, 4096),
+        ("root", SLOTS, 1, ForwardRows.allocate(SLOTS, 1, state.lengths).attention, None),
+        ("chunk", 1, CHUNK, chunk.forward.attention, None),
+    ):
+        compiler.variant = variant
+        out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
+        query = torch.zeros(places * nodes, width, **bf16)
+        scratch = AttentionScratch.allocate(places, nodes, HEADS, HEAD_DIM, 16, "cpu")
+        tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch)
+    compiler.variant = ""
+    choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
+    acceptance.walk(choices, tree[0], tree[1], 7, state, state.active_count)
+    acceptance.commit_kv(state, keys, keys)
+    acceptance.commit_features(state, wide, NODES, state.active_count, torch.zeros(SLOTS, 16, 3 * HIDDEN, **bf16))
+    acceptance.list_active(state)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
+    compiler = Compiler(KNOWN_CHIPS[parser.parse_args().chip])
+    JITFunction.__getitem__ = lambda kernel, _grid: lambda *args, **keywords: compiler.launch(kernel, args, keywords)
+    run_all(compiler)
+    print(json.dumps(compiler.reports))
+
+
+if __name__ == "__main__":
+    main()

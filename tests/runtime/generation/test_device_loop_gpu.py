@@ -1,0 +1,90 @@
+"""Whole calls on a GPU: exact in fp32 for every fused family, without a wait inside, whatever the slots do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from support.tiny_models import random_prompts, tiny_target, write_head
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
+TREE = {"depth": 3, "top_k": 4, "total_tokens": 24}
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def pair(folder: Path, kind: str) -> tuple[SpeculativeModel, list[list[int]]]:
+    """A fused model with the persistent drafter in fp32, and prompts of several chunks and of one token."""
+    width = {} if kind in ("qwen2", "qwen3") else {"head_dim": 16}
+    target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
+    head = write_head(folder, hidden=64)
+    model = SpeculativeModel.from_pretrained(target.cuda(), head, drafter="triton", target_backend="fused", **TREE)
+    return model, random_prompts([1, 9, 70, 2, 33])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
+    model, prompts = pair(tmp_path, kind)
+    wanted = [greedy(model, prompt, 40) for prompt in prompts]
+    for options in ({}, {"max_slots": 2}, {"max_slots": 1}, {"speculative": False, "max_slots": 3}):
+        output = model.generate(prompts, max_new_tokens=40, **options)
+        assert output.token_ids == wanted, options
+        assert "CUDA graphs" in output.stats.path
+        assert output.stats.num_empty_steps <= 1
+
+
+def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    output = model.target.model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
+    ],
+)
+def test_drafted_equals_plain(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, prompts = pair(tmp_path, "llama")
+    drafted = model.generate(prompts, max_new_tokens=40, **options)
+    assert drafted.token_ids == model.generate(prompts, max_new_tokens=40, speculative=False, **options).token_ids
+
+
+def test_the_cache_grows_and_two_models_live_side_by_side(tmp_path: Path) -> None:
+    model, prompts = pair(tmp_path / "a", "llama")
+    other, _ = pair(tmp_path / "b", "mistral")
+    short = model.generate(prompts[:1], max_new_tokens=20).token_ids
+    assert other.generate(prompts[:2], max_new_tokens=20).token_ids == [greedy(other, p, 20) for p in prompts[:2]]
+    model.generate(prompts, max_new_tokens=400, ignore_eos=True)
+    assert model.generate(prompts[:1], max_new_tokens=20).token_ids == short
+
+
+def test_nothing_waits_between_the_first_and_the_last_step(tmp_path: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    model, prompts = pair(tmp_path, "llama")
+    model.generate(prompts[:2], max_new_tokens=60, ignore_eos=True)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        model.generate(prompts[:2], max_new_tokens=60, ignore_eos=True)
+    after = torch.cuda.memory_stats()["allocation.all.allocated"]
+    events = sorted(trace.events(), key=lambda event: event.time_range.start)
+    launches = [event for event in events if event.name == "cudaGraphLaunch"]
+    assert len(launches) > 20
+    first, last = launches[3].time_range.start, launches[-1].time_range.start
+    inside = [event.name for event in events if first < event.time_range.start < last]
+    assert [name for name in inside if name in WAITS or "Pageable" in name] == []
+    assert after - before <= 40, "what prompts upload, not what steps allocate"
