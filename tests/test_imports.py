@@ -1,13 +1,15 @@
 """Who may import what, read from the source itself.
 
-Data flows vocab_tools → convert → runtime, and nothing imports against it. Each library that reaches outside the
-process is known in one place, so that the other modules run without it. Command-line modules are imported by no module
-but another of their kind, and asking for help loads no heavy library.
+Data flows vocab_tools → convert → runtime, and nothing imports against it; inside each package the folders stand on
+floors, and nothing imports upwards. Each library that reaches outside the process is known in one place, so that the
+other modules run without it. Command-line modules are imported by no module but another of their kind, and asking for
+help loads no heavy library.
 """
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -23,6 +25,41 @@ ALLOWED = {
     "vocab_tools": {"vocab_tools"},
     "convert": {"convert", "vocab_tools"},
     "runtime": {"runtime", "convert", "vocab_tools"},
+}
+# The folders and files at the top of each package, bottom floor first: one may import what stands on the lines above
+# its own, and nothing of its own line.
+FLOORS = {
+    "vocab_tools": """
+        errors
+        base_cli files
+        tokenizer vocabulary
+        corpus
+        counting
+        count_cli ranking
+        bench cli
+    """,
+    "convert": """
+        errors default
+        atomic weights
+        sources
+        head
+        artifact
+        conversion
+        audit bench cli
+        verify_cli
+    """,
+    "runtime": """
+        errors
+        config slots
+        tree
+        target
+        drafter pairing
+        generation kernels
+        bench loading
+        model tune
+        comparison model_options_cli
+        compare_cli generate_cli
+    """,
 }
 # Library → pattern of the only files, relative to the root, that may import it. Benchmarks are programs of their own.
 ONLY_IN = {
@@ -88,6 +125,42 @@ def test_packages_import_in_one_direction() -> None:
         and parts[1] not in ALLOWED[path.relative_to(ROOT).parts[0]]
     ]
     assert wrong == []
+
+
+def room(package: str, name: str) -> str | None:
+    """The folder or file at the top of a package that a dotted name lies in: ``eagle_slim.convert.head.open``, head."""
+    parts = name.split(".")
+    if parts[:2] != ["eagle_slim", package] or len(parts) < 3:
+        return None
+    place = ROOT / package / parts[2]
+    return parts[2] if place.is_dir() or place.with_suffix(".py").is_file() else None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_folder_and_file_has_a_floor(package: str) -> None:
+    there = {path.relative_to(ROOT / package).parts[0].removesuffix(".py") for path in (ROOT / package).rglob("*.py")}
+    assert sorted(FLOORS[package].split()) == sorted(there - {"__init__"})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_imports_upwards(package: str) -> None:
+    floors = [line.split() for line in FLOORS[package].strip().splitlines()]
+    height = {name: floor for floor, names in enumerate(floors) for name in names}
+    height["__init__"] = len(floors)
+    wrong = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        here = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
+        for line, name in imported(path):
+            there = room(package, name)
+            if there not in (None, here) and height[here] <= height[there]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert wrong == []
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    modules = {".".join(["eagle_slim", *path.relative_to(ROOT).with_suffix("").parts]): path for path in files()}
+    graph = {module: {name for _, name in imported(path)} & set(modules) for module, path in modules.items()}
+    graphlib.TopologicalSorter(graph).prepare()
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
