@@ -1,0 +1,101 @@
+"""What a built wheel holds, and that it runs where nothing of the checkout is in reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("convert", "runtime", "vocab_tools")
+# Of the three folders, what is for readers of the repository only.
+LEFT_OUT = ("convert/FORMAT.md", "runtime/bench/results/")
+
+
+def files_of(folder: Path) -> set[str]:
+    """Paths of all files of the three packages below a folder, without what Python compiles."""
+    found = (path for package in PACKAGES for path in (folder / package).rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in found if path.suffix != ".pyc"}
+
+
+def python(installed: Path, *arguments: str) -> str:
+    """Run the environment's own interpreter somewhere else; its standard output."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(installed.parents[3] / "bin" / "python"), *arguments],
+        cwd=installed.parents[3], env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder `eagle_slim` of an environment that holds the wheel, and sees our dependencies but not the checkout.
+
+    The wheel is built aside, as setuptools also packs what an earlier build left in the folder `build`.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in (*PACKAGES, "pyproject.toml", "README.md", "LICENSE"):
+        (source / name).symlink_to(ROOT / name)
+    build = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", build, str(folder)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", symlinks=True)
+    (site_packages,) = (folder / "env" / "lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site_packages)
+    dependencies = [path for path in sys.path if path.endswith("site-packages")]
+    (site_packages / "dependencies.pth").write_text("\n".join(dependencies))
+    return site_packages / "eagle_slim"
+
+
+def test_every_file_of_the_packages_is_in_the_wheel(installed: Path) -> None:
+    wanted = {name for name in files_of(ROOT) if not name.startswith(LEFT_OUT)}
+    assert sorted(wanted ^ files_of(installed)) == []
+
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+modules = []
+for package in sys.argv[1:]:
+    package = importlib.import_module(f"eagle_slim.{package}")
+    inside = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    modules += [package, *(importlib.import_module(module.name) for module in inside)]
+    for name in package.__all__:
+        getattr(package, name)
+print(json.dumps([module.__file__ for module in modules]))
+"""
+
+
+def test_every_module_and_public_name_is_imported_from_there(installed: Path) -> None:
+    imported = {Path(file) for file in json.loads(python(installed, "-c", IMPORT_ALL, *PACKAGES))}
+    assert imported == {path for package in PACKAGES for path in (installed / package).rglob("*.py")}
+
+
+COMMAND = """
+import sys
+from importlib.metadata import distribution
+scripts = distribution("eagle-slim").entry_points.select(group="console_scripts")
+if sys.argv[1:]:
+    start = scripts[sys.argv[1]].load()
+    sys.argv[1:] = ["--help"]
+    start()
+print(*(script.name for script in scripts))
+"""
+
+
+def test_every_command_starts_there(installed: Path) -> None:
+    commands = python(installed, "-c", COMMAND).split()
+    assert len(commands) == 5
+    for name in commands:
+        assert "Usage:" in python(installed, "-c", COMMAND, name)
