@@ -41,7 +41,7 @@ def joint_probabilities(model: SpeculativeModel, sampling: SamplingConfig) -> np
         logits = model.target.model(prefixes).logits[:, len(PROMPT) - 1 :]
     joint = torch.ones([VOCAB] * LENGTH, dtype=torch.float64)
     for step in range(LENGTH):
-        p = warp(logits[:, step], sampling).softmax(-1).double()  # [prefixes, VOCAB]
+        p = warp(logits[:, step], sampling).softmax(-1, dtype=torch.float64)  # [prefixes, VOCAB]
         # Prefixes that agree in the first `step` tokens give the same row.
         rows = p.reshape(*[VOCAB] * (LENGTH - 1), VOCAB)[(..., *[0] * (LENGTH - 1 - step), slice(None))]
         joint = joint * rows.reshape(*rows.shape, *[1] * (LENGTH - 1 - step))
