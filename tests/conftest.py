@@ -15,6 +15,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    if config.pluginmanager.hasplugin("hypothesispytest"):  # the engines' environment has none
+        from hypothesis import HealthCheck, settings
+
+        # An example may take as long as a slow or busy machine needs.
+        settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,11 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more, and on a busy machine threads wait for each other."""
+    """Tiny models gain nothing from more, and on a busy machine threads wait for each other; OMP_NUM_THREADS rules."""
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
