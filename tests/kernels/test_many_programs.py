@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.compiled
+
 TESTS = Path(__file__).parents[1]
 NAMES = [
     "groups of four", "alone", "mixed, programs left out", "more parts than programs", "eagle",

@@ -9,7 +9,10 @@ import pytest
 import torch
 from kernels.ptx_machine import COMPILER, PtxError, execute
 
-pytestmark = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs a C++ compiler ({COMPILER})")
+pytestmark = [
+    pytest.mark.compiled,
+    pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"needs a C++ compiler ({COMPILER})"),
+]
 
 KERNEL = """
 .version 8.7
