@@ -27,10 +27,10 @@ LENGTH = 3
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
-    target = tiny_target("llama", seed=7, vocab_size=VOCAB)
+    target = tiny_target("llama", seed=7, vocab_size=VOCAB, num_hidden_layers=2)
     with torch.no_grad():
         target.lm_head.weight.mul_(0.35)  # softer, so that every token has a chance
-    head = write_head(tmp_path_factory.mktemp("head"), vocab=VOCAB)
+    head = write_head(tmp_path_factory.mktemp("head"), vocab=VOCAB, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
     return SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, total_tokens=24)
 
 
