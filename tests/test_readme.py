@@ -1,4 +1,4 @@
-"""The commands and the Python that README.md prints, run as printed and in order; the links of all pages."""
+"""What README.md prints, run as printed and in order; its table of folders; the links of all pages."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ def test_readme(tmp_path: Path) -> None:
         f"compare.{x}" for x in ("csv", "html", "json", "png")
     }
     assert (tmp_path / "coverage.png").stat().st_size > 10_000
+
+
+def test_the_tree_names_every_folder() -> None:
+    """Of the packages, but for the benchmarks, which stand in one row."""
+    modules = (path for package in ("convert", "runtime", "vocab_tools") for path in (ROOT / package).glob("*/*.py"))
+    folders = {f"{path.parent.relative_to(ROOT)}/" for path in modules if path.parent.name != "bench"}
+    page = (ROOT / "README.md").read_text("utf-8")
+    named = re.findall(r"^\| `((?:convert|runtime|vocab_tools)/[^`]+/)` \|", page, re.MULTILINE)
+    assert sorted(named) == sorted(folders)
 
 
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
