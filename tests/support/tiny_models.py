@@ -15,6 +15,8 @@ VOCAB = 24
 HIDDEN = 32
 LAYERS = 6
 WINDOW = 6
+NEAR_TIE = 1e-4
+"""Logits closer than this may change places where another processor rounds them; float32 errs by about 1e-6."""
 
 SIZES = {
     "vocab_size": VOCAB,
@@ -145,13 +147,15 @@ def random_prompts(lengths: list[int], seed: int = 0, vocab: int = VOCAB) -> lis
 
 
 def plain_greedy(model: nn.Module, prompt: list[int], max_new_tokens: int, eos: int | None = 2) -> list[int]:
-    """What transformers' own generate gives: new tokens only."""
+    """What transformers' own generate gives: new tokens only, each of them chosen clearly."""
     ids = torch.tensor([prompt])
     output = model.generate(  # type: ignore[operator]
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=eos,
-        pad_token_id=0,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
+    largest = torch.cat(output.logits).topk(2).values
+    assert -largest.diff().max() > NEAR_TIE, "a near-tie: another seed would make a better test"
+    return output.sequences[0, len(prompt) :].tolist()
 
 
 def write_pair(folder: Path, seed: int = 0) -> tuple[Path, Path]:
