@@ -44,6 +44,8 @@ def test_readme(tmp_path: Path) -> None:
         f"compare.{x}" for x in ("csv", "html", "json", "png")
     }
     assert (tmp_path / "coverage.png").stat().st_size > 10_000
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines()}
+    assert {path.name for path in tmp_path.iterdir()} - ignored == {"convert", "examples"}
 
 
 def test_the_tree_names_every_folder() -> None:
