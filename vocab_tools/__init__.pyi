@@ -1,4 +1,4 @@
-from .corpus.corpus import CorpusSource
+from .corpus.source import CorpusSource
 from .counting.count import count_tokens
 from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError

@@ -25,7 +25,7 @@ from ..head.open import DraftHead
 from ..sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"
@@ -283,7 +283,7 @@ def _ranks_of(manifest: Manifest) -> DraftVocab:
 
 def default_corpus() -> CorpusSource:
     """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
-    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
 
     return CorpusSource(
         location=DEFAULT_DATASET,
