@@ -1,4 +1,4 @@
-"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug, existing output refused.
+"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug.
 
 Exit codes: 0 done, 1 failure (interruption included), 2 usage. Results go to stdout, progress and warnings to stderr.
 A traceback is shown only with --debug.
@@ -25,11 +25,11 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 _OS_ADVICE = {
-    errno.ENOSPC: "the disk is full: free some space, or write elsewhere",
-    errno.EDQUOT: "the disk quota is used up: free some space, or write elsewhere",
-    errno.EROFS: "the file system is read-only: write elsewhere",
-    errno.EACCES: "no permission: check the owner and mode, or write elsewhere",
-    errno.EPERM: "no permission: check the owner and mode, or write elsewhere",
+    errno.ENOSPC: "The disk is full: free some space, or write elsewhere.",
+    errno.EDQUOT: "The disk quota is used up: free some space, or write elsewhere.",
+    errno.EROFS: "The file system is read-only: write elsewhere.",
+    errno.EACCES: "No permission: check the owner and mode, or write elsewhere.",
+    errno.EPERM: "No permission: check the owner and mode, or write elsewhere.",
 }
 
 
@@ -85,7 +85,7 @@ def smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Lite
     try:
         return float(value)
     except ValueError:
-        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
+        raise click.BadParameter(f"{value!r} is not off, auto or a number", ctx, param) from None
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:
@@ -102,9 +102,11 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3")
+            raise UsageError(
+                f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights", found=value
+            )
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice")
+            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights", repeated=name)
         weights[name] = number
     return weights
 
@@ -140,7 +142,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     debug = "--debug" in options
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
-        # None where it is closed, as some service managers start a program.
+        # None if stdout is closed, as under some service managers.
         if sys.stdout is not None:
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -149,7 +151,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except BrokenPipeError:
         return _close_pipe()
     except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted; nothing half-written is left behind", 1, debug)
+        return _fail("Interrupted; nothing half-written is left behind.", 1, debug)
     except _NO_ARGUMENTS as error:
         click.echo(error.format_message(), err=True)
         return int(error.exit_code)
@@ -164,11 +166,11 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
             return _close_pipe()
         return _fail(_describe_os_error(error), 1, debug)
     except MemoryError:
-        return _fail("out of memory", 1, debug)
+        return _fail("Out of memory.", 1, debug)
     except Exception as error:
         if debug:
             raise
-        message = f"unexpected {type(error).__name__}: {error}. This is a defect; --debug shows where it happened."
+        message = f"Unexpected {type(error).__name__}: {error}. This is a defect; --debug shows where it happened."
         return _fail(message, 1, debug)
 
 
@@ -192,4 +194,4 @@ def _close_pipe() -> int:
 def _describe_os_error(error: OSError) -> str:
     place = f"{error.filename}: " if error.filename else ""
     advice = _OS_ADVICE.get(error.errno or 0)
-    return f"{place}{error.strerror or error}" + (f"; {advice}" if advice else "")
+    return f"{place}{error.strerror or error}." + (f" {advice}" if advice else "")

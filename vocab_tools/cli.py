@@ -95,7 +95,7 @@ Example:
 @force_option
 @json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
-    """Put counts files together; parts of one source add up, and weights are recorded."""
+    """Merge counts files; parts of one source are added, and weights are recorded."""
     from .counting.counts import TokenCounts, merge_counts
 
     path = refuse_existing(out, force)
@@ -181,11 +181,11 @@ def rank(
 
     path = refuse_existing(out, force)
     if order == "ids" and (counts or coverage is not None or smooth is not None or weights):
-        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights")
+        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights.")
     if order == "counts" and not counts:
-        raise UsageError("name at least one counts file, or rank without any by --order ids")
+        raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
     if tokenizer is None:
-        raise UsageError("name the target's tokenizer with --tokenizer: it decides which ids are real and forced")
+        raise UsageError("Name the target's tokenizer with --tokenizer: it decides which ids are real and forced.")
     loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
     forced = forced_ids(loaded, force_added, force_ids)
     trained = None if candidates is None else _import(candidates, target_vocab).ascending_ids
@@ -256,7 +256,7 @@ def coverage(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Measure the share of held-out text that VOCAB covers, per source, beside the first ids without any corpus."""
+    """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
     import json
 
     from .files import write_file
@@ -264,9 +264,9 @@ def coverage(
 
     outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
     if plot is not None and not plot.lower().endswith(".png"):
-        raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png")
+        raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
     if plot is not None and out is not None and outputs[plot].resolve() == outputs[out].resolve():
-        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own")
+        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own.")
     held = _import(vocabulary, None)
     report = measure_coverage(
         held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
@@ -309,7 +309,7 @@ def show(
     from .ranking.show import show_vocabulary
 
     if tokenizer is None:
-        raise UsageError("name the target's tokenizer with --tokenizer: without it ids cannot be read")
+        raise UsageError("Name the target's tokenizer with --tokenizer: without it ids cannot be decoded.")
     loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
@@ -354,7 +354,7 @@ def import_command(
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
     read.save(path)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
-        warn([f"the file does not say the size of the target's vocabulary; {read.target_vocab} was taken"])
+        warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
         emit_json({"out": str(path), **_summary(read), "form": read.provenance.get("form")})
     else:
@@ -411,7 +411,7 @@ def export(
     if TARGET_VOCAB_FROM in held.provenance and writes_t2d(path, map_format):
         warn(
             [
-                f"t2d has {held.target_vocab} entries, and the target's LM head may have more (padding rows); give its "
+                f"t2d has {held.target_vocab} entries, but the target's LM head may have more (padding rows); give its "
                 "vocab_size with --target-vocab"
             ]
         )

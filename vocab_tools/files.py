@@ -1,4 +1,4 @@
-"""Small files, whole or not at all: written beside their place, synced, then renamed."""
+"""Small files, written whole or not at all (to a temporary file beside them, synced, then renamed), and read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .errors import EagleSlimError, UsageError
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return a path with `~` and `~user` replaced; a user that is not known here stays, as in a shell."""
+    """Return a path with `~` and `~user` replaced; an unknown user is left as it is, as in a shell."""
     return Path(os.path.expanduser(path))
 
 
@@ -24,11 +24,13 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder; name a file to write")
+        raise UsageError(f"{path}: is a folder. Name a file to write.", path=path, found="folder")
     if path.exists() and not force:
-        raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
+        raise UsageError(
+            f"{path}: exists already. Choose another name, or overwrite it with --force.", path=path, found="file"
+        )
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist")
+        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.", path=path, found=None)
     return path
 
 
@@ -42,7 +44,7 @@ def write_file(path: str | Path, data: bytes) -> None:
     try:
         _replace(path, data)
     except OSError as error:
-        # The system names the temporary file, or none.
+        # The error of the system names the temporary file, or no file.
         error.filename = str(path)
         raise
 
@@ -73,6 +75,6 @@ def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise error_type(f"{path}: no such file") from error
+        raise error_type(f"{path}: no such file.", path=str(path), missing=str(path)) from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise error_type(f"{path}: not readable as JSON: {error}") from error
+        raise error_type(f"{path}: not readable as JSON: {error}.", path=str(path)) from error

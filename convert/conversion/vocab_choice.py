@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.ranking.coverage import CoverageReport, measure_coverage
+from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking.report import CoverageReport
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab

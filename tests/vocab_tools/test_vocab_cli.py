@@ -167,13 +167,13 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "smaller than the 259 forced ids"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "360"], "not smaller than the 360 real tokens"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "300", "--coverage", "0.9"], "exclude each other"),
-        (["rank", "CHAT", "-n", "300"], "name the target's tokenizer"),
+        (["rank", "CHAT", "-n", "300"], "Name the target's tokenizer"),
         (["rank", "--tokenizer", "TOK"], "at least one counts file"),
         (["rank", "CHAT", "--order", "ids", "--tokenizer", "TOK"], "uses no counts"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "--smooth", "much"], "none of off, auto or a number"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--smooth", "much"], "not off, auto or a number"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "prose=1"], "prose"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "--force-id", "400"], "forced id 400"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "--force-id", "400"], "Forced id 400"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
         (["rank", "CHAT", "--tokenizer", "WORDS", "--smooth", "1"], "another tokenizer"),
         (["merge"], "Missing argument"),
@@ -247,11 +247,15 @@ def failing(error: BaseException) -> click.Command:
     ("error", "code", "message"),
     [
         (VocabularyError("bad map"), 1, "error: bad map\n"),
-        (KeyboardInterrupt(), 1, "error: interrupted; nothing half-written is left behind\n"),
-        (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device; the disk is"),
-        (OSError(errno.EROFS, "Read-only file system", "/x"), 1, "error: /x: Read-only file system; the file system"),
-        (RuntimeError("oops"), 1, "error: unexpected RuntimeError: oops. This is a defect"),
-        (MemoryError(), 1, "error: out of memory"),
+        (KeyboardInterrupt(), 1, "error: Interrupted; nothing half-written is left behind.\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/x"),
+            1,
+            "error: /x: No space left on device. The disk",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "/x"), 1, "error: /x: Read-only file system. The file system"),
+        (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
+        (MemoryError(), 1, "error: Out of memory."),
     ],
 )
 def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
@@ -314,7 +318,7 @@ def test_sigint_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path) -
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (1, "")
-    assert err.strip() == "error: interrupted; nothing half-written is left behind"
+    assert err.strip() == "error: Interrupted; nothing half-written is left behind."
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
 
 
@@ -324,7 +328,7 @@ def test_a_folder_without_permission(run, tmp_path: Path) -> None:
     locked.mkdir(mode=0o500)
     (tmp_path / "m.json").write_text("[1, 2]")
     done = run("import", tmp_path / "m.json", "-o", locked / "v.json")
-    assert (done.code, "no permission" in done.err) == (1, True)
+    assert (done.code, "No permission" in done.err) == (1, True)
 
 
 def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,5 +338,5 @@ def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "m.json").write_text("[1, 2]")
     monkeypatch.setattr("eagle_slim.vocab_tools.files.os.fsync", full)
     done = run("import", tmp_path / "m.json", "-o", tmp_path / "v.json")
-    assert (done.code, "the disk is full" in done.err) == (1, True)
+    assert (done.code, "The disk is full" in done.err) == (1, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
