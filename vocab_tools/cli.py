@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -56,6 +56,14 @@ def _weight_option(function: _Decorated) -> _Decorated:
         metavar="NAME=SHARE",
         help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
     )(function)
+
+
+_target_vocab_option = click.option(
+    "--target-vocab",
+    type=click.IntRange(1),
+    metavar="V",
+    help="Rows of the target's LM head (config.json: vocab_size).",
+)
 
 
 def _sizes_value(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -142,12 +150,7 @@ Example:
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
 @click.option("--force-id", "force_ids", type=int, multiple=True, metavar="ID", help="A further id that must be in.")
-@click.option(
-    "--target-vocab",
-    type=click.IntRange(1),
-    metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size).",
-)
+@_target_vocab_option
 @click.option(
     "--round-to", type=click.IntRange(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
 )
@@ -156,61 +159,36 @@ Example:
 @_out_option
 @force_option
 @json_option
-def rank(
-    counts: tuple[str, ...],
-    tokenizer: str | None,
-    tokenizer_revision: str | None,
-    offline: bool,
-    size: int | None,
-    coverage: float | None,
-    order: str,
-    smooth: Literal["auto"] | float | None,
-    force_added: Literal["chat", "all"],
-    force_ids: tuple[int, ...],
-    target_vocab: int | None,
-    round_to: int,
-    candidates: str | None,
-    weights: tuple[str, ...],
-    out: str,
-    force: bool,
-    as_json: bool,
-) -> None:
+def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .ranking.rank import rank_by_order, rank_vocabulary
     from .tokenizer.load import forced_ids
 
     path = refuse_existing(out, force)
-    if order == "ids" and (counts or coverage is not None or smooth is not None or weights):
+    by_ids = options["order"] == "ids"
+    about_counts = counts or options["coverage"] is not None or options["smooth"] is not None or options["weights"]
+    if by_ids and about_counts:
         raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights.")
-    if order == "counts" and not counts:
+    if not by_ids and not counts:
         raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
-    if tokenizer is None:
+    if options["tokenizer"] is None:
         raise UsageError("Name the target's tokenizer with --tokenizer: it decides which ids are real and forced.")
-    loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
-    forced = forced_ids(loaded, force_added, force_ids)
-    trained = None if candidates is None else _import(candidates, target_vocab).ascending_ids
-    if order == "ids":
-        ranked = rank_by_order(
-            None,
-            size,
-            tokenizer=loaded,
-            forced=forced,
-            target_vocab=target_vocab,
-            candidates=trained,
-            round_to=round_to,
-        )
+    tokenizer = _load_tokenizer(options)
+    candidates, target_vocab = options["candidates"], options["target_vocab"]
+    common: dict[str, Any] = {
+        "size": options["size"],
+        "tokenizer": tokenizer,
+        "forced": forced_ids(tokenizer, options["force_added"], options["force_ids"]),
+        "target_vocab": target_vocab,
+        "candidates": None if candidates is None else _import(candidates, target_vocab).ascending_ids,
+        "round_to": options["round_to"],
+    }
+    if by_ids:
+        ranked = rank_by_order(**common)
     else:
+        weights = parse_weights(options["weights"])
         ranked = rank_vocabulary(
-            _load_counts(counts),
-            size=size,
-            coverage=coverage,
-            tokenizer=loaded,
-            forced=forced,
-            target_vocab=target_vocab,
-            candidates=trained,
-            smooth=smooth,
-            round_to=round_to,
-            weights=parse_weights(weights),
+            _load_counts(counts), coverage=options["coverage"], smooth=options["smooth"], weights=weights, **common
         )
     ranked.save(path)
     warn(ranked.warnings)
@@ -296,21 +274,13 @@ Example:
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
 @click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
 @json_option
-def show(
-    vocabulary: str,
-    tokenizer: str | None,
-    tokenizer_revision: str | None,
-    offline: bool,
-    counts: tuple[str, ...],
-    limit: int,
-    as_json: bool,
-) -> None:
+def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .ranking.show import show_vocabulary
 
-    if tokenizer is None:
+    if options["tokenizer"] is None:
         raise UsageError("Name the target's tokenizer with --tokenizer: without it ids cannot be decoded.")
-    loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
+    loaded = _load_tokenizer(options)
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
     if as_json:
@@ -326,12 +296,7 @@ Example:
   eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json""",
 )
 @click.argument("token_map", metavar="MAP")
-@click.option(
-    "--target-vocab",
-    type=click.IntRange(1),
-    metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size).",
-)
+@_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
 @click.option("--kind", type=click.Choice(["ids", "d2t"]), help="What a bare list or tensor is.")
 @_out_option
@@ -433,10 +398,10 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
 
 
-def _load_tokenizer(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
+def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
     from .tokenizer.load import load_tokenizer
 
-    return load_tokenizer(source, revision, offline)
+    return load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:

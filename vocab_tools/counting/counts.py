@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TokenizerError, UsageError, VocabularyError
+from ..errors import TokenizerError, UsageError, VocabularyError, errors_of
 from ..files import write_file
 
 JSON = Any
@@ -244,12 +244,11 @@ class TokenCounts:
                 f"{path}: not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`.",
                 path=str(path),
             ) from error
-        try:
-            return _from_parts(json.loads(metadata[_KEY]), tensors)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise VocabularyError(f"{path}: the counts file is damaged: {error!r}.", path=str(path)) from error
-        except VocabularyError as error:
-            raise VocabularyError(f"{path}: {error}", **{**error.facts, "path": str(path)}) from error
+        with errors_of(path):
+            try:
+                return _from_parts(json.loads(metadata[_KEY]), tensors)
+            except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+                raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
 
 
 def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:

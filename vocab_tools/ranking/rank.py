@@ -296,7 +296,10 @@ def _scores(
 def check_coverage(coverage: float) -> None:
     """Raise UsageError for a number that is not a share of tokens."""
     if not 0 < coverage <= 1:
-        raise UsageError(f"coverage {coverage}: expected a number above 0 and at most 1.", coverage=coverage)
+        raise UsageError(
+            f"A coverage of {coverage} is not a share of tokens: give a number above 0 and at most 1.",
+            coverage=coverage,
+        )
 
 
 def _size_for_coverage(
@@ -361,7 +364,7 @@ def _follow(
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
         raise UsageError(
-            f"A draft vocabulary of {size} was asked for, but the token map has only {len(ranked)} usable ids.",
+            f"A draft vocabulary of {size} was asked for, but the token map has {len(ranked)} usable ids.",
             size=size,
             usable=len(ranked),
         )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, VocabularyError
+from ..errors import UsageError, VocabularyError, errors_of
 from ..files import read_json, write_file
 
 TARGET_VOCAB_FROM = "target_vocab_from"
@@ -184,11 +184,9 @@ class DraftVocab:
                     path=where,
                     field=key,
                 )
-        try:
+        with errors_of(where):
             ids = int_array(value["target_ids"], "target_ids")
             return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
-        except VocabularyError as error:
-            raise VocabularyError(f"{where}: {error}", **{**error.facts, "path": where}) from error
 
 
 def is_native(value: Any) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, VocabularyError
+from ..errors import UsageError, VocabularyError, errors_of
 from ..files import read_json, write_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
 from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
@@ -75,37 +75,41 @@ def import_token_map(
     """
     path = Path(path)
     source = _read(path, kind)
-    where = str(path)
-    provenance: dict[str, Any] = {"method": "token map", "file": path.name}
-    if isinstance(source, DraftVocab):
-        if target_vocab is None:
-            return source
-        try:
-            return source.for_target(target_vocab)
-        except VocabularyError as error:
-            raise VocabularyError(f"{where}: {error}", **{**error.facts, "path": where}) from error
-    if source.d2t is None:
-        ids = _whole_numbers(source.ids, where)
-        if target_vocab is None:
-            target_vocab = int(ids.max(initial=0)) + 1
-            provenance[TARGET_VOCAB_FROM] = "largest id"
-        provenance["form"] = "ids in rank order"
-        return _vocab(ids, target_vocab, provenance, True, where)
-    t2d = source.t2d
+    with errors_of(path):
+        if isinstance(source, DraftVocab):
+            return source if target_vocab is None else source.for_target(target_vocab)
+        provenance = {"method": "token map", "file": path.name}
+        if source.d2t is None:
+            return _from_ids(_whole_numbers(source.ids, "ids"), target_vocab, provenance)
+        return _from_d2t(_whole_numbers(source.d2t, "d2t"), source.t2d, target_vocab, d2t_form, provenance)
+
+
+def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
+    if target_vocab is None:
+        target_vocab = int(ids.max(initial=0)) + 1
+        provenance[TARGET_VOCAB_FROM] = "largest id"
+    return DraftVocab(ids, 0, target_vocab, {**provenance, "form": "ids in rank order"})
+
+
+def _from_d2t(
+    rows: NDArray[np.int64],
+    t2d: NDArray[Any] | None,
+    target_vocab: int | None,
+    form: D2TForm | None,
+    provenance: dict[str, Any],
+) -> DraftVocab:
     if target_vocab is None and t2d is not None:
         target_vocab = len(t2d)
-    rows = _whole_numbers(source.d2t, where)
     if target_vocab is None:
         # Large enough for either form; the real range is not known, so only duplicates can be found.
-        target_vocab = int(rows.max(initial=0)) + len(rows) + 1
-        ids = ids_from_d2t(rows, None, d2t_form, target_vocab=target_vocab, where=where)
+        ids = ids_from_d2t(rows, None, form, target_vocab=int(rows.max(initial=0)) + len(rows) + 1)
         target_vocab = int(ids.max()) + 1
         provenance[TARGET_VOCAB_FROM] = "largest id"
     else:
-        ids = ids_from_d2t(rows, t2d, d2t_form, target_vocab=target_vocab, where=where)
+        ids = ids_from_d2t(rows, t2d, form, target_vocab=target_vocab)
     ascending = bool(np.all(np.diff(ids) > 0))
     provenance["form"] = "d2t, rows ascending" if ascending else "d2t, rows in rank order"
-    return _vocab(ids, target_vocab, provenance, not ascending, where)
+    return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
 
 
 def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
@@ -279,20 +283,18 @@ def _read_folder(path: Path) -> DraftVocab | _Map:
 
 def _read_artifact(path: Path) -> DraftVocab:
     """The rank order that the manifest of an artifact keeps, with its forced ids."""
-    manifest = read_json(path / _MANIFEST_NAME, VocabularyError)
     where = str(path / _MANIFEST_NAME)
+    manifest = read_json(where, VocabularyError)
     wanted = {"rank_order_ids": list, "num_forced": int, "target_vocab": int}
     for key, kind in wanted.items():
         if not isinstance(manifest, dict) or type(manifest.get(key)) is not kind:
             raise VocabularyError(
                 f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks.", path=where, field=key
             )
-    ids = int_array(manifest["rank_order_ids"], where)
     provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
-    try:
+    with errors_of(where):
+        ids = int_array(manifest["rank_order_ids"], "rank_order_ids")
         return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
-    except VocabularyError as error:
-        raise VocabularyError(f"{where}: {error}", **{**error.facts, "path": where}) from error
 
 
 def _read_safetensors(path: Path) -> _Map:
@@ -367,28 +369,12 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
-def _whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
+def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
     if isinstance(values, (list, tuple)):
-        return int_array(values, where)
-    if not isinstance(values, np.ndarray):
-        raise VocabularyError(
-            f"{where}: expected a list or tensor of integers, found {type(values).__name__}.",
-            path=where,
-            expected="integers",
-        )
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise VocabularyError(
-            f"{where}: expected integers [draft_vocab], found {values.dtype} {list(values.shape)}.",
-            path=where,
-            expected="integers",
-        )
-    return values.astype(np.int64)
-
-
-def _vocab(
-    ids: NDArray[np.int64], target_vocab: int, provenance: dict[str, Any], ranked: bool, where: str
-) -> DraftVocab:
-    try:
-        return DraftVocab(ids, 0, target_vocab, provenance, ranked)
-    except VocabularyError as error:
-        raise VocabularyError(f"{where}: {error}", **{**error.facts, "path": where}) from error
+        return int_array(values, what)
+    is_array = isinstance(values, np.ndarray)
+    if not is_array or values.ndim != 1 or values.dtype.kind not in "iu":
+        found = f"{values.dtype} {list(values.shape)}" if is_array else type(values).__name__
+        raise VocabularyError(f"{what}: expected a list or tensor of integers, found {found}.", expected="integers")
+    ids: NDArray[np.int64] = values.astype(np.int64)
+    return ids
