@@ -10,8 +10,11 @@ import contextlib
 import errno
 import json
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -24,6 +27,9 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 # Since click 8.2; before, a group without arguments prints its help and exits 0 by itself.
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
+# 16,384 or 16.384 or 16'384; Python itself reads 16_384.
+_GROUPED = re.compile(r"\d{1,3}([,.' ]\d{3})+")
+
 _OS_ADVICE = {
     errno.ENOSPC: "The disk is full: free some space, or write elsewhere.",
     errno.EDQUOT: "The disk quota is used up: free some space, or write elsewhere.",
@@ -31,6 +37,18 @@ _OS_ADVICE = {
     errno.EACCES: "No permission: check the owner and mode, or write elsewhere.",
     errno.EPERM: "No permission: check the owner and mode, or write elsewhere.",
 }
+
+
+class WholeNumber(click.IntRange):
+    """An integer in a range; one written with thousands separators is refused with the plain spelling."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse it."""
+        if isinstance(value, str) and _GROUPED.fullmatch(value):
+            plain = re.sub(r"\D", "", value)
+            self.fail(f"{value!r}: write numbers without a thousands separator, as in {plain}.", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number
 
 
 def _debug_option() -> click.Option:
@@ -138,6 +156,31 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
 
 
 def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
+    with _signals_interrupt():
+        return _run_to_the_end(command, arguments, prog_name)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command with the same cleaning up as Ctrl-C; an ignored signal stays ignored."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        changed = []
+    for number in changed:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run_to_the_end(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in options
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -10,6 +12,7 @@ import click
 
 from .base_cli import (
     EagleGroup,
+    WholeNumber,
     emit_json,
     force_option,
     json_option,
@@ -60,7 +63,7 @@ def _weight_option(function: _Decorated) -> _Decorated:
 
 _target_vocab_option = click.option(
     "--target-vocab",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size).",
 )
@@ -71,9 +74,13 @@ def _sizes_value(ctx: click.Context, param: click.Parameter, value: str | None) 
     if value is None:
         return None
     try:
-        return tuple(int(part) for part in value.split(","))
+        sizes = tuple(int(part) for part in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of sizes such as 8192,16384", ctx, param) from None
+    if any(before > after for before, after in pairwise(sizes)) and re.search(r"\b\d{1,3},\d{3}\b", value):
+        hint = "write sizes in ascending order and without thousands separators, as in 8192,16384"
+        raise click.BadParameter(f"{value!r}: {hint}", ctx, param)
+    return sizes
 
 
 @click.group(
@@ -125,7 +132,7 @@ Example:
 )
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
 @_tokenizer_options
-@click.option("--size", "-n", type=int, metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
+@click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
     "--order",
@@ -149,10 +156,12 @@ Example:
     show_default=True,
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
-@click.option("--force-id", "force_ids", type=int, multiple=True, metavar="ID", help="A further id that must be in.")
+@click.option(
+    "--force-id", "force_ids", type=WholeNumber(), multiple=True, metavar="ID", help="A further id that must be in."
+)
 @_target_vocab_option
 @click.option(
-    "--round-to", type=click.IntRange(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
+    "--round-to", type=WholeNumber(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
 )
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
@@ -204,7 +213,8 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
             f"{found['smallest']} ids cover {found['asked']:.4g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
         )
-    click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced; wrote {path}")
+    uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
+    click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
 
 @vocab.command(
@@ -215,8 +225,8 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_counts_argument
 @click.option("--sizes", callback=_sizes_value, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
+@click.option("--bootstrap", type=WholeNumber(0), default=1000, show_default=True, help="Resamples; 0 for none.")
+@click.option("--seed", type=WholeNumber(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
 @click.option("--out", "-o", metavar="JSON", help="Write the report as JSON.")
 @_weight_option
@@ -260,6 +270,9 @@ def coverage(
         emit_json(report.to_json())
     else:
         click.echo(report.table())
+        click.echo(
+            f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
+        )
     for path in outputs.values():
         note(f"wrote {path}")
 
@@ -272,7 +285,7 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
+@click.option("--limit", type=WholeNumber(0), default=20, show_default=True, help="Rows per list.")
 @json_option
 def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
@@ -318,6 +331,7 @@ def import_command(
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
     read.save(path)
+    warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
         warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
@@ -339,10 +353,10 @@ Example:
     type=click.Choice(_FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
-@click.option("--size", "-n", type=int, metavar="N", help="Take the first N ids of the ranking.")
+@click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Take the first N ids of the ranking.")
 @click.option(
     "--target-vocab",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     metavar="V",
     help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
 )
@@ -358,7 +372,7 @@ def export(
     as_json: bool,
 ) -> None:
     """Write VOCAB as a token map for another tool."""
-    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank
+    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
     from .vocabulary.interchange import export_token_map, writes_t2d
 
     path = Path(out)
@@ -372,6 +386,7 @@ def export(
         if held.provenance.get("method") == "token map":
             warn(doubts_of_rank(held.target_ids, size))
         held = held.prefix(size)
+        warn(uncounted_warning(held))
     export_token_map(held, path, map_format)
     if TARGET_VOCAB_FROM in held.provenance and writes_t2d(path, map_format):
         warn(
@@ -407,13 +422,17 @@ def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
     from .vocabulary.interchange import import_token_map
 
-    return import_token_map(path, target_vocab)
+    read = import_token_map(path, target_vocab)
+    if read.provenance.get("method") == "token map":
+        warn(read.warnings)
+    return read
 
 
 def _summary(held: DraftVocab) -> dict[str, Any]:
     return {
         "draft_vocab": held.size,
         "num_forced": held.num_forced,
+        "num_uncounted": held.num_uncounted,
         "target_vocab": held.target_vocab,
         "ranked": held.ranked,
     }

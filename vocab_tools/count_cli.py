@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+from .base_cli import EagleCommand, WholeNumber, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
     from .corpus.source import CorpusSource
@@ -60,14 +60,14 @@ _CORPUS_OPTIONS = (
         show_default=True,
         help="Of chats, count the assistant's turns with their end-of-turn token, or the whole rendered text.",
     ),
-    click.option(
-        "--chat-template", type=click.Path(dir_okay=False), help="Jinja file in place of the tokenizer's own."
-    ),
+    click.option("--chat-template", metavar="FILE", help="Jinja file in place of the tokenizer's own."),
     click.option("--max-tokens", type=Amount(), metavar="N", help="Of each source, stop at so many tokens (10M)."),
     click.option("--max-documents", type=Amount(), metavar="N", help="Of each source, stop at so many documents."),
     click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
     click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Decides sampling and what is held out."),
+    click.option(
+        "--seed", type=WholeNumber(), default=0, show_default=True, help="Decides sampling and what is held out."
+    ),
     click.option(
         "--held-out",
         type=float,
@@ -91,7 +91,7 @@ _CORPUS_OPTIONS = (
         show_default=True,
         help="Library that tokenizes; auto takes fastokens if it is installed and right on a probe of the corpus.",
     ),
-    click.option("--workers", type=click.IntRange(min=0), metavar="N", help="Processes; default: one per core."),
+    click.option("--workers", type=WholeNumber(min=0), metavar="N", help="Processes; default: one per core."),
     click.option(
         "--run-on",
         "--engine",
@@ -125,6 +125,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
     from .corpus.source import parse_source, with_unique_names
     from .counting.held_out import HeldOutRule
     from .errors import UsageError
+    from .files import regular_file
 
     defaults = {
         "config": options["config"],
@@ -144,7 +145,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
     template = None
     if options["chat_template"] is not None:
         try:
-            template = Path(options["chat_template"]).read_text(encoding="utf-8")
+            template = regular_file(options["chat_template"], UsageError, "chat template").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(
                 f"{options['chat_template']}: the chat template cannot be read: {error}.", option="--chat-template"

@@ -163,7 +163,7 @@ class Ranking:
             # An unranked map has no smaller prefix; `prefix` says so.
             given.prefix(size)
         origin = {key: value for key, value in given.provenance.items() if key != "warnings"}
-        return rank_by_order(given.target_ids, size, provenance={"token_map": origin}, **common)
+        return rank_by_order(given, size, provenance={"token_map": origin}, **common)
 
     @property
     def _forced(self) -> ForcedIds | tuple[int, ...]:

@@ -12,10 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from ..errors import CorpusError, EagleSlimError, UsageError
+from ..files import regular_file
 from .blocks import Block, RowsBlock
 from .packed import PACKED, is_packed
 
@@ -83,6 +86,8 @@ class HubDataset:
                 path=url,
                 format=suffix,
             )
+        if path.parts[0] == "file:" and (local := Path(url2pathname(urlsplit(url).path))).exists():
+            regular_file(local, CorpusError)
         with _readable_errors(url):
             builder = datasets.load_dataset_builder(_BUILDERS[suffix], data_files={"train": url})
             self._stream = builder.as_streaming_dataset(split="train")

@@ -23,11 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TokenizerError, UsageError, VocabularyError, errors_of
-from ..files import write_file
+from ..files import regular_file, write_file
 
 JSON = Any
 
-_KEY = "eagle_slim.token_counts"
+METADATA_KEY = "eagle_slim.token_counts"
+"""Name of the metadata entry by which a counts file is known."""
+
 _VERSION = 1
 
 
@@ -212,7 +214,7 @@ class TokenCounts:
             ],
         }
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+        return bytes(save(tensors, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
@@ -223,19 +225,23 @@ class TokenCounts:
         """
         from safetensors import SafetensorError, safe_open
 
-        if not Path(path).is_file():
-            raise VocabularyError(
-                f"{path}: no such counts file. Make one with `eagle-vocab count`.", path=str(path), missing=str(path)
-            )
+        with regular_file(path, VocabularyError, "counts file").open("rb") as file:
+            if file.read(64).lstrip()[:1] in (b"{", b"["):
+                raise VocabularyError(
+                    f"{path}: this is JSON, such as a draft vocabulary, and not a counts file. Are COUNTS and VOCAB "
+                    "swapped?",
+                    path=str(path),
+                    found="JSON",
+                )
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
-                if _KEY not in metadata:
+                if METADATA_KEY not in metadata:
                     raise VocabularyError(
-                        f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
+                        f"{path}: a safetensors file, but not token counts (no {METADATA_KEY!r} in its metadata). "
                         "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
                         path=str(path),
-                        missing=_KEY,
+                        missing=METADATA_KEY,
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         # numpy does not know bfloat16, and says so with a TypeError.
@@ -246,7 +252,7 @@ class TokenCounts:
             ) from error
         with errors_of(path):
             try:
-                return _from_parts(json.loads(metadata[_KEY]), tensors)
+                return _from_parts(json.loads(metadata[METADATA_KEY]), tensors)
             except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
 

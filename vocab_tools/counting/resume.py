@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CorpusError, UsageError
-from ..files import write_file
+from ..files import regular_file, write_file
 from .block import PartialCounts
 from .held_out import Candidates
 
@@ -145,6 +145,7 @@ def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:
     """
     from safetensors import SafetensorError, safe_open
 
+    regular_file(path, CorpusError, "saved state")
     try:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})[_KEY])

@@ -79,6 +79,7 @@ def measure_coverage(
         sizes=grid,
         shown=shown,
         sources=tuple(measured),
+        uncounted=_uncounted(vocab, counts, draft_vocab),
         bootstrap=bootstrap,
         seed=seed,
         warnings=tuple(_warnings(measured, grid, draft_vocab)),
@@ -94,6 +95,13 @@ def _check_same_tokenizer(vocab: DraftVocab, counts: TokenCounts) -> None:
             expected=known,
             found=counts.tokenizer_hash,
         )
+
+
+def _uncounted(vocab: DraftVocab, counts: TokenCounts, size: int) -> int:
+    """Return how many of the first ids, forced ones aside, no source counted."""
+    chosen = vocab.target_ids[vocab.num_forced : size]
+    counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
+    return len(chosen) - int(counted[chosen[chosen < len(counted)]].sum())
 
 
 def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,7 +18,14 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import UsageError, VocabularyError
 from ..tokenizer.load import ForcedIds, check_tokenizer, forced_ids
 from ..tokenizer.tokenizer import LoadedTokenizer
-from ..vocabulary.draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
+from ..vocabulary.draft_vocab import (
+    COUNTED_IDS,
+    TARGET_VOCAB_FROM,
+    DraftVocab,
+    check_ids,
+    doubts_of_rank,
+    uncounted_warning,
+)
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts
@@ -85,12 +92,24 @@ def rank_vocabulary(
     if smoothing is not None:
         provenance["smoothing"] = smoothing
     if coverage is not None:
-        size, provenance["size_from_coverage"] = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
-    return pool.cut(order, size, round_to if coverage is None else None, provenance)
+        size, account = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
+        provenance["size_from_coverage"] = account
+        if account["measured_on"] == "counted":
+            warnings.append(
+                "the size for --coverage was found on the counted text itself, because nothing was held out: other "
+                "text will be covered less. Count with a held-out part"
+            )
+    chosen = order[len(pool.forced) : size]
+    counted = counts.weighted(weights)[:target_vocab]
+    provenance[COUNTED_IDS] = int((counted[chosen[chosen < len(counted)]] > 0).sum())
+    vocab = pool.cut(order, size, round_to if coverage is None else None, provenance)
+    # All ids together are ranked to be cut later: only a size that was asked for is warned about.
+    warnings.extend(uncounted_warning(vocab) if size is not None else ())
+    return vocab
 
 
 def rank_by_order(
-    order: ArrayLike | None = None,
+    order: ArrayLike | DraftVocab | None = None,
     size: int | None = None,
     tokenizer: LoadedTokenizer | None = None,
     forced: ForcedIds | Sequence[int] | None = None,
@@ -106,7 +125,8 @@ def rank_by_order(
     warning. `order=None` is `--order ids`: id order, which for BPE is merge order and needs no corpus.
 
     Args:
-        order: target ids, most important first; None is all real ids ascending.
+        order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
+            real ids ascending.
         size: number of ids N, kept exactly; default all of the order (all rankable ids for None).
         tokenizer: as in `rank_vocabulary`.
         forced: as in `rank_vocabulary`.
@@ -130,6 +150,9 @@ def rank_by_order(
     if tokenizer is not None:
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
     warnings: list[str] = []
+    if isinstance(order, DraftVocab):
+        warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
+        order = order.target_ids
     pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))

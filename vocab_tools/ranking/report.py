@@ -49,6 +49,8 @@ class CoverageReport:
         sizes: ascending; every one at least the number of forced ids.
         shown: the sizes that the table shows; the others make the plot smooth.
         sources: one entry per source, then "all sources" when there are several.
+        uncounted: number of the first `draft_vocab` ids, forced ids aside, that never occur in the sources' counted
+            text.
         bootstrap, seed: number of resamples and their seed.
         warnings: sources on which the ranking loses to the baseline, and sources measured on counted text.
     """
@@ -58,6 +60,7 @@ class CoverageReport:
     sizes: tuple[int, ...]
     shown: tuple[int, ...]
     sources: tuple[SourceCoverage, ...]
+    uncounted: int
     bootstrap: int
     seed: int
     warnings: tuple[str, ...]
@@ -75,6 +78,7 @@ class CoverageReport:
             "confidence": CONFIDENCE,
             "bootstrap": self.bootstrap,
             "seed": self.seed,
+            "uncounted": self.uncounted,
             "sizes": list(self.sizes),
             "sources": [
                 {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
-from ..files import expand_home
+from ..files import expand_home, regular_file
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer
 
@@ -67,6 +67,8 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     if path.is_dir():
         file = path / _TOKENIZER
         return _load(str(source), file if file.is_file() else None, _side_files_of(path), None, folder=path)
+    if path.exists():
+        regular_file(path, TokenizerError)
     # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
     if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
         raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}", missing=str(source))

@@ -17,6 +17,10 @@ from ..files import read_json, write_file
 TARGET_VOCAB_FROM = "target_vocab_from"
 """Provenance key, there if the size of the target's vocabulary was not given: what it was taken from."""
 
+COUNTED_IDS = "counted_ids"
+"""Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
+
+_MAX_UNCOUNTED_SHARE = 0.01
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
 # So many ids in order of frequency never ascend by chance.
@@ -86,6 +90,12 @@ class DraftVocab:
         """What the user should know about this vocabulary."""
         return tuple(self.provenance.get("warnings", ()))
 
+    @property
+    def num_uncounted(self) -> int | None:
+        """Number of ids that never occur in the counted text, forced ids aside; None where that is not known."""
+        counted = self.provenance.get(COUNTED_IDS)
+        return None if counted is None else max(0, self.size - self.num_forced - counted)
+
     def prefix(self, size: int) -> DraftVocab:
         """Return the first `size` ids as a vocabulary.
 
@@ -105,7 +115,11 @@ class DraftVocab:
             )
         if size < max(self.num_forced, 1):
             raise self._wrong_size(size, f"{self.num_forced} ids are forced.", smallest=self.num_forced)
-        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+        provenance = dict(self.provenance)
+        if "smoothing" in provenance:
+            # Counted ids come first in a ranking by counts alone; in a smoothed one they may be anywhere.
+            provenance.pop(COUNTED_IDS, None)
+        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, provenance)
 
     @staticmethod
     def _wrong_size(size: int, reason: str, **facts: Any) -> UsageError:
@@ -206,6 +220,18 @@ def int_array(values: Any, where: str) -> NDArray[np.int64]:
         return np.array(values, np.int64)
     except OverflowError as error:
         raise VocabularyError(f"{where}: an integer does not fit 64 bits.", field=where, expected="int64") from error
+
+
+def uncounted_warning(vocab: DraftVocab) -> list[str]:
+    """Warn if more than 1% of the ids, forced ids aside, never occur in the counted text: nothing ranks them."""
+    uncounted = vocab.num_uncounted
+    if not uncounted or uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
+        return []
+    fewer = "" if "smoothing" in vocab.provenance else f", or keep at most {vocab.size - uncounted:,} ids"
+    return [
+        f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
+        f"by id only. Count more text{fewer}"
+    ]
 
 
 def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:

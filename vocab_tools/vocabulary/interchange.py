@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError, VocabularyError, errors_of
-from ..files import read_json, write_file
+from ..files import read_json, regular_file, write_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
 from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
 
@@ -85,10 +85,30 @@ def import_token_map(
 
 
 def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
+    ids, provenance["warnings"] = _without_appended(ids)
     if target_vocab is None:
         target_vocab = int(ids.max(initial=0)) + 1
         provenance[TARGET_VOCAB_FROM] = "largest id"
     return DraftVocab(ids, 0, target_vocab, {**provenance, "form": "ids in rank order"})
+
+
+def _without_appended(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
+    """Drop what FR-Spec's script repeats, and say so.
+
+    For a tokenizer that puts a BOS before what it encodes, the script takes [BOS, EOS] for the EOS and appends both to
+    a list that holds BOS, and perhaps EOS, already: asked for r ids, it writes r + 1 entries, at most r of them
+    different.
+    """
+    _, first = np.unique(ids, return_index=True)
+    repeated = np.setdiff1d(np.arange(len(ids)), first)
+    if len(ids) - 2 not in repeated or len(repeated) > 2 or repeated[0] < len(ids) - 2:
+        return ids, []
+    again = " and ".join(f"id {token_id}" for token_id in ids[repeated].tolist())
+    warning = (
+        f"the token map has {len(ids)} entries, with {again} twice, as FR-Spec's script writes it for tokenizers "
+        f"that add a BOS; the first occurrence is kept, which leaves {len(first)} ids"
+    )
+    return np.delete(ids, repeated), [warning]
 
 
 def _from_d2t(
@@ -216,8 +236,7 @@ class _Map:
 def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
     if path.is_dir():
         return _read_folder(path)
-    if not path.is_file():
-        raise VocabularyError(f"{path}: no such token map.", path=str(path), missing=str(path))
+    regular_file(path, VocabularyError, "token map")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".npy":
@@ -300,8 +319,17 @@ def _read_artifact(path: Path) -> DraftVocab:
 def _read_safetensors(path: Path) -> _Map:
     from safetensors import SafetensorError, safe_open
 
+    from ..counting.counts import METADATA_KEY
+
     try:
         with safe_open(path, "numpy") as file:
+            if METADATA_KEY in (file.metadata() or {}):
+                raise VocabularyError(
+                    f"{path}: this is a counts file, not a draft vocabulary or token map. Are COUNTS and VOCAB "
+                    "swapped?",
+                    path=str(path),
+                    found="counts",
+                )
             names = list(file.keys())
             found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
             if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:

@@ -273,15 +273,17 @@ RUN = """
 """
 
 
-@pytest.mark.parametrize("second", ["a.jsonl", "sub/../a.jsonl", "link.jsonl", "*.jsonl", "sub"])
+@pytest.mark.parametrize("second", ["a.jsonl", "sub/../a.jsonl", "link.jsonl", "hard.json", "*.jsonl", "sub"])
 def test_a_file_that_is_named_twice(tmp_path: Path, second: str) -> None:
     (tmp_path / "sub").mkdir()
     write_jsonl(tmp_path / "a.jsonl", some_texts(20))
     write_jsonl(tmp_path / "sub" / "b.jsonl", some_texts(20, 1))
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     (tmp_path / "sub" / "link.jsonl").symlink_to("b.jsonl")
+    os.link(tmp_path / "a.jsonl", tmp_path / "hard.json")
     sources = [CorpusSource(str(tmp_path / "a.jsonl")), CorpusSource(str(tmp_path / second), name="again")]
     name, readers = ("sub/b.jsonl", ["again", "again"]) if second == "sub" else ("a.jsonl", ["a", "again"])
+    name = second if second == "hard.json" else name
     with raises(UsageError, input=str(tmp_path / name), sources=readers):
         count_tokens(sources, llama3_like(), workers=0)
 

@@ -138,6 +138,14 @@ def test_counted_text_is_named_as_such() -> None:
     assert "counted" in report.table()
 
 
+def test_ids_that_the_text_never_holds_are_told() -> None:
+    counts = TokenCounts((source([4, 0, 0, 1], [[0, 2]], name="a"), source([0, 0, 0, 1], name="b")), None)
+    report = measure_coverage(vocab([1, 0, 2, 3, 7], forced=1), counts, [2, 5])
+    # 2 was held out only, 7 is beyond the counts; 1 is forced.
+    assert (report.uncounted, report.to_json()["uncounted"]) == (2, 2)
+    assert measure_coverage(vocab([1, 0, 2, 3, 7], forced=1), counts, [2, 5], draft_vocab=2).uncounted == 0
+
+
 def test_ids_beyond_the_target_are_missed() -> None:
     report = measure_coverage(vocab([0, 1], target_vocab=2), token_counts([1] * 4, [[0, 3]]))
     assert report.at("text") == pytest.approx(0.5)

@@ -9,6 +9,7 @@ from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
 from support.raising import raises
@@ -147,6 +148,30 @@ def test_coverage_without_a_held_out_part_says_so() -> None:
     }
     # 64 would be the rounded size; there are five tokens, so four can be had.
     assert found.size == 4
+
+    assert any("nothing was held out" in warning for warning in found.warnings)
+    held_out = rank_vocabulary(token_counts([80, 10, 6, 4, 0], [[0] * 9 + [1]]), coverage=0.9, forced=[])
+    assert not any("nothing was held out" in warning for warning in held_out.warnings)
+
+
+def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
+    # 100 ids occur in the text; of the three forced ids one does.
+    counts = token_counts([9] * 100 + [0] * 300)
+    ranked = rank_vocabulary(counts, size=256, forced=[5, 200, 201])
+    assert (ranked.num_forced, ranked.num_uncounted) == (3, 256 - 3 - 99)
+    assert ["154 of the 256 ids" in warning for warning in ranked.warnings] == [True]
+    assert DraftVocab.from_json(ranked.to_json(), "").num_uncounted == 154
+    assert (ranked.prefix(103).num_uncounted, ranked.prefix(102).num_uncounted) == (1, 0)
+    # 1 of 103 ids is less than 1%, 2 of 104 are more.
+    assert not any(
+        "never occur" in warning for warning in rank_vocabulary(counts, size=103, forced=[5, 200, 201]).warnings
+    )
+    assert any("never occur" in warning for warning in rank_vocabulary(counts, size=104, forced=[5, 200, 201]).warnings)
+    # All ids are ranked to be cut later, and an order without counts counts nothing.
+    assert not any("never occur" in warning for warning in rank_vocabulary(counts, forced=[]).warnings)
+    assert rank_by_order(size=64, forced=[], target_vocab=400).num_uncounted is None
+    weighed = TokenCounts((source([5, 0, 0, 0], name="a"), source([0, 5, 0, 0], name="b")), None)
+    assert rank_vocabulary(weighed, size=3, forced=[], weights={"b": 0}).num_uncounted == 2
 
 
 def test_unreachable_coverage_names_the_best() -> None:

@@ -76,6 +76,7 @@ def test_the_order_does_not_depend_on_the_size(tokenizer: LoadedTokenizer, law: 
     counts = drawn(law, 1000, 2000)
     large = rank_vocabulary(counts, size=320, tokenizer=tokenizer, smooth="auto")
     small = rank_vocabulary(counts, size=280, tokenizer=tokenizer, smooth="auto")
+    assert (large.num_uncounted is None, large.prefix(280).num_uncounted) == (False, None)
     assert large.prefix(280).target_ids.tolist() == small.target_ids.tolist()
     assert large.provenance["smoothing"]["chosen_on"] == "held-out"
     assert set(large.provenance["smoothing"]) == {"prior", "exponent", "shift", "strength", "chosen_on"}

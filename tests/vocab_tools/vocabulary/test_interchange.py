@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools.ranking.rank import rank_by_order
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.vocabulary.interchange import (
     FORMATS,
@@ -122,6 +123,28 @@ def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_pat
     torch.save(torch.tensor([7, 2, 11, 3, 7]), tmp_path / "twice.pt")
     with raises(VocabularyError, path=str(tmp_path / "twice.pt"), repeated=7):
         import_token_map(tmp_path / "twice.pt", 12)
+
+
+@pytest.mark.parametrize(
+    ("ranked", "again"),
+    [([1, 9, 3, 7], [1]), ([9, 3, 1, 7], [1]), ([1, 9, 2, 7], [1, 2])],
+    ids=["first", "later", "both"],
+)
+def test_maps_of_fr_specs_script_for_tokenizers_that_add_a_bos(
+    tmp_path: Path, ranked: list[int], again: list[int]
+) -> None:
+    bos, eos = 1, 2
+    # For r = 5: the first r - 1 ids, then tokenizer.encode(eos), which a BOS begins.
+    torch.save([*ranked, bos, eos], tmp_path / "freq_5.pt")
+    found = import_token_map(tmp_path / "freq_5.pt", 12)
+    assert found.target_ids.tolist() == [*ranked, *({eos} - set(ranked))]
+    assert [str(token_id) in warning for warning in found.warnings for token_id in again] == [True] * len(again)
+    assert rank_by_order(found, forced=[], target_vocab=12).warnings[0] == found.warnings[0]
+    torch.save([*ranked, 7, 10], tmp_path / "other.pt")
+    assert import_token_map(tmp_path / "other.pt", 12).size == 5
+    torch.save([*ranked, 9, bos, eos], tmp_path / "damaged.pt")
+    with raises(VocabularyError, repeated=9):
+        import_token_map(tmp_path / "damaged.pt", 12)
 
 
 def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
