@@ -213,10 +213,11 @@ def _count(
 ) -> Any:
     """Count a corpus; `saved` gets the file that the counts were kept in."""
     from eagle_slim.vocab_tools.counting.count import count_tokens
+    from eagle_slim.vocab_tools.counting.resume import resume_file_beside
 
     where: dict[str, Any] = {}
     if save_to is not None:
-        where = {"save_to": save_to, "checkpoint": save_to.with_name(f"{save_to.name}.checkpoint")}
+        where = {"save_to": save_to, "resume_file": resume_file_beside(save_to)}
     counts = count_tokens(sources, tokenizer, progress=progress, notify=note, **where, **arguments)
     saved += [save_to] if save_to is not None else []
     return counts

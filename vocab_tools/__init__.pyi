@@ -1,10 +1,11 @@
-from .corpus.corpus import CorpusSource
+from .corpus.source import CorpusSource
 from .counting.count import count_tokens
 from .counting.counts import HeldOut, SourceCounts, TokenCounts, merge_counts
 from .errors import CorpusError, EagleSlimError, TokenizerError, UsageError, VocabularyError
-from .ranking.coverage import CoverageReport, SourceCoverage, measure_coverage
+from .ranking.coverage import measure_coverage
 from .ranking.plots import plot_coverage
 from .ranking.rank import rank_by_order, rank_vocabulary
+from .ranking.report import CoverageReport, SourceCoverage
 from .ranking.show import VocabularyListing, show_vocabulary
 from .ranking.smoothing import SmoothedCounts, smooth_counts
 from .tokenizer.forced import ForcedIds, forced_ids

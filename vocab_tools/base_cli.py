@@ -1,4 +1,4 @@
-"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug, existing output refused.
+"""What all commands share: errors as one line on stderr, exit codes, quiet pipes, --debug.
 
 Exit codes: 0 done, 1 failure (interruption included), 2 usage. Results go to stdout, progress and warnings to stderr.
 A traceback is shown only with --debug.
@@ -10,8 +10,11 @@ import contextlib
 import errno
 import json
 import os
+import re
+import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -24,13 +27,28 @@ _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 # Since click 8.2; before, a group without arguments prints its help and exits 0 by itself.
 _NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
+# 16,384 or 16.384 or 16'384; Python itself reads 16_384.
+_GROUPED = re.compile(r"\d{1,3}([,.' ]\d{3})+")
+
 _OS_ADVICE = {
-    errno.ENOSPC: "the disk is full: free some space, or write elsewhere",
-    errno.EDQUOT: "the disk quota is used up: free some space, or write elsewhere",
-    errno.EROFS: "the file system is read-only: write elsewhere",
-    errno.EACCES: "no permission: check the owner and mode, or write elsewhere",
-    errno.EPERM: "no permission: check the owner and mode, or write elsewhere",
+    errno.ENOSPC: "The disk is full: free some space, or write elsewhere.",
+    errno.EDQUOT: "The disk quota is used up: free some space, or write elsewhere.",
+    errno.EROFS: "The file system is read-only: write elsewhere.",
+    errno.EACCES: "No permission: check the owner and mode, or write elsewhere.",
+    errno.EPERM: "No permission: check the owner and mode, or write elsewhere.",
 }
+
+
+class WholeNumber(click.IntRange):
+    """An integer in a range; one written with thousands separators is refused with the plain spelling."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Parse it."""
+        if isinstance(value, str) and _GROUPED.fullmatch(value):
+            plain = re.sub(r"\D", "", value)
+            self.fail(f"{value!r}: write numbers without a thousands separator, as in {plain}.", param, ctx)
+        number: int = super().convert(value, param, ctx)
+        return number
 
 
 def _debug_option() -> click.Option:
@@ -85,7 +103,7 @@ def smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Lite
     try:
         return float(value)
     except ValueError:
-        raise click.BadParameter(f"{value!r} is none of off, auto or a number", ctx, param) from None
+        raise click.BadParameter(f"{value!r} is not off, auto or a number", ctx, param) from None
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:
@@ -102,9 +120,11 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3")
+            raise UsageError(
+                f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights", found=value
+            )
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice")
+            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights", repeated=name)
         weights[name] = number
     return weights
 
@@ -136,11 +156,36 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
 
 
 def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
+    with _signals_interrupt():
+        return _run_to_the_end(command, arguments, prog_name)
+
+
+@contextlib.contextmanager
+def _signals_interrupt() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command with the same cleaning up as Ctrl-C; an ignored signal stays ignored."""
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        changed = []
+    for number in changed:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run_to_the_end(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in options
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
-        # None where it is closed, as some service managers start a program.
+        # None if stdout is closed, as under some service managers.
         if sys.stdout is not None:
             sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -149,7 +194,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except BrokenPipeError:
         return _close_pipe()
     except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted; nothing half-written is left behind", 1, debug)
+        return _fail("Interrupted; nothing half-written is left behind.", 1, debug)
     except _NO_ARGUMENTS as error:
         click.echo(error.format_message(), err=True)
         return int(error.exit_code)
@@ -164,11 +209,11 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
             return _close_pipe()
         return _fail(_describe_os_error(error), 1, debug)
     except MemoryError:
-        return _fail("out of memory", 1, debug)
+        return _fail("Out of memory.", 1, debug)
     except Exception as error:
         if debug:
             raise
-        message = f"unexpected {type(error).__name__}: {error}. This is a defect; --debug shows where it happened."
+        message = f"Unexpected {type(error).__name__}: {error}. This is a defect; --debug shows where it happened."
         return _fail(message, 1, debug)
 
 
@@ -192,4 +237,4 @@ def _close_pipe() -> int:
 def _describe_os_error(error: OSError) -> str:
     place = f"{error.filename}: " if error.filename else ""
     advice = _OS_ADVICE.get(error.errno or 0)
-    return f"{place}{error.strerror or error}" + (f"; {advice}" if advice else "")
+    return f"{place}{error.strerror or error}." + (f" {advice}" if advice else "")

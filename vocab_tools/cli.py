@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
@@ -10,6 +12,7 @@ import click
 
 from .base_cli import (
     EagleGroup,
+    WholeNumber,
     emit_json,
     force_option,
     json_option,
@@ -58,14 +61,26 @@ def _weight_option(function: _Decorated) -> _Decorated:
     )(function)
 
 
+_target_vocab_option = click.option(
+    "--target-vocab",
+    type=WholeNumber(1),
+    metavar="V",
+    help="Rows of the target's LM head (config.json: vocab_size).",
+)
+
+
 def _sizes_value(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     """Read comma-separated sizes."""
     if value is None:
         return None
     try:
-        return tuple(int(part) for part in value.split(","))
+        sizes = tuple(int(part) for part in value.split(","))
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of sizes such as 8192,16384", ctx, param) from None
+    if any(before > after for before, after in pairwise(sizes)) and re.search(r"\b\d{1,3},\d{3}\b", value):
+        hint = "write sizes in ascending order and without thousands separators, as in 8192,16384"
+        raise click.BadParameter(f"{value!r}: {hint}", ctx, param)
+    return sizes
 
 
 @click.group(
@@ -95,7 +110,7 @@ Example:
 @force_option
 @json_option
 def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bool, as_json: bool) -> None:
-    """Put counts files together; parts of one source add up, and weights are recorded."""
+    """Merge counts files; parts of one source are added, and weights are recorded."""
     from .counting.counts import TokenCounts, merge_counts
 
     path = refuse_existing(out, force)
@@ -117,7 +132,7 @@ Example:
 )
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
 @_tokenizer_options
-@click.option("--size", "-n", type=int, metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
+@click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
     "--order",
@@ -141,76 +156,48 @@ Example:
     show_default=True,
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
-@click.option("--force-id", "force_ids", type=int, multiple=True, metavar="ID", help="A further id that must be in.")
 @click.option(
-    "--target-vocab",
-    type=click.IntRange(1),
-    metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size).",
+    "--force-id", "force_ids", type=WholeNumber(), multiple=True, metavar="ID", help="A further id that must be in."
 )
+@_target_vocab_option
 @click.option(
-    "--round-to", type=click.IntRange(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
+    "--round-to", type=WholeNumber(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
 )
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
 @_out_option
 @force_option
 @json_option
-def rank(
-    counts: tuple[str, ...],
-    tokenizer: str | None,
-    tokenizer_revision: str | None,
-    offline: bool,
-    size: int | None,
-    coverage: float | None,
-    order: str,
-    smooth: Literal["auto"] | float | None,
-    force_added: Literal["chat", "all"],
-    force_ids: tuple[int, ...],
-    target_vocab: int | None,
-    round_to: int,
-    candidates: str | None,
-    weights: tuple[str, ...],
-    out: str,
-    force: bool,
-    as_json: bool,
-) -> None:
+def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **options: Any) -> None:
     """Rank the vocabulary: forced ids first, then by weighted count. Any smaller size is a prefix of the result."""
     from .ranking.rank import rank_by_order, rank_vocabulary
     from .tokenizer.load import forced_ids
 
     path = refuse_existing(out, force)
-    if order == "ids" and (counts or coverage is not None or smooth is not None or weights):
-        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights")
-    if order == "counts" and not counts:
-        raise UsageError("name at least one counts file, or rank without any by --order ids")
-    if tokenizer is None:
-        raise UsageError("name the target's tokenizer with --tokenizer: it decides which ids are real and forced")
-    loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
-    forced = forced_ids(loaded, force_added, force_ids)
-    trained = None if candidates is None else _import(candidates, target_vocab).ascending_ids
-    if order == "ids":
-        ranked = rank_by_order(
-            None,
-            size,
-            tokenizer=loaded,
-            forced=forced,
-            target_vocab=target_vocab,
-            candidates=trained,
-            round_to=round_to,
-        )
+    by_ids = options["order"] == "ids"
+    about_counts = counts or options["coverage"] is not None or options["smooth"] is not None or options["weights"]
+    if by_ids and about_counts:
+        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights.")
+    if not by_ids and not counts:
+        raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
+    if options["tokenizer"] is None:
+        raise UsageError("Name the target's tokenizer with --tokenizer: it decides which ids are real and forced.")
+    tokenizer = _load_tokenizer(options)
+    candidates, target_vocab = options["candidates"], options["target_vocab"]
+    common: dict[str, Any] = {
+        "size": options["size"],
+        "tokenizer": tokenizer,
+        "forced": forced_ids(tokenizer, options["force_added"], options["force_ids"]),
+        "target_vocab": target_vocab,
+        "candidates": None if candidates is None else _import(candidates, target_vocab).ascending_ids,
+        "round_to": options["round_to"],
+    }
+    if by_ids:
+        ranked = rank_by_order(**common)
     else:
+        weights = parse_weights(options["weights"])
         ranked = rank_vocabulary(
-            _load_counts(counts),
-            size=size,
-            coverage=coverage,
-            tokenizer=loaded,
-            forced=forced,
-            target_vocab=target_vocab,
-            candidates=trained,
-            smooth=smooth,
-            round_to=round_to,
-            weights=parse_weights(weights),
+            _load_counts(counts), coverage=options["coverage"], smooth=options["smooth"], weights=weights, **common
         )
     ranked.save(path)
     warn(ranked.warnings)
@@ -226,7 +213,8 @@ def rank(
             f"{found['smallest']} ids cover {found['asked']:.4g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
         )
-    click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced; wrote {path}")
+    uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"
+    click.echo(f"{ranked.size} of {ranked.target_vocab} ids, {ranked.num_forced} forced{uncounted}; wrote {path}")
 
 
 @vocab.command(
@@ -237,8 +225,8 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_counts_argument
 @click.option("--sizes", callback=_sizes_value, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
+@click.option("--bootstrap", type=WholeNumber(0), default=1000, show_default=True, help="Resamples; 0 for none.")
+@click.option("--seed", type=WholeNumber(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
 @click.option("--out", "-o", metavar="JSON", help="Write the report as JSON.")
 @_weight_option
@@ -256,7 +244,7 @@ def coverage(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Measure the share of held-out text that VOCAB covers, per source, beside the first ids without any corpus."""
+    """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
     import json
 
     from .files import write_file
@@ -264,9 +252,9 @@ def coverage(
 
     outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
     if plot is not None and not plot.lower().endswith(".png"):
-        raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png")
+        raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
     if plot is not None and out is not None and outputs[plot].resolve() == outputs[out].resolve():
-        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own")
+        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own.")
     held = _import(vocabulary, None)
     report = measure_coverage(
         held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
@@ -282,6 +270,9 @@ def coverage(
         emit_json(report.to_json())
     else:
         click.echo(report.table())
+        click.echo(
+            f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
+        )
     for path in outputs.values():
         note(f"wrote {path}")
 
@@ -294,23 +285,15 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
-@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
+@click.option("--limit", type=WholeNumber(0), default=20, show_default=True, help="Rows per list.")
 @json_option
-def show(
-    vocabulary: str,
-    tokenizer: str | None,
-    tokenizer_revision: str | None,
-    offline: bool,
-    counts: tuple[str, ...],
-    limit: int,
-    as_json: bool,
-) -> None:
+def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .ranking.show import show_vocabulary
 
-    if tokenizer is None:
-        raise UsageError("name the target's tokenizer with --tokenizer: without it ids cannot be read")
-    loaded = _load_tokenizer(tokenizer, tokenizer_revision, offline)
+    if options["tokenizer"] is None:
+        raise UsageError("Name the target's tokenizer with --tokenizer: without it ids cannot be decoded.")
+    loaded = _load_tokenizer(options)
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
     if as_json:
@@ -326,12 +309,7 @@ Example:
   eagle-vocab import freq_32768.pt --target-vocab 128256 --out vocab.json""",
 )
 @click.argument("token_map", metavar="MAP")
-@click.option(
-    "--target-vocab",
-    type=click.IntRange(1),
-    metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size).",
-)
+@_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
 @click.option("--kind", type=click.Choice(["ids", "d2t"]), help="What a bare list or tensor is.")
 @_out_option
@@ -353,8 +331,9 @@ def import_command(
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
     read.save(path)
+    warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
-        warn([f"the file does not say the size of the target's vocabulary; {read.target_vocab} was taken"])
+        warn([f"the file does not tell the size of the target's vocabulary; {read.target_vocab} was taken"])
     if as_json:
         emit_json({"out": str(path), **_summary(read), "form": read.provenance.get("form")})
     else:
@@ -374,10 +353,10 @@ Example:
     type=click.Choice(_FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
-@click.option("--size", "-n", type=int, metavar="N", help="Take the first N ids of the ranking.")
+@click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Take the first N ids of the ranking.")
 @click.option(
     "--target-vocab",
-    type=click.IntRange(1),
+    type=WholeNumber(1),
     metavar="V",
     help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
 )
@@ -393,7 +372,7 @@ def export(
     as_json: bool,
 ) -> None:
     """Write VOCAB as a token map for another tool."""
-    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank
+    from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
     from .vocabulary.interchange import export_token_map, writes_t2d
 
     path = Path(out)
@@ -407,11 +386,12 @@ def export(
         if held.provenance.get("method") == "token map":
             warn(doubts_of_rank(held.target_ids, size))
         held = held.prefix(size)
+        warn(uncounted_warning(held))
     export_token_map(held, path, map_format)
     if TARGET_VOCAB_FROM in held.provenance and writes_t2d(path, map_format):
         warn(
             [
-                f"t2d has {held.target_vocab} entries, and the target's LM head may have more (padding rows); give its "
+                f"t2d has {held.target_vocab} entries, but the target's LM head may have more (padding rows); give its "
                 "vocab_size with --target-vocab"
             ]
         )
@@ -433,22 +413,26 @@ def _load_counts(files: tuple[str, ...]) -> TokenCounts:
     return loaded[0] if len(loaded) == 1 else merge_counts(loaded)
 
 
-def _load_tokenizer(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
+def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
     from .tokenizer.load import load_tokenizer
 
-    return load_tokenizer(source, revision, offline)
+    return load_tokenizer(options["tokenizer"], options["tokenizer_revision"], options["offline"])
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
     from .vocabulary.interchange import import_token_map
 
-    return import_token_map(path, target_vocab)
+    read = import_token_map(path, target_vocab)
+    if read.provenance.get("method") == "token map":
+        warn(read.warnings)
+    return read
 
 
 def _summary(held: DraftVocab) -> dict[str, Any]:
     return {
         "draft_vocab": held.size,
         "num_forced": held.num_forced,
+        "num_uncounted": held.num_uncounted,
         "target_vocab": held.target_vocab,
         "ranked": held.ranked,
     }

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+from .base_cli import EagleCommand, WholeNumber, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
-    from .corpus.corpus import CorpusSource
+    from .corpus.source import CorpusSource
     from .counting.counts import TokenCounts
 
     _IntType = click.ParamType[int]
@@ -26,7 +26,7 @@ SOURCE_HELP = """\b
 A source is a dataset of the Hub, or a local file, folder or glob (.jsonl, .json, .txt, each also .gz, .zst, .bz2 or
 .xz, and .parquet):
   [NAME=]LOCATION[,KEY=VALUE...]
-KEY is weight, config, split, revision, column, roles, max-tokens, max-documents, sample or shuffle; it goes before
+KEY is weight, config, split, revision, column, roles, max-tokens, max-documents, sample or shuffle; it overrides
 the option of the same name, which holds for all sources. Amounts may have a unit (10M). Quote globs."""
 
 
@@ -39,7 +39,7 @@ class Amount(_IntType):
         """Parse it."""
         if isinstance(value, int):
             return value
-        from .corpus.corpus import amount
+        from .corpus.source import amount
 
         try:
             return amount(str(value))
@@ -48,7 +48,7 @@ class Amount(_IntType):
 
 
 _CORPUS_OPTIONS = (
-    click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="A source; may be given often."),
+    click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE", help="A source; repeat for several."),
     click.option("--config", metavar="C", help="Configuration (subset) of Hub datasets."),
     click.option("--split", metavar="S", help="Split of Hub datasets; default: the only one, or train."),
     click.option("--dataset-revision", metavar="REV", help="Branch, tag or commit of Hub datasets."),
@@ -60,14 +60,14 @@ _CORPUS_OPTIONS = (
         show_default=True,
         help="Of chats, count the assistant's turns with their end-of-turn token, or the whole rendered text.",
     ),
-    click.option(
-        "--chat-template", type=click.Path(dir_okay=False), help="Jinja file in place of the tokenizer's own."
-    ),
+    click.option("--chat-template", metavar="FILE", help="Jinja file in place of the tokenizer's own."),
     click.option("--max-tokens", type=Amount(), metavar="N", help="Of each source, stop at so many tokens (10M)."),
     click.option("--max-documents", type=Amount(), metavar="N", help="Of each source, stop at so many documents."),
     click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
     click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
-    click.option("--seed", type=int, default=0, show_default=True, help="Decides sampling and what is held out."),
+    click.option(
+        "--seed", type=WholeNumber(), default=0, show_default=True, help="Decides sampling and what is held out."
+    ),
     click.option(
         "--held-out",
         type=float,
@@ -84,14 +84,16 @@ _CORPUS_OPTIONS = (
         help="At a record that cannot be read, stop, or leave it out and count it as skipped.",
     ),
     click.option(
+        "--tokenizer-library",
         "--tokenizer-engine",
         type=click.Choice(["auto", "tokenizers", "fastokens"]),
         default="auto",
         show_default=True,
-        help="Library that tokenizes; auto takes fastokens where it is installed and right on a probe of the corpus.",
+        help="Library that tokenizes; auto takes fastokens if it is installed and right on a probe of the corpus.",
     ),
-    click.option("--workers", type=click.IntRange(min=0), metavar="N", help="Processes; default: one per core."),
+    click.option("--workers", type=WholeNumber(min=0), metavar="N", help="Processes; default: one per core."),
     click.option(
+        "--run-on",
         "--engine",
         type=click.Choice(["local", "ray"]),
         default="local",
@@ -102,7 +104,7 @@ _CORPUS_OPTIONS = (
 
 
 def corpus_options(function: _Decorated) -> _Decorated:
-    """Add the options that describe a corpus and how it is counted; `corpus_arguments` takes them up again."""
+    """Add the options that describe a corpus and how it is counted; `corpus_arguments` reads them."""
     for option in reversed(_CORPUS_OPTIONS):
         function = option(function)
     return function
@@ -112,7 +114,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
     """Turn the parsed options into sources and keyword arguments of `count_tokens`.
 
     Args:
-        options: what click parsed; other commands' options among them are left alone.
+        options: what click parsed; options of other commands among them are ignored.
 
     Returns:
         The sources, an empty list when none was given, and the arguments.
@@ -120,9 +122,10 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
     Raises:
         UsageError: a source cannot be parsed, or the template file cannot be read.
     """
-    from .corpus.corpus import parse_source, with_unique_names
+    from .corpus.source import parse_source, with_unique_names
     from .counting.held_out import HeldOutRule
     from .errors import UsageError
+    from .files import regular_file
 
     defaults = {
         "config": options["config"],
@@ -138,21 +141,23 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
     sources = with_unique_names([parse_source(spec, defaults) for spec in options["datasets"]])
     for setting, option in (("config", "config"), ("split", "split"), ("revision", "dataset-revision")):
         if sources and defaults[setting] is not None and all(getattr(source, setting) is None for source in sources):
-            raise UsageError(f"--{option} is for Hub datasets, and all sources are local files")
+            raise UsageError(f"--{option} is for Hub datasets, and all sources are local files.", option=f"--{option}")
     template = None
     if options["chat_template"] is not None:
         try:
-            template = Path(options["chat_template"]).read_text(encoding="utf-8")
+            template = regular_file(options["chat_template"], UsageError, "chat template").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"{options['chat_template']}: the chat template cannot be read: {error}") from error
+            raise UsageError(
+                f"{options['chat_template']}: the chat template cannot be read: {error}.", option="--chat-template"
+            ) from error
     return sources, {
         "chat_template": template,
         "seed": options["seed"],
         "held_out": HeldOutRule(options["held_out"]),
         "on_error": options["on_error"],
-        "tokenizer_engine": options["tokenizer_engine"],
+        "tokenizer_library": options["tokenizer_library"],
         "workers": options["workers"],
-        "engine": options["engine"],
+        "run_on": options["run_on"],
     }
 
 
@@ -169,7 +174,7 @@ Example:
 @click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only.")
 @corpus_options
 @click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
-@click.option("--restart", is_flag=True, help="Start over, even where a checkpoint is there.")
+@click.option("--restart", is_flag=True, help="Start over, even if a saved state is there.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @force_option
 @json_option
@@ -187,10 +192,11 @@ def count(
 ) -> None:
     """Count how often each token occurs in a corpus.
 
-    The count keeps a checkpoint beside the output: after Ctrl-C or a crash the same command goes on from it, and the
-    file in the end is the same, byte for byte.
+    The state of the count is saved beside the output: after Ctrl-C or a crash the same command goes on from there, and
+    the result is the same, byte for byte.
     """
     from .counting.count import count_tokens
+    from .counting.resume import resume_file_beside
     from .errors import UsageError
     from .files import refuse_existing
     from .tokenizer.load import load_tokenizer
@@ -198,11 +204,11 @@ def count(
     path = refuse_existing(out, force)
     corpus, arguments = corpus_arguments({**options, "datasets": (*sources, *options["datasets"])})
     if not corpus:
-        raise UsageError("nothing to count: name a file, folder, glob or dataset")
+        raise UsageError("Nothing to count: name a file, folder, glob or dataset.", missing="source")
     counts = count_tokens(
         corpus,
         load_tokenizer(tokenizer, tokenizer_revision, offline),
-        checkpoint=path.with_name(f"{path.name}.checkpoint"),
+        resume_file=resume_file_beside(path),
         restart=restart,
         progress=progress,
         notify=note,
@@ -216,13 +222,14 @@ count.help = f"{inspect.cleandoc(count.help or '')}\n\n{SOURCE_HELP}"
 
 
 def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
+    copied = ("documents", "skipped_records", "tokenizer_library", "held_out")
     rows = [
         {
             "name": source.name,
             "weight": source.weight,
             "tokens": source.num_tokens,
             "distinct_ids": int((source.counts > 0).sum()),
-            **{key: source.provenance[key] for key in ("documents", "skipped_records", "tokenizer_engine", "held_out")},
+            **{key: source.provenance[key] for key in copied},
         }
         for source in counts.sources
     ]

@@ -9,6 +9,9 @@ EagleSlimError              exit code 1: what, where, expected, found, what to t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -41,3 +44,12 @@ class TokenizerError(EagleSlimError):
 
 class VocabularyError(EagleSlimError):
     """Counts, a ranking or a token map break a rule of their format."""
+
+
+@contextmanager
+def errors_of(path: str | Path) -> Iterator[None]:
+    """Put the file's name before the message of a VocabularyError raised in the block, and into its fact `path`."""
+    try:
+        yield
+    except VocabularyError as error:
+        raise VocabularyError(f"{path}: {error}", **{**error.facts, "path": str(path)}) from error

@@ -1,19 +1,52 @@
-"""Small files, whole or not at all: written beside their place, synced, then renamed."""
+"""Small files, written whole or not at all (to a temporary file beside them, synced, then renamed), and read."""
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from .errors import EagleSlimError, UsageError
 
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
 
 def expand_home(path: str | Path) -> Path:
-    """Return a path with `~` and `~user` replaced; a user that is not known here stays, as in a shell."""
+    """Return a path with `~` and `~user` replaced; an unknown user is left as it is, as in a shell."""
     return Path(os.path.expanduser(path))
+
+
+def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str = "file") -> Path:
+    """Return the path of a regular file. Reading anything else may wait for ever, or never end.
+
+    Args:
+        path: of the file.
+        error_type: class of the error.
+        what: what is expected there, for the message.
+
+    Raises:
+        error_type: it is missing (fact `missing`), or a folder, a pipe, a device or a socket (fact `found`).
+    """
+    path = Path(path)
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error_type(f"{path}: no such {what}.", path=str(path), missing=str(path)) from error
+        raise error_type(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
+    if not stat.S_ISREG(mode):
+        found = next((name for is_kind, name in _KINDS if is_kind(mode)), "not a regular file")
+        raise error_type(f"{path}: is {found}; a regular file is needed.", path=str(path), found=found)
+    return path
 
 
 def refuse_existing(path: str | Path, force: bool = False) -> Path:
@@ -24,11 +57,13 @@ def refuse_existing(path: str | Path, force: bool = False) -> Path:
     """
     path = Path(path)
     if path.is_dir():
-        raise UsageError(f"{path}: is a folder; name a file to write")
+        raise UsageError(f"{path}: is a folder. Name a file to write.", path=path, found="folder")
     if path.exists() and not force:
-        raise UsageError(f"{path}: exists already. Choose another name, or overwrite it with --force.")
+        raise UsageError(
+            f"{path}: exists already. Choose another name, or overwrite it with --force.", path=path, found="file"
+        )
     if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist")
+        raise UsageError(f"{path}: the folder {path.absolute().parent} does not exist.", path=path, found=None)
     return path
 
 
@@ -42,7 +77,7 @@ def write_file(path: str | Path, data: bytes) -> None:
     try:
         _replace(path, data)
     except OSError as error:
-        # The system names the temporary file, or none.
+        # The error of the system names the temporary file, or no file.
         error.filename = str(path)
         raise
 
@@ -70,9 +105,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 def read_json(path: str | Path, error_type: type[EagleSlimError]) -> Any:
     """Read a JSON file; anything unreadable raises `error_type` with the file's name."""
+    path = regular_file(path, error_type)
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise error_type(f"{path}: no such file") from error
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise error_type(f"{path}: not readable as JSON: {error}") from error
+        raise error_type(f"{path}: not readable as JSON: {error}.", path=str(path)) from error

@@ -34,9 +34,9 @@ from . import target
 from .vocab_choice import Ranking, Say, VocabRequest, make_ranking, own_forced_ids, own_manifest
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
-    from eagle_slim.vocab_tools.ranking.coverage import CoverageReport
+    from eagle_slim.vocab_tools.ranking.report import CoverageReport
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.ranking.coverage import CoverageReport, measure_coverage
+from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
+from eagle_slim.vocab_tools.ranking.report import CoverageReport
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -25,7 +26,7 @@ from ..head.open import DraftHead
 from ..sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"
@@ -162,7 +163,7 @@ class Ranking:
             # An unranked map has no smaller prefix; `prefix` says so.
             given.prefix(size)
         origin = {key: value for key, value in given.provenance.items() if key != "warnings"}
-        return rank_by_order(given.target_ids, size, provenance={"token_map": origin}, **common)
+        return rank_by_order(given, size, provenance={"token_map": origin}, **common)
 
     @property
     def _forced(self) -> ForcedIds | tuple[int, ...]:
@@ -283,7 +284,7 @@ def _ranks_of(manifest: Manifest) -> DraftVocab:
 
 def default_corpus() -> CorpusSource:
     """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
-    from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
 
     return CorpusSource(
         location=DEFAULT_DATASET,

@@ -1,7 +1,7 @@
 """Count with `count_tokens` on a local Ray cluster of several processes, or without Ray.
 
-A job: ``{"sources": [specs], "tokenizer": folder, "engine": "ray" or "local", "out": path}`` and optionally
-``workers``, ``on_error``, ``checkpoint``, ``gather`` (so many processes begin a unit before any of them ends one),
+A job: ``{"sources": [specs], "tokenizer": folder, "run_on": "ray" or "local", "out": path}`` and optionally
+``workers``, ``on_error``, ``resume_file``, ``gather`` (so many processes begin a unit before any of them ends one),
 ``kill`` (the process that begins the unit of this number, counted from 0 in the order of beginning, dies by SIGKILL)
 and ``interrupt`` (stop, as by Ctrl-C, when the first result is there). Result: ``sha256`` of the counts file,
 ``notes`` told to the user, ``killed`` and ``counted_by``: process ids.
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from eagle_slim.vocab_tools.corpus.corpus import parse_source, with_unique_names
+from eagle_slim.vocab_tools.corpus.source import parse_source, with_unique_names
+from eagle_slim.vocab_tools.counting import ray_workers
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
-from eagle_slim.vocab_tools.counting.count import ray_workers as counting_ray
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from protocol import Json, serve
 
@@ -29,7 +29,7 @@ GATHER_SECONDS = 120
 def watched(job: Json, folder: Path) -> type:
     """The counting actor, which also writes the process id of whoever begins a unit into a file of `folder` each."""
 
-    class WatchedCounter(counting_ray._UnitCounter):
+    class WatchedCounter(ray_workers._UnitCounter):
         def __call__(self, batch: dict[str, Any]) -> Iterator[dict[str, list[Any]]]:
             number = begin_unit(folder)
             if number == job.get("kill"):
@@ -65,7 +65,7 @@ def run(job: Json) -> Json:
     notes: list[str] = []
     folder = Path(tempfile.mkdtemp(dir=Path(job["out"]).parent))
     # Ray pickles a class of this script by value, so that its processes run this one.
-    counting_ray._UnitCounter = watched(job, folder)
+    ray_workers._UnitCounter = watched(job, folder)
 
     def progress(tokens: int) -> None:
         if job.get("interrupt"):
@@ -76,11 +76,11 @@ def run(job: Json) -> Json:
         counts = count_tokens(
             with_unique_names([parse_source(spec) for spec in job["sources"]]),
             load_tokenizer(job["tokenizer"]),
-            engine=job["engine"],
+            run_on=job["run_on"],
             workers=job.get("workers", 2),
             on_error=job.get("on_error", "stop"),
-            checkpoint=Path(job["checkpoint"]) if "checkpoint" in job else None,
-            checkpoint_seconds=0.0,
+            resume_file=Path(job["resume_file"]) if "resume_file" in job else None,
+            save_seconds=0.0,
             save_to=out,
             progress=progress,
             notify=notes.append,
@@ -91,7 +91,7 @@ def run(job: Json) -> Json:
     return {
         "sha256": hashlib.sha256(out.read_bytes()).hexdigest(),
         "tokens": counts.num_tokens,
-        "notes": [note for note in notes if "checkpoint" not in note],
+        "notes": [note for note in notes if "going on from" not in note],
         "killed": began[job["kill"]] if "kill" in job and began else None,
         "counted_by": began,
     }

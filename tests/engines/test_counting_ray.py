@@ -1,4 +1,4 @@
-"""`eagle-vocab count --engine ray`: the same file as the local engine writes, whatever happens to the workers."""
+"""`eagle-vocab count --run-on ray`: the same file as without Ray, whatever happens to the workers."""
 
 import gzip
 import json
@@ -41,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Json, Json]]:
-    """By case: what the local engine and what Ray gave."""
+    """By case: what counting on this machine and on Ray gave."""
     out = tmp_path_factory.mktemp("counts")
     plain = f"plain={corpus / 'plain'}"
     everything = [plain, f"packed={corpus / 'packed'}", f"table={corpus / 'table'}", f"text={corpus / 'text.txt'}"]
@@ -56,13 +56,13 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     }
     common = {"tokenizer": str(embedded_target_folder())}
     jobs = [
-        {**common, **case, "engine": engine, "out": str(out / f"{number}-{engine}.safetensors")}
+        {**common, **case, "run_on": run_on, "out": str(out / f"{number}-{run_on}.safetensors")}
         for number, case in enumerate(cases.values())
-        for engine in ("local", "ray")
+        for run_on in ("local", "ray")
     ]
-    # Begun on Ray, interrupted, and finished by the other engine.
-    half = {**common, "sources": [plain], "out": str(out / "half"), "checkpoint": str(out / "checkpoint")}
-    jobs += [{**half, "engine": "ray", "interrupt": True}, {**half, "engine": "local"}]
+    # Begun on Ray, interrupted, and finished without it.
+    half = {**common, "sources": [plain], "out": str(out / "half"), "resume_file": str(out / "resume")}
+    jobs += [{**half, "run_on": "ray", "interrupt": True}, {**half, "run_on": "local"}]
     results = ask("ray_worker.py", jobs)
     found = {name: (results[2 * number], results[2 * number + 1]) for number, name in enumerate(cases)}
     return {**found, "interrupted": (results[-2], results[-1])}
@@ -95,10 +95,10 @@ def test_what_a_killed_worker_had_is_counted_by_others(
     assert killed not in began[KILLED_UNIT + 1 :]
     # Six files, of which one was begun twice.
     assert len(began) >= 7
-    figures[f"Ray, {case}"] = f"{ray['tokens']:,} tokens, the bytes of the local engine"
+    figures[f"Ray, {case}"] = f"{ray['tokens']:,} tokens, the bytes of counting without Ray"
 
 
-def test_an_interrupted_count_goes_on_with_the_other_engine(counted: dict[str, tuple[Json, Json]]) -> None:
+def test_an_interrupted_count_goes_on_without_ray(counted: dict[str, tuple[Json, Json]]) -> None:
     stopped, resumed = counted["interrupted"]
     assert "goes on from there" in stopped["interrupted"]
     assert resumed["sha256"] == counted["a worker killed"][0]["sha256"]
@@ -106,7 +106,7 @@ def test_an_interrupted_count_goes_on_with_the_other_engine(counted: dict[str, t
 
 def test_the_command(corpus: Path, tmp_path: Path) -> None:
     tokenizer = str(embedded_target_folder())
-    for engine in ("local", "ray"):
-        command("eagle-vocab", "count", f"text={corpus / 'text.txt'}", "--tokenizer", tokenizer, "--engine", engine,
-                "--workers", "2", "--out", str(tmp_path / f"{engine}.safetensors"))  # fmt: skip
+    for run_on in ("local", "ray"):
+        command("eagle-vocab", "count", f"text={corpus / 'text.txt'}", "--tokenizer", tokenizer, "--run-on", run_on,
+                "--workers", "2", "--out", str(tmp_path / f"{run_on}.safetensors"))  # fmt: skip
     assert (tmp_path / "ray.safetensors").read_bytes() == (tmp_path / "local.safetensors").read_bytes()

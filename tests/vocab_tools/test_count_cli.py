@@ -9,10 +9,11 @@ import click
 import pytest
 from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
-from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.count_cli import Amount, corpus_arguments, corpus_options
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
+from support.raising import raises
 from support.tokenizers import smollm2_folder
 
 
@@ -55,15 +56,17 @@ def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ([], 2, "nothing to count"),
+        ([], 2, "Nothing to count"),
         (["missing.jsonl"], 1, "missing.jsonl: no such file or folder"),
         (["{corpus},colum=x"], 2, "unknown key 'colum'"),
         (["{corpus}", "--split", "train"], 2, "--split is for Hub datasets"),
-        (["{corpus}", "--max-tokens", "some"], 2, "'some' is no number above 0"),
+        (["{corpus}", "--max-tokens", "some"], 2, "'some' is not a number above 0"),
+        (["{corpus}", "--seed", "1,000"], 2, "without a thousands separator, as in 1000"),
+        (["{corpus}", "--chat-template", "/dev/null"], 2, "/dev/null: is a device"),
         (["{corpus}", "--held-out", "1.5"], 2, "held-out fraction"),
-        (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: the chat template cannot be read"),
+        (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: no such chat template"),
         (["{corpus}", "other={corpus}"], 2, "read by source mine and by source other"),
-        (["{corpus}", "--column", "body"], 2, "no column 'body'; the records have text"),
+        (["{corpus}", "--column", "body"], 2, "no column 'body'. The records have text."),
     ],
 )
 def test_mistakes(
@@ -118,5 +121,5 @@ def test_options_are_taken_up_by_other_commands() -> None:
     ]
     assert (arguments["seed"], arguments["on_error"], arguments["held_out"].fraction) == (7, "stop", 0.05)
     assert corpus_arguments(_parsed())[0] == []
-    with pytest.raises(UsageError, match="--dataset-revision is for Hub datasets"):
+    with raises(UsageError, option="--dataset-revision"):
         corpus_arguments(_parsed("-d", "b.jsonl", "--dataset-revision", "main"))

@@ -2,10 +2,21 @@
 
 import errno
 import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from eagle_slim.vocab_tools.corpus.open import open_corpus
+from eagle_slim.vocab_tools.corpus.source import CorpusSource
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
+from eagle_slim.vocab_tools.counting.resume import load_states
+from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
 from eagle_slim.vocab_tools.files import expand_home, write_file
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from eagle_slim.vocab_tools.vocabulary.interchange import import_token_map
+from support.raising import raises
 
 
 def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -34,6 +45,56 @@ def test_a_missing_folder_is_named_by_the_file_in_it(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         write_file(tmp_path / "no" / "x", b"")
     assert caught.value.filename == str(tmp_path / "no" / "x")
+
+
+READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "counts": ("a.safetensors", TokenCounts.load),
+    "vocabulary": ("a.json", DraftVocab.load),
+    "pickled map": ("a.pt", import_token_map),
+    "safetensors map": ("a.safetensors", import_token_map),
+    "numpy map": ("d2t.npy", import_token_map),
+    "tokenizer": ("tokenizer.json", load_tokenizer),
+    "saved state": ("a.resume", lambda path: load_states(path, {})),
+    "JSON lines": ("a.jsonl", lambda path: open_corpus(CorpusSource(str(path)))),
+    "text": ("a.txt", lambda path: open_corpus(CorpusSource(str(path)))),
+    "array": ("a.json", lambda path: open_corpus(CorpusSource(str(path)))),
+    "packed": ("a.jsonl.gz", lambda path: open_corpus(CorpusSource(str(path)))),
+    "corpus folder": ("a.jsonl", lambda path: open_corpus(CorpusSource(str(path.parent)))),
+    "URL": ("a.jsonl", lambda path: open_corpus(CorpusSource(f"file://{path}"))),
+}
+
+
+@pytest.fixture
+def _alarm() -> Iterator[None]:
+    def ring(number: int, frame: object) -> None:
+        raise TimeoutError("waited for something that is not a regular file")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("_alarm")
+@pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
+def test_nothing_waits_for_what_is_not_a_regular_file(
+    tmp_path: Path, name: str, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    with raises(EagleSlimError, found="a pipe"):
+        read(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with raises(EagleSlimError, found="a device"):
+        read(path)
+
+
+@pytest.mark.parametrize("read", [TokenCounts.load, DraftVocab.load])
+def test_a_folder_is_not_a_file(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    with raises(VocabularyError, found="a folder"):
+        read(tmp_path)
 
 
 def test_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ def test_every_name_is_there_documented_and_typed(name: str) -> None:
 
 
 def test_unknown_names_are_attribute_errors() -> None:
-    with pytest.raises(AttributeError, match="rank"):
+    with pytest.raises(AttributeError):
         vocab_tools.rank  # noqa: B018
 
 

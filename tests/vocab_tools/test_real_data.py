@@ -19,7 +19,7 @@ from eagle_slim.vocab_tools import (
     rank_by_order,
     rank_vocabulary,
 )
-from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
+from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.count import count_tokens
 
 LLAMA3_VOCAB = 128256
@@ -33,7 +33,7 @@ def smollm2() -> LoadedTokenizer:
 @pytest.fixture(scope="module")
 def chats(smollm2: LoadedTokenizer) -> TokenCounts:
     source = CorpusSource(location=str(embedded_chats()), name="chat")
-    return count_tokens([source], smollm2, workers=1, tokenizer_engine="tokenizers", progress=False)
+    return count_tokens([source], smollm2, workers=1, tokenizer_library="tokenizers", progress=False)
 
 
 @pytest.fixture(scope="module")

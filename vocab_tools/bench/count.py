@@ -39,7 +39,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from ..corpus.corpus import CorpusSource
+from ..corpus.source import CorpusSource
 from ..counting.count import count_tokens
 from ..tokenizer.encode import BATCH_CHARS, EncoderSpec, encoder_spec
 from ..tokenizer.load import load_tokenizer
@@ -130,7 +130,7 @@ def bare(spec: EncoderSpec, seed: int, num_bytes: int) -> float:
             size = 0
         batches[-1].append(text)
         size += len(text)
-    if spec.engine == "fastokens":
+    if spec.library == "fastokens":
         import fastokens
 
         fast = fastokens.Tokenizer.from_json_str(spec.tokenizer_json)
@@ -159,7 +159,7 @@ def fr_spec_loop(spec: EncoderSpec, seed: int, num_bytes: int) -> float:
 
 
 def ours(
-    tokenizer: LoadedTokenizer, engine: str, workers: int, maker: TextMaker, folder: Path, seed: int, num_bytes: int
+    tokenizer: LoadedTokenizer, library: str, workers: int, maker: TextMaker, folder: Path, seed: int, num_bytes: int
 ) -> tuple[float, float]:
     """Tokens per second of `count_tokens` once it runs, and seconds until then."""
     path = folder / f"{seed}.jsonl"
@@ -171,7 +171,7 @@ def ours(
         [CorpusSource(str(path))],
         tokenizer,
         workers=workers,
-        tokenizer_engine=engine,  # type: ignore[arg-type]
+        tokenizer_library=library,  # type: ignore[arg-type]
         progress=lambda tokens: marks.append((time.perf_counter(), tokens)),
     )
     path.unlink()
@@ -181,7 +181,7 @@ def ours(
 
 
 def peak_memory(
-    tokenizer: LoadedTokenizer, engine: str, workers: int, maker: TextMaker, folder: Path, num_bytes: int
+    tokenizer: LoadedTokenizer, library: str, workers: int, maker: TextMaker, folder: Path, num_bytes: int
 ) -> dict[str, Any]:
     """Count a large corpus; peak resident memory of this process and of each worker, in MiB."""
     path = folder / "large.jsonl"
@@ -200,7 +200,7 @@ def peak_memory(
         [CorpusSource(str(path))],
         tokenizer,
         workers=workers,
-        tokenizer_engine=engine,  # type: ignore[arg-type]
+        tokenizer_library=library,  # type: ignore[arg-type]
         progress=look,
     )
     seconds = time.perf_counter() - start
@@ -231,32 +231,32 @@ def measure(
     """Run all cases of one tokenizer, interleaved, and print their medians."""
     maker = TextMaker()
     spec = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
-    engines = [engine for engine in ("tokenizers", "fastokens") if _installed(engine)]
+    libraries = [library for library in ("tokenizers", "fastokens") if _installed(library)]
     rates: dict[str, list[float]] = {}
     starts: dict[str, list[float]] = {}
     seed = 0
     for _ in range(repeats):
         seed += 1
         rates.setdefault("FR-Spec loop", []).append(_apart(fr_spec_loop, 1, spec, seed, megabytes["tokenizers"] << 19))
-        for engine in engines:
-            num_bytes = megabytes[engine] << 20
-            encoder = EncoderSpec(spec.tokenizer_json, spec.vocab_size, engine)  # type: ignore[arg-type]
+        for library in libraries:
+            num_bytes = megabytes[library] << 20
+            encoder = EncoderSpec(spec.tokenizer_json, spec.vocab_size, library)  # type: ignore[arg-type]
             for cores in sorted({1, workers}):
                 seed += 1
-                rates.setdefault(f"bare {engine}, {cores} threads", []).append(
+                rates.setdefault(f"bare {library}, {cores} threads", []).append(
                     _apart(bare, cores, encoder, seed, num_bytes * cores // workers)
                 )
                 seed += 1
-                rate, start = ours(tokenizer, engine, cores, maker, folder, seed, num_bytes * cores // workers)
-                rates.setdefault(f"ours {engine}, {cores} workers", []).append(rate)
-                starts.setdefault(f"ours {engine}, {cores} workers", []).append(start)
+                rate, start = ours(tokenizer, library, cores, maker, folder, seed, num_bytes * cores // workers)
+                rates.setdefault(f"ours {library}, {cores} workers", []).append(rate)
+                starts.setdefault(f"ours {library}, {cores} workers", []).append(start)
     medians = {case: statistics.median(values) for case, values in rates.items()}
     print(f"\n{name}: {tokenizer.vocab_size:,} ids, median of {repeats}")
     for case, median in medians.items():
         spread = f"{min(rates[case]) / 1e6:.2f} to {max(rates[case]) / 1e6:.2f}"
         start_text = f", start {statistics.median(starts[case]):.1f} s" if case in starts else ""
         print(f"  {case:32} {median / 1e6:7.2f} Mtok/s ({spread}){start_text}")
-    ratios = _ratios(medians, engines, workers)
+    ratios = _ratios(medians, libraries, workers)
     for ratio, value in ratios.items():
         print(f"  {ratio:60} {value:6.2f}")
     return {
@@ -266,26 +266,26 @@ def measure(
     }
 
 
-def _ratios(medians: dict[str, float], engines: list[str], workers: int) -> dict[str, float]:
+def _ratios(medians: dict[str, float], libraries: list[str], workers: int) -> dict[str, float]:
     ratios = {}
-    for engine in engines:
+    for library in libraries:
         for cores in sorted({1, workers}):
-            mine = medians[f"ours {engine}, {cores} workers"]
-            ratios[f"ours / bare, {engine}, {cores} cores"] = mine / medians[f"bare {engine}, {cores} threads"]
-            ratios[f"ours / FR-Spec loop, {engine}, {cores} workers"] = mine / medians["FR-Spec loop"]
+            mine = medians[f"ours {library}, {cores} workers"]
+            ratios[f"ours / bare, {library}, {cores} cores"] = mine / medians[f"bare {library}, {cores} threads"]
+            ratios[f"ours / FR-Spec loop, {library}, {cores} workers"] = mine / medians["FR-Spec loop"]
         if workers > 1:
-            one = medians[f"ours {engine}, 1 workers"]
-            ratios[f"{workers} workers / 1, {engine}"] = medians[f"ours {engine}, {workers} workers"] / one
-    if len(engines) == 2:
+            one = medians[f"ours {library}, 1 workers"]
+            ratios[f"{workers} workers / 1, {library}"] = medians[f"ours {library}, {workers} workers"] / one
+    if len(libraries) == 2:
         ratios["fastokens / tokenizers per core, ours"] = (
             medians["ours fastokens, 1 workers"] / medians["ours tokenizers, 1 workers"]
         )
     return ratios
 
 
-def _installed(engine: str) -> bool:
+def _installed(library: str) -> bool:
     try:
-        metadata.version(engine)
+        metadata.version(library)
     except metadata.PackageNotFoundError:
         return False
     return True
@@ -307,7 +307,7 @@ def main() -> None:
         action="append",
         required=True,
         metavar="NAME=T",
-        help="Hub id, folder or tokenizer.json; may be given often",
+        help="Hub id, folder or tokenizer.json; repeat for several",
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)

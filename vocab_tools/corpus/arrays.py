@@ -1,8 +1,8 @@
 """JSON files that hold one array of records, as ShareGPT is published, read as JSON lines.
 
-Between two records stand a comma and white space. With the last byte between them turned into a line end, and with
-spaces for the comma and for all other line ends, the bytes are JSON lines in which every record has kept its place. No
-string holds a line end; one that does, against the rules, holds a space instead.
+A comma and white space separate two records. The last byte between them is turned into a line end, the comma and all
+other line ends into spaces. The bytes are then JSON lines in which every record has kept its position. Valid strings
+hold no line ends; in an invalid one, the line end becomes a space.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from .blocks import BLOCK_BYTES, MAX_RECORD_BYTES
 from .packed import fault_of
 
 _BEGIN = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*")
-# Strings whole, since what they hold is no structure. A string is one only before what may follow it: behind a quote
-# that is missing or one too many, text and strings change places, and a quote taken alone sets that right.
+# Strings are matched whole, because commas and brackets in them are not structure. They count as strings only before
+# what may follow a string: after a missing or surplus quote, text and strings swap places, and a quote matched alone
+# swaps them back.
 _OPEN_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*'
 _STRUCTURE = re.compile(_OPEN_STRING + rb'"(?=\s*(?:[,:}\]]|\Z))|,\s*|\\.|["{}\[\]]', re.DOTALL)
 _GOES_ON = re.compile(_OPEN_STRING + rb"\\?\Z", re.DOTALL)
@@ -25,11 +26,11 @@ _GOES_ON = re.compile(_OPEN_STRING + rb"\\?\Z", re.DOTALL)
 
 @dataclass(frozen=True)
 class ArrayPiece:
-    """Records of an array that follow each other, or what ends the reading of the file.
+    """Consecutive records of an array, or what makes the rest of the file unreadable.
 
     Attributes:
-        start, stop: byte offsets in the (decompressed) file. Reading goes on at `stop`; of the last piece that is one
-            past the end, so that neither the end of the array nor a fault is met again.
+        start, stop: byte offsets in the (decompressed) file. Reading continues at `stop`; for the last piece that is
+            one past the end, so that neither the end of the array nor a fault is met again.
         lines: the records as JSON lines, each at its offset from `start`; b"" for a fault.
         fault: what is wrong with the rest of the file; None for records.
     """
@@ -46,7 +47,7 @@ def begins_array(head: bytes) -> bool:
 
 
 def array_pieces(stream: BinaryIO, start: int) -> Iterator[ArrayPiece]:
-    """Cut an array into pieces of a few megabytes; one fault, the last piece, where it cannot be followed to its end.
+    """Cut an array into pieces of a few megabytes; the last piece is a fault where the array cannot be read to its end.
 
     Args:
         stream: the file, at byte `start`.
@@ -74,7 +75,7 @@ def array_pieces(stream: BinaryIO, start: int) -> Iterator[ArrayPiece]:
         elif ended:
             fault = fault or "the file ends within the array"
         elif len(held) > MAX_RECORD_BYTES:
-            fault = f"no record of the array ends within {MAX_RECORD_BYTES:,} bytes from here on"
+            fault = f"no record of the array ends within {MAX_RECORD_BYTES:,} bytes from here"
         is_last = fault is not None or close is not None
         end = position + len(held) + _rest(stream) + 1 if is_last else position
         if lines.strip():
@@ -86,7 +87,7 @@ def array_pieces(stream: BinaryIO, start: int) -> Iterator[ArrayPiece]:
 
 
 def _structure(held: bytes, ended: bool) -> tuple[list[tuple[int, int]], int | None]:
-    """Where commas and white space part two records, as (start, stop), and where the array is closed, if it is."""
+    """Return the (start, stop) of the gaps between records, and the position of the closing bracket, if it is there."""
     depth = 0
     found: list[tuple[int, int]] = []
     for match in _STRUCTURE.finditer(held):

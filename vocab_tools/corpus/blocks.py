@@ -54,7 +54,7 @@ class Block:
         shard: ordinal of the file or of the dataset's shard.
         start: position of the first record.
         stop: position after the last; the next block of the shard starts there.
-        size: how far the block moves the progress bar, in the units of `OpenCorpus.size`.
+        size: its share of `OpenCorpus.size`, for the progress bar.
     """
 
     shard: int
@@ -81,14 +81,14 @@ class Records:
         raise NotImplementedError
 
     def texts(self, selected: NDArray[np.int64]) -> list[str] | None:
-        """The column's values where all selected ones are strings, at a fraction of the cost of `values`; else None."""
+        """Return the selected values if all are strings, at a fraction of the cost of `values`; else None."""
         found = list(self.values(selected))
         return found if _all_strings(found) else None
 
 
 @dataclass(frozen=True)
 class FaultBlock(Block):
-    """A stretch that cannot be read at all: one bad record."""
+    """A part of a shard that cannot be read at all: one bad record."""
 
     reason: str
 
@@ -99,19 +99,19 @@ class FaultBlock(Block):
 
 @dataclass(frozen=True)
 class LinesBlock(Block):
-    """Whole lines of a JSON-lines file, as a byte range of `path`, or as bytes where it does not lie there so."""
+    """Whole lines of a JSON-lines file: a byte range of `path`, or `data` where the file holds them in another form."""
 
     path: str
     data: bytes | None = None
 
     def read(self, column: str) -> Records:
-        """Split into lines; blank ones are no records."""
+        """Split into lines; blank ones are not records."""
         return _JsonLines(self.shard, self.start, _bytes_of(self.path, self.start, self.stop, self.data), column)
 
 
 @dataclass(frozen=True)
 class TextBlock(Block):
-    """A stretch of a plain text file, cut where `cut_text` says."""
+    """A part of a plain text file, cut where `cut_text` says."""
 
     path: str
     data: bytes | None = None
@@ -144,12 +144,12 @@ class RowGroupBlock(Block):
 
 @dataclass(frozen=True)
 class RowsBlock(Block):
-    """Rows that were read already: one Arrow column."""
+    """Rows that are in memory already: one Arrow column."""
 
     values: pa.ChunkedArray
 
     def read(self, column: str) -> Records:
-        """Take the column along."""
+        """Return the rows; `column` was chosen before."""
         return _Rows(self.shard, self.start, self.values)
 
 
@@ -268,7 +268,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     try:
         row = orjson.loads(line)
     except orjson.JSONDecodeError:
-        # The standard library has the last word: it takes NaN, and its messages say more.
+        # The standard library decides: it accepts NaN, and its messages say more.
         row = _parse_strictly(line)
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, found {type(row).__name__}")
@@ -289,7 +289,7 @@ def _parse_strictly(line: bytes) -> Any:
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff) is no character") from error
+        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff) is not a character") from error
     return row
 
 
@@ -300,9 +300,9 @@ def too_long(size: int | None) -> str:
 
 
 def text_documents(data: bytes) -> list[tuple[int, int]]:
-    """Split plain text into documents: paragraphs (ended by a blank line), taken together until they fill 4 KiB.
+    """Split plain text into documents: paragraphs (ended by a blank line), joined until they fill 4 KiB.
 
-    A paragraph that goes on for 64 KiB is cut, see `cut_text`. Nothing is dropped: the documents follow each other
+    A paragraph longer than 64 KiB is cut, see `cut_text`. Nothing is dropped: the documents follow each other
     without gaps.
 
     Returns:
@@ -324,7 +324,7 @@ def text_documents(data: bytes) -> list[tuple[int, int]]:
 
 
 def cut_text(data: bytes) -> int:
-    """Where to cut text that goes on: after the last blank line, else line end, else space, else character."""
+    """Return where to cut text that continues: after the last blank line, else line end, else space, else character."""
     blank_lines = list(_BLANK_LINE.finditer(data))
     if blank_lines:
         return blank_lines[-1].end()
@@ -335,7 +335,7 @@ def cut_text(data: bytes) -> int:
     cut = len(data)
     while cut > max(1, len(data) - 3) and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1
-    # Before a lead byte whose continuation may lie beyond the end; bytes that are no UTF-8 are cut anywhere.
+    # Before a lead byte whose continuation may lie beyond the end; bytes that are not UTF-8 are cut anywhere.
     return cut - 1 if cut > 1 and data[cut - 1] >= 0xC0 else len(data)
 
 
@@ -347,9 +347,13 @@ def _bytes_of(path: str, start: int, stop: int, data: bytes | None) -> bytes:
             file.seek(start)
             data = file.read(stop - start)
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}") from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=path) from error
     if len(data) != stop - start:
-        raise CorpusError(f"{path}: became shorter while it was being counted. Start again when the file is at rest.")
+        raise CorpusError(
+            f"{path}: became shorter while it was being counted. Start again when nothing writes to it any more.",
+            path=path,
+            changed=True,
+        )
     return data
 
 

@@ -1,22 +1,25 @@
 """Datasets of the Hugging Face Hub, and files in object storage, streamed through `datasets` shard by shard.
 
-A URL such as s3://bucket/chats/*.parquet is read with fsspec's library for its scheme (s3fs, gcsfs, adlfs), which takes
-its credentials from where that library looks for them. Each file is a shard.
+A URL such as s3://bucket/chats/*.parquet is read with fsspec's library for its scheme (s3fs, gcsfs, adlfs), which finds
+its credentials by itself. Each file is a shard.
 
 Nothing is downloaded whole. With HF_HUB_OFFLINE set, a dataset that was prepared in the local cache is read from there.
-HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_DATASETS_CACHE work as everywhere.
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_DATASETS_CACHE work as usual.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import PurePosixPath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-from ..errors import CorpusError, UsageError
+from ..errors import CorpusError, EagleSlimError, UsageError
+from ..files import regular_file
 from .blocks import Block, RowsBlock
-from .files import merge_first_values
 from .packed import PACKED, is_packed
 
 _BATCH_ROWS = 100
@@ -26,13 +29,11 @@ _ADVICE = (
     "Check the spelling. A private or gated dataset needs access: accept its terms on its page, then set HF_TOKEN or "
     "run `hf auth login`."
 )
-
-
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 
 
 class HubDataset:
-    """One split of a dataset.
+    """One split of a dataset, opened for streaming.
 
     Attributes:
         state: JSON that changes when files behind a URL change; None for a dataset of the Hub.
@@ -41,6 +42,10 @@ class HubDataset:
         commit: commit of the repository, or None where `datasets` does not say.
         num_shards: number of shards, read one after the other.
         urls: the files behind a URL; () for a dataset of the Hub.
+
+    Raises:
+        CorpusError: there is no such dataset, or it cannot be read.
+        UsageError: no such configuration or split, or a URL whose files cannot be read.
     """
 
     def __init__(self, dataset_id: str, config: str | None, split: str | None, revision: str | None) -> None:
@@ -63,7 +68,7 @@ class HubDataset:
             if datasets.config.HF_HUB_OFFLINE:
                 loaded: Any = datasets.load_dataset(dataset_id, config, revision=revision)
             else:
-                # The commit, not the branch: what is streamed later is what was looked at now.
+                # The commit, not the branch: what is streamed later is then what was looked at now.
                 loaded = datasets.load_dataset(dataset_id, config, revision=self.commit or revision, streaming=True)
         self.split = _choose_split(dataset_id, split, list(loaded))
         stream = loaded[self.split]
@@ -77,8 +82,12 @@ class HubDataset:
         suffix = PurePosixPath(path.stem).suffix if is_packed(url) else path.suffix
         if suffix not in _BUILDERS:
             raise UsageError(
-                f"{url}: expected files that end in {', '.join(_BUILDERS)}, packed ({', '.join(PACKED)}) or not"
+                f"{url}: expected files that end in {', '.join(_BUILDERS)}, packed ({', '.join(PACKED)}) or not.",
+                path=url,
+                format=suffix,
             )
+        if path.parts[0] == "file:" and (local := Path(url2pathname(urlsplit(url).path))).exists():
+            regular_file(local, CorpusError)
         with _readable_errors(url):
             builder = datasets.load_dataset_builder(_BUILDERS[suffix], data_files={"train": url})
             self._stream = builder.as_streaming_dataset(split="train")
@@ -87,11 +96,11 @@ class HubDataset:
         self.commit, self.config, self.split = None, builder.config.name, "train"
         self.num_shards = self._stream.num_shards
 
-    def first_values(self, wanted: Sequence[str]) -> dict[str, Any] | None:
-        """First row with all its columns, see `merge_first_values`; None for an empty split."""
-        rows = (table.to_pylist()[0] for table in self._stream.with_format("arrow").iter(1))
+    def first_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows from the first on, with all their columns."""
         with _readable_errors(self._id):
-            return merge_first_values(rows, wanted)
+            for table in self._stream.with_format("arrow").iter(1):
+                yield table.to_pylist()[0]
 
     def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]:
         """Cut one shard into blocks, from row `start` on."""
@@ -107,7 +116,9 @@ class HubDataset:
             for table in stream.with_format("arrow").iter(_BATCH_ROWS):
                 if column not in table.column_names:
                     raise CorpusError(
-                        f"{self._id}: no column {column!r} in shard {shard}; it has {', '.join(table.column_names)}"
+                        f"{self._id}: no column {column!r} in shard {shard}; it has {', '.join(table.column_names)}.",
+                        column=column,
+                        columns=table.column_names,
                     )
                 held.extend(table.column(column).chunks)
                 if sum(chunk.nbytes for chunk in held) >= _BLOCK_BYTES:
@@ -125,44 +136,52 @@ def _choose_split(dataset_id: str, split: str | None, present: list[str]) -> str
             return present[0]
         if "train" in present:
             return "train"
-        raise UsageError(f"{dataset_id}: name a split, one of {', '.join(present)}")
+        raise UsageError(f"{dataset_id}: name a split, one of {', '.join(present)}.", splits=present)
     if split not in present:
-        raise UsageError(f"{dataset_id}: no split {split!r}; it has {', '.join(present)}")
+        raise UsageError(
+            f"{dataset_id}: there is no split {split!r}; it has {', '.join(present)}.", split=split, splits=present
+        )
     return split
 
 
-class _readable_errors:  # noqa: N801 - used as a function
+@contextmanager
+def _readable_errors(dataset_id: str) -> Iterator[None]:
     """Turn what `datasets` and the network raise into errors a user can act on."""
+    try:
+        yield
+    except EagleSlimError:
+        raise
+    except Exception as error:
+        readable = _readable(dataset_id, error)
+        if readable is None:
+            raise
+        raise readable from error
 
-    def __init__(self, dataset_id: str) -> None:
-        self._id = dataset_id
 
-    def __enter__(self) -> None:
-        return None
+def _readable(dataset_id: str, error: Exception) -> EagleSlimError | None:
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or isinstance(error, CorpusError | UsageError) or not isinstance(error, Exception):
-            return
-        from datasets.exceptions import DatasetNotFoundError, DatasetsError
-
-        first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        message = f"{self._id}: cannot be read as a dataset: {first_line}"
-        if isinstance(error, ImportError | FileNotFoundError | StopIteration) and "://" in self._id:
-            reason = str(error) or "no such file"
-            raise CorpusError(
-                f"{self._id}: cannot be read: {reason}. Check the URL, and that fsspec's library for its scheme is "
-                "installed (s3fs for s3://, gcsfs for gs://, adlfs for az://)."
-            ) from error
-        if isinstance(error, DatasetNotFoundError):
-            raise CorpusError(f"{message} {_ADVICE}") from error
-        if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
-            raise UsageError(f"{self._id}: {str(error).strip()}") from error
-        if isinstance(error, ConnectionError | OSError) or "Offline" in type(error).__name__:
-            raise CorpusError(
-                f"{message}. If the network is down or HF_HUB_OFFLINE is set, only a dataset that is already in the "
-                "cache can be read; local files work always."
-            ) from error
-        if "zstd not supported" in first_line:
-            raise CorpusError(f"{message}. pip install zstandard") from error
-        if isinstance(error, DatasetsError | ValueError | RuntimeError) or "pyarrow" in type(error).__module__:
-            raise CorpusError(message) from error
+    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
+    message = f"{dataset_id}: cannot be read as a dataset: {first_line}."
+    if isinstance(error, ImportError | FileNotFoundError | StopIteration) and "://" in dataset_id:
+        return CorpusError(
+            f"{dataset_id}: cannot be read: {str(error) or 'no such file'}. Check the URL, and that fsspec's library "
+            "for its scheme is installed (s3fs for s3://, gcsfs for gs://, adlfs for az://).",
+            path=dataset_id,
+        )
+    if isinstance(error, DatasetNotFoundError):
+        return CorpusError(f"{message} {_ADVICE}", dataset=dataset_id, missing=dataset_id)
+    if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
+        return UsageError(f"{dataset_id}: {str(error).strip()}", dataset=dataset_id, setting="config")
+    if isinstance(error, ConnectionError | OSError) or "Offline" in type(error).__name__:
+        return CorpusError(
+            f"{message} If the network is down or HF_HUB_OFFLINE is set, only a dataset that is already in the cache "
+            "can be read; local files always work.",
+            dataset=dataset_id,
+            offline=True,
+        )
+    if "zstd not supported" in first_line:
+        return CorpusError(f"{message} Try: pip install zstandard", dataset=dataset_id, missing="zstandard")
+    if isinstance(error, DatasetsError | ValueError | RuntimeError) or "pyarrow" in type(error).__module__:
+        return CorpusError(message, dataset=dataset_id)
+    return None

@@ -21,7 +21,7 @@ class _ZstdFile:
         self._stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), "zstd")
 
     def read1(self, size: int) -> bytes:
-        # Arrow loses what a call had unpacked before the damage that it met, so calls are kept small.
+        # A call that meets damage loses what it had unpacked before, so calls are kept small.
         data: bytes = self._stream.read(min(size, _WINDOW_BYTES))
         return data
 
@@ -39,7 +39,7 @@ class PackedFile(io.RawIOBase):
     """The decompressed bytes of a file; they end at its end, or where it is damaged.
 
     Attributes:
-        suffix: the end of the file's name, which says how it is packed.
+        suffix: the end of the file's name, which tells the compression.
         fault: how the file is damaged; None while no damage was met.
 
     Raises:
@@ -72,7 +72,7 @@ class PackedFile(io.RawIOBase):
             self.fault = str(error)
             return 0
         except OSError as error:
-            # With a number it comes from the system, without one from a decompressor.
+            # An error with a number is the system's, one without is a decompressor's.
             if error.errno is not None:
                 raise
             self.fault = str(error)
@@ -107,7 +107,7 @@ class PackedReader(io.BufferedReader):
 
 
 def fault_of(stream: BinaryIO) -> str | None:
-    """Say that a packed file is damaged, if damage was met; None for any other stream."""
+    """Describe the damage that was met in a packed file; None without damage, and for any other stream."""
     if not isinstance(stream, PackedReader) or stream.raw.fault is None:
         return None
-    return f"the {stream.raw.suffix} stream is damaged from about here on: {stream.raw.fault}"
+    return f"the {stream.raw.suffix} stream is damaged from about here: {stream.raw.fault}"

@@ -1,4 +1,4 @@
-"""One block of a corpus → partial counts: the pure function that every engine maps over the blocks.
+"""One block of a corpus → partial counts: the pure function that workers run on every block.
 
     CountPlan + Block → BlockCounts          `BlockCounter.count`, in any process, in any order
     PartialCounts + PartialCounts            `merge_partial`, associative and commutative
@@ -12,14 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..chat.messages import ChatError, normalise_messages
+from ..chat.skeleton import Piece
+from ..chat.template import ChatSpec
+from ..chat.turns import ChatRenderer
 from ..corpus.blocks import BadRecord, Block, Records, document_index
 from ..errors import TokenizerError
-from ..tokenizer.chat import ChatError, ChatRenderer, ChatSpec, Piece, normalise_messages
 from ..tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
 from .counts import HeldOut
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
@@ -36,7 +40,7 @@ class SourcePlan:
         kind: what the column holds.
         column: the column.
         roles: what is counted of a chat.
-        exact: tokenise whole conversations, see `ChatRenderer`.
+        exact: tokenize whole conversations, see `ChatRenderer`.
         sample: share of the documents to take, or None.
         sample_key: key of the source for sampling, see `document_keys`.
         held_out_key: key of the source for holding out.
@@ -53,7 +57,7 @@ class SourcePlan:
 
 @dataclass(frozen=True)
 class CountPlan:
-    """Everything a worker must know; picklable.
+    """Everything a worker needs; picklable.
 
     Attributes:
         encoder: the tokenizer.
@@ -80,7 +84,7 @@ class PartialCounts:
         tokens: tokens, candidates included.
         empty: documents without a token.
         skipped: bad records.
-        cuts: cuts made in texts too long to be tokenised whole.
+        cuts: cuts made in texts too long to be tokenized whole.
         candidates: documents that may yet be held out.
     """
 
@@ -133,7 +137,7 @@ def merge_partial(a: PartialCounts, b: PartialCounts, rule: HeldOutRule) -> Part
 
 @dataclass(frozen=True, eq=False)
 class BlockCounts:
-    """What one block gave.
+    """The result of one block.
 
     Attributes:
         partial: its counts.
@@ -152,9 +156,9 @@ class BlockCounter:
     def __init__(self, plan: CountPlan) -> None:
         self._plan = plan
         self._encoder = build_encoder(plan.encoder)
-        self._span_encoder: SpanEncoder | None = None
-        self._header_ids: dict[str, NDArray[np.uint32]] = {}
         self._reader = DocumentReader(plan)
+        # Templates have few headers; the bound is for one that writes something new each time.
+        self._header_ids = lru_cache(4096)(lambda header: self._encoder.encode([header]).token_ids)
 
     def count(self, source: int, block: Block, bound: int = NO_BOUND, limit: int | None = None) -> BlockCounts:
         """Count one block.
@@ -163,8 +167,8 @@ class BlockCounter:
             source: ordinal of its source in the plan.
             block: the block.
             bound: documents whose key reaches this are known not to be held out. Any bound that the accumulated
-                candidates have, or had before, gives the same counts in the end.
-            limit: count so many documents (at least 1) only, and nothing behind them.
+                candidates have or had gives the same counts in the end.
+            limit: count only so many documents (at least 1), and nothing after them.
 
         Raises:
             TokenizerError: the tokenizer gives ids beyond its vocabulary.
@@ -183,7 +187,11 @@ class BlockCounter:
         counts = np.bincount(token_ids, minlength=plan.encoder.vocab_size)
         if len(counts) > plan.encoder.vocab_size:
             largest = plan.encoder.vocab_size - 1
-            raise TokenizerError(f"the tokenizer gave id {len(counts) - 1}, but its largest known is {largest}")
+            raise TokenizerError(
+                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {largest}.",
+                expected=largest,
+                found=len(counts) - 1,
+            )
         keys = document_keys(plan.sources[source].held_out_key, index)
         candidates = self._candidates(keys, lengths, token_ids, bound)
         if len(candidates.token_ids):
@@ -205,7 +213,7 @@ class BlockCounter:
     def _read_and_encode(
         self, source: int, block: Block
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], list[BadRecord]]:
-        """What `_encode` gives of the documents of a block, their positions, int64 [documents], and the bad records."""
+        """Return what `_encode` gives for a block, the documents' positions int64 [documents], and the bad records."""
         plain = self._reader.plain_texts(source, block)
         if plain is not None:
             positions, texts = plain
@@ -225,13 +233,13 @@ class BlockCounter:
         return *self._encode(documents), np.array(places, np.int64), bad
 
     def encode_document(self, document: list[Piece]) -> NDArray[np.uint32]:
-        """Token ids that are counted of one document, uint32 [tokens]."""
+        """Return the token ids of one document that count, uint32 [tokens]."""
         return self._encode([document])[0]
 
     def _candidates(
         self, keys: NDArray[np.uint64], lengths: NDArray[np.int64], token_ids: NDArray[np.uint32], bound: int
     ) -> Candidates:
-        """The documents that may be held out."""
+        """Return the documents that may be held out."""
         rule = self._plan.held_out
         chosen = (keys < np.uint64(bound)) & (lengths > 0) & (lengths <= rule.max_tokens)
         if not rule.active or not chosen.any():
@@ -244,7 +252,7 @@ class BlockCounter:
     def _encode(
         self, documents: Sequence[list[Piece]]
     ) -> tuple[NDArray[np.uint32], NDArray[np.int64], NDArray[np.int64]]:
-        """Token ids of documents one after the other, their offsets (int64 [documents + 1]), and the cuts in each."""
+        """Return the ids of all documents in one array, their offsets int64 [documents + 1], and the cuts in each."""
         pieces = [piece for document in documents for piece in document]
         encoded, cuts = encode_all(self._encoder, ["" if piece.spans else piece.text for piece in pieces])
         offsets, token_ids = encoded.offsets, encoded.token_ids
@@ -261,25 +269,18 @@ class BlockCounter:
 
     def _counted_part(self, piece: Piece, token_ids: NDArray[np.uint32]) -> NDArray[np.uint32]:
         if piece.spans:
-            return self._spans().encode(piece.text, piece.spans)
+            return self._spans.encode(piece.text, piece.spans)
         if not piece.header_chars:
             return token_ids
-        header = piece.text[: piece.header_chars]
-        header_ids = self._header_ids.get(header)
-        if header_ids is None:
-            # Templates have few headers; the bound is for one that writes something new each time.
-            if len(self._header_ids) >= 4096:
-                self._header_ids.clear()
-            header_ids = self._header_ids[header] = self._encoder.encode([header]).token_ids
+        header_ids = self._header_ids(piece.text[: piece.header_chars])
         if np.array_equal(token_ids[: len(header_ids)], header_ids):
             return token_ids[len(header_ids) :]
         # A token reaches across the beginning of the turn.
-        return self._spans().encode(piece.text, [(piece.header_chars, len(piece.text))])
+        return self._spans.encode(piece.text, [(piece.header_chars, len(piece.text))])
 
+    @cached_property
     def _spans(self) -> SpanEncoder:
-        if self._span_encoder is None:
-            self._span_encoder = SpanEncoder(self._plan.encoder.tokenizer_json)
-        return self._span_encoder
+        return SpanEncoder(self._plan.encoder.tokenizer_json)
 
 
 class DocumentReader:
@@ -287,10 +288,10 @@ class DocumentReader:
 
     def __init__(self, plan: CountPlan) -> None:
         self._plan = plan
-        self._renderers: dict[bool, ChatRenderer] = {}
+        self._renderer = lru_cache(self._make_renderer)
 
     def plain_texts(self, source: int, block: Block) -> tuple[NDArray[np.int64], list[str]] | None:
-        """Positions and texts of the documents sampled, where all are plain text; else None, and `documents` tells."""
+        """Return positions and texts of the sampled documents if all are plain text, else None; see `documents`."""
         plan = self._plan.sources[source]
         if plan.kind != "text":
             return None
@@ -306,7 +307,7 @@ class DocumentReader:
         return records, np.flatnonzero(keys.astype(np.float64) < plan.sample * 2.0**64)
 
     def documents(self, source: int, block: Block) -> Iterator[tuple[int, list[Piece] | BadRecord]]:
-        """Yield position and pieces of every document sampled, or what is wrong with it."""
+        """Yield position and pieces of every sampled document, or what is wrong with it."""
         plan = self._plan.sources[source]
         records, selected = self._sampled(plan, block)
         renderer = self._renderer(plan.exact) if plan.kind == "chat" else None
@@ -327,11 +328,9 @@ class DocumentReader:
                 except ChatError as error:
                     yield position, BadRecord(block.shard, position, f"column {plan.column!r}: {error}")
 
-    def _renderer(self, exact: bool) -> ChatRenderer:
-        if exact not in self._renderers:
-            assert self._plan.chat is not None
-            self._renderers[exact] = ChatRenderer(self._plan.chat, exact)
-        return self._renderers[exact]
+    def _make_renderer(self, exact: bool) -> ChatRenderer:
+        assert self._plan.chat is not None
+        return ChatRenderer(self._plan.chat, exact)
 
 
 def _kind(value: object) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TokenizerError, UsageError, VocabularyError
-from ..files import write_file
+from ..errors import TokenizerError, UsageError, VocabularyError, errors_of
+from ..files import regular_file, write_file
 
 JSON = Any
 
-_KEY = "eagle_slim.token_counts"
+METADATA_KEY = "eagle_slim.token_counts"
+"""Name of the metadata entry by which a counts file is known."""
+
 _VERSION = 1
 
 
@@ -45,13 +47,18 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
-            raise VocabularyError(f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}")
+            raise VocabularyError(
+                f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}.", field="token_ids"
+            )
         offsets = self.doc_offsets
         if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 1:
-            raise VocabularyError(f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}")
+            raise VocabularyError(
+                f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}.", field="doc_offsets"
+            )
         if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
             raise VocabularyError(
-                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens"
+                f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens.",
+                field="doc_offsets",
             )
 
     @property
@@ -85,16 +92,24 @@ class SourceCounts:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise VocabularyError("a source of counts needs a name")
+            raise VocabularyError("A source of counts needs a name.", field="name")
         _check_weight(self.name, self.weight, VocabularyError)
         if self.counts.dtype != np.int64 or self.counts.ndim != 1:
-            raise VocabularyError(f"source {self.name}: counts must be int64 [vocab], found {_kind(self.counts)}")
+            raise VocabularyError(
+                f"source {self.name}: counts: expected int64 [vocab], found {_kind(self.counts)}.", field="counts"
+            )
         if len(self.counts) and self.counts.min() < 0:
             token_id = int(np.argmin(self.counts))
-            raise VocabularyError(f"source {self.name}: count of id {token_id} is {self.counts[token_id]}, below 0")
+            raise VocabularyError(
+                f"source {self.name}: the count of id {token_id} is {self.counts[token_id]}, below 0.",
+                field="counts",
+                id=token_id,
+            )
         ids = self.held_out.token_ids if self.held_out is not None else np.zeros(0, np.int32)
         if len(ids) and not (ids.min() >= 0 and ids.max() < len(self.counts)):
-            raise VocabularyError(f"source {self.name}: held-out ids must lie in 0 to {len(self.counts) - 1}")
+            raise VocabularyError(
+                f"source {self.name}: held-out ids: expected 0 to {len(self.counts) - 1}.", field="token_ids"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -116,14 +131,16 @@ class TokenCounts:
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise VocabularyError("token counts need at least one source")
+            raise VocabularyError("Token counts need at least one source.", field="sources")
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise VocabularyError(f"source names must be unique; found more than once: {', '.join(repeated)}")
+            raise VocabularyError(
+                f"Source names must be unique; found more than once: {', '.join(repeated)}.", repeated=repeated
+            )
         sizes = {source.name: len(source.counts) for source in self.sources}
         if len(set(sizes.values())) > 1:
-            raise VocabularyError(f"all sources must have one vocabulary size; found {sizes}")
+            raise VocabularyError(f"All sources must have one vocabulary size; found {sizes}.", sizes=sizes)
 
     @property
     def vocab_size(self) -> int:
@@ -138,7 +155,7 @@ class TokenCounts:
     def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
         """Mix the sources into one count per id.
 
-        Each source is first normalised to its share, so that its size has no say: with weights w_s, counts c_s and
+        Each source is first normalised, so that its size does not matter: with weights w_s, counts c_s and
         totals T_s, the result is T · Σ_s (w_s / Σ w) · c_s / T_s, where T is the total of all tokens and the sums run
         over sources with any token. A single source gives its counts exactly.
 
@@ -154,12 +171,12 @@ class TokenCounts:
         chosen = {source.name: source.weight for source in self.sources}
         for name, weight in (weights or {}).items():
             if name not in chosen:
-                raise UsageError(f"no source named {name!r} in these counts; they have: {', '.join(chosen)}")
+                raise _unknown_source(name, chosen)
             if weight != 0:
                 _check_weight(name, weight, UsageError)
             chosen[name] = float(weight)
         if not any(chosen.values()):
-            raise UsageError("every source has weight 0; at least one must count")
+            raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
         used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
         if len(used) <= 1:
             return (used[0] if used else self.sources[0]).counts.astype(np.float64)
@@ -197,7 +214,7 @@ class TokenCounts:
             ],
         }
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+        return bytes(save(tensors, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
@@ -208,35 +225,43 @@ class TokenCounts:
         """
         from safetensors import SafetensorError, safe_open
 
-        if not Path(path).is_file():
-            raise VocabularyError(f"{path}: no such counts file. Make one with `eagle-vocab count`.")
+        with regular_file(path, VocabularyError, "counts file").open("rb") as file:
+            if file.read(64).lstrip()[:1] in (b"{", b"["):
+                raise VocabularyError(
+                    f"{path}: this is JSON, such as a draft vocabulary, and not a counts file. Are COUNTS and VOCAB "
+                    "swapped?",
+                    path=str(path),
+                    found="JSON",
+                )
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
-                if _KEY not in metadata:
+                if METADATA_KEY not in metadata:
                     raise VocabularyError(
-                        f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
-                        "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`."
+                        f"{path}: a safetensors file, but not token counts (no {METADATA_KEY!r} in its metadata). "
+                        "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
+                        path=str(path),
+                        missing=METADATA_KEY,
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        # numpy knows no bfloat16, and says so with a TypeError.
+        # numpy does not know bfloat16, and says so with a TypeError.
         except (SafetensorError, OSError, TypeError) as error:
             raise VocabularyError(
-                f"{path}: not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`."
+                f"{path}: not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`.",
+                path=str(path),
             ) from error
-        try:
-            return _from_parts(json.loads(metadata[_KEY]), tensors)
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise VocabularyError(f"{path}: damaged counts file: {error!r}") from error
-        except VocabularyError as error:
-            raise VocabularyError(f"{path}: {error}") from error
+        with errors_of(path):
+            try:
+                return _from_parts(json.loads(metadata[METADATA_KEY]), tensors)
+            except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+                raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
 
 
 def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:
-    """Unite counts made by one tokenizer.
+    """Merge counts made by one tokenizer.
 
-    Sources of different names stand side by side. Sources of one name are parts of one corpus, counted apart: their
-    counts add up, their held-out documents are strung together, and their provenance is listed under "parts".
+    Sources of different names are kept side by side. Sources of one name are parts of one corpus that were counted
+    separately: their counts are added, their held-out documents joined, and their provenance is listed under "parts".
 
     Args:
         items: at least one.
@@ -249,35 +274,39 @@ def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | No
             with different weights.
     """
     if not items:
-        raise UsageError("nothing to merge: name at least one counts file")
+        raise UsageError("Nothing to merge: name at least one counts file.", missing="counts")
     hashes = {item.tokenizer_hash for item in items}
     if len(hashes) > 1:
         found = ", ".join(sorted(str(value) for value in hashes))
-        raise TokenizerError(f"counts of different tokenizers cannot be merged; found {found}")
+        raise TokenizerError(f"Counts of different tokenizers cannot be merged; found {found}.", hashes=hashes)
     sizes = sorted({item.vocab_size for item in items})
     if len(sizes) > 1:
-        raise VocabularyError(f"counts of different vocabulary sizes cannot be merged; found {sizes}")
+        raise VocabularyError(f"Counts of different vocabulary sizes cannot be merged; found {sizes}.", sizes=sizes)
     parts: dict[str, list[SourceCounts]] = {}
     for item in items:
         for source in item.sources:
             parts.setdefault(source.name, []).append(source)
     for name, weight in (weights or {}).items():
         if name not in parts:
-            raise UsageError(f"no source named {name!r} in these counts; they have: {', '.join(parts)}")
+            raise _unknown_source(name, parts)
         _check_weight(name, weight, UsageError)
     sources = []
     for name, same_name in parts.items():
         given = (weights or {}).get(name)
         stored = sorted({source.weight for source in same_name})
         if given is None and len(stored) > 1:
-            raise UsageError(f"source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}")
+            raise UsageError(
+                f"Source {name!r} has the weights {stored}; say which, as in {name}={stored[0]:g}.",
+                source=name,
+                weights=stored,
+            )
         merged = _add_parts(name, same_name)
         sources.append(merged if given is None else replace(merged, weight=float(given)))
     return TokenCounts(tuple(sources), items[0].tokenizer_hash)
 
 
 def _text_of(provenance: JSON) -> JSON:
-    """What of a provenance says which text it is: the same text counted with other settings is no other text."""
+    """Return the part of a provenance that tells which text it is, whatever the settings it was counted with."""
     if not isinstance(provenance, dict) or provenance.get("sample") is not None:
         return provenance
     if "files" not in provenance and "dataset" not in provenance:
@@ -296,7 +325,9 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
         if text in seen:
             raise VocabularyError(
                 f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
-                "Merge each counts file once; name the sources apart if they really differ."
+                "Merge each counts file once; give the sources different names if they really differ.",
+                source=name,
+                repeated="provenance",
             )
         seen.append(text)
     held_out = [source.held_out for source in parts if source.held_out is not None]
@@ -320,25 +351,38 @@ def _concatenate(parts: Sequence[HeldOut]) -> HeldOut:
 def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
     if header["version"] != _VERSION:
         raise VocabularyError(
-            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}; update it"
+            f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it.",
+            version=header["version"],
         )
     sources = []
     for position, entry in enumerate(header["sources"]):
         ids = tensors.pop(f"held_out.{position}.token_ids", None)
         offsets = tensors.pop(f"held_out.{position}.doc_offsets", None)
         if (ids is None) != (offsets is None):
-            raise VocabularyError(f"source {entry['name']}: held-out ids and offsets belong together; one is missing")
+            raise VocabularyError(
+                f"source {entry['name']}: held-out ids and offsets belong together; one is missing.", field="held_out"
+            )
         held_out = None if ids is None or offsets is None else HeldOut(ids, offsets)
         counts = tensors.pop(f"counts.{position}")
         sources.append(SourceCounts(entry["name"], float(entry["weight"]), counts, held_out, entry["provenance"]))
     if tensors:
-        raise VocabularyError(f"tensors that belong to no source: {', '.join(sorted(tensors))}")
+        raise VocabularyError(
+            f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.", tensors=sorted(tensors)
+        )
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
+
+
+def _unknown_source(name: str, known: Iterable[str]) -> UsageError:
+    return UsageError(
+        f"There is no source named {name!r} in these counts; they have: {', '.join(known)}.",
+        source=name,
+        sources=list(known),
+    )
 
 
 def _check_weight(name: str, weight: float, error_type: type[UsageError | VocabularyError]) -> None:
     if not (math.isfinite(weight) and weight > 0):
-        raise error_type(f"source {name}: expected a weight above 0, found {weight}")
+        raise error_type(f"source {name}: expected a weight above 0, found {weight}.", source=name, weight=weight)
 
 
 def _kind(array: NDArray[Any]) -> str:

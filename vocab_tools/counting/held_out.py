@@ -1,11 +1,11 @@
 """Which documents are held out: a random part that is never counted, the same for any number of workers.
 
-Every document has a 64-bit key, a hash of (seed, source, document index). The documents of smallest key are kept aside
-with their tokens, up to a cap of documents and tokens; a document pushed out by smaller keys goes back to the counts.
-At the end the smallest keys make up the wanted fraction, and the rest is counted.
+Every document has a 64-bit key, a hash of (seed, source, document index). The documents with the smallest keys are set
+aside with their tokens, up to a cap of documents and tokens; a document pushed out by smaller keys is counted after
+all. At the end the smallest keys make up the wanted fraction, and the rest is counted.
 
-`Candidates` is the state in between. Merging is associative and order-independent, which rests on `bound`: no document
-whose key reaches it may ever return, even when the one that overflowed the cap is no longer there to be seen.
+`Candidates` is the state in between. Merging them is associative and does not depend on the order. This rests on
+`bound`: no document whose key reaches it may come back, even after the document that exceeded the cap is gone.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ class HeldOutRule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction < 1:
-            raise UsageError(f"held-out fraction: expected at least 0 and below 1, found {self.fraction}")
+            raise UsageError(
+                f"held-out fraction: expected at least 0 and below 1, found {self.fraction}.", fraction=self.fraction
+            )
         if self.max_documents < 0 or self.max_tokens < 0:
-            raise UsageError("held-out caps: expected 0 or more documents and tokens")
+            raise UsageError("held-out caps: expected 0 or more documents and tokens.")
 
     @property
     def active(self) -> bool:
@@ -72,7 +74,7 @@ def document_keys(source_key: int, index: NDArray[np.int64]) -> NDArray[np.uint6
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Documents that may be held out, ascending by key.
+    """Documents that may be held out, in ascending order of their keys.
 
     Attributes:
         keys: uint64 [documents].
@@ -104,10 +106,10 @@ class Candidates:
 
 
 def merge_candidates(a: Candidates, b: Candidates, rule: HeldOutRule) -> tuple[Candidates, NDArray[np.int32]]:
-    """Unite two sets and apply the caps.
+    """Merge two sets and apply the caps.
 
     Returns:
-        The united candidates, and the token ids (int32) of the documents given up, which are to be counted.
+        The merged candidates, and the token ids (int32) of the documents given up, which are to be counted.
     """
     keys = np.concatenate([a.keys, b.keys])
     lengths = np.concatenate([a.lengths, b.lengths])

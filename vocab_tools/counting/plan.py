@@ -1,4 +1,4 @@
-"""How a corpus is going to be counted, found out on a probe of it, and the identity of a count for its checkpoint."""
+"""How a corpus will be counted, found out on a probe of it; and the identity of a count, for its resume file."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..corpus.corpus import BadRecord, OpenCorpus
+from ..chat.template import ChatSpec, chat_spec
+from ..corpus.blocks import BadRecord
+from ..corpus.open import OpenCorpus
 from ..errors import UsageError
-from ..tokenizer.chat import ChatSpec, chat_spec
-from ..tokenizer.encode import SpanEncoder, choose_engine, encoder_spec
+from ..tokenizer.encode import SpanEncoder, choose_library, encoder_spec
 from .block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .held_out import HeldOutRule, key_of_source
 
@@ -34,12 +35,12 @@ def make_plan(
     skip_bad: bool,
     say: Callable[[str], None],
 ) -> CountPlan:
-    """Decide how a corpus is counted: the tokenizer library and the way of its chats, each after a probe.
+    """Decide how a corpus is counted: which library tokenizes it and how its chats are cut, each after a probe.
 
     Args:
         corpora: the open sources.
         tokenizer: the tokenizer.
-        requested: library that encodes, see `choose_engine`.
+        requested: library that encodes, see `choose_library`.
         chat_template: Jinja source in place of the tokenizer's own.
         seed: decides what is sampled and held out.
         rule: what is held out.
@@ -52,7 +53,7 @@ def make_plan(
     """
     has_chat = any(corpus.kind == "chat" for corpus in corpora)
     if chat_template is not None and not has_chat:
-        raise UsageError("a chat template was given, but no source holds chats")
+        raise UsageError("A chat template was given, but no source holds chats.", option="--chat-template")
     chat: ChatSpec | None = chat_spec(tokenizer, chat_template) if has_chat else None
     encoder = encoder_spec(tokenizer.backend, tokenizer.vocab_size)
     sources = tuple(
@@ -70,15 +71,15 @@ def make_plan(
     plan = CountPlan(encoder, chat, sources, skip_bad, rule)
     if any(source.kind == "chat" and source.roles == "assistant" for source in sources):
         plan = replace(plan, sources=_probe_chats(corpora, plan, say))
-    choice = choose_engine(requested, encoder, _probe_texts(corpora, plan))
+    choice = choose_library(requested, encoder, _probe_texts(corpora, plan))
     if requested == "auto":
-        say(f"tokenizing with {choice.engine}: {choice.reason}")
-    return replace(plan, encoder=replace(encoder, engine=choice.engine))
+        say(f"tokenizing with {choice.library}: {choice.reason}")
+    return replace(plan, encoder=replace(encoder, library=choice.library))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a probed document stands; looked up only when it is printed."""
+    """Where a probed document is; the line number is looked up only when it is printed."""
 
     corpus: OpenCorpus
     shard: int
@@ -91,7 +92,7 @@ class _Place:
 def _probe_texts(corpora: Sequence[OpenCorpus], plan: CountPlan) -> Iterator[tuple[object, str]]:
     reader = DocumentReader(plan)
     for source, corpus in enumerate(corpora):
-        for block in corpus.probe_blocks():
+        for block in corpus.probe_blocks:
             texts = chars = 0
             for position, document in reader.documents(source, block):
                 if isinstance(document, BadRecord):
@@ -113,7 +114,7 @@ def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[
             continue
         exactly = replace(plan, sources=(replace(source, exact=True),))
         spans = SpanEncoder(plan.encoder.tokenizer_json)
-        for block in corpus.probe_blocks():
+        for block in corpus.probe_blocks:
             pairs = zip(
                 DocumentReader(plan).documents(position, block),
                 DocumentReader(exactly).documents(0, block),
@@ -128,8 +129,8 @@ def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[
                 if not np.array_equal(by_pieces.encode_document(pieces), np.concatenate(expected)):
                     place = _Place(corpus, block.shard, at)
                     say(
-                        f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives "
-                        f"other tokens when a text is cut at its added tokens (seen at {place})"
+                        f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer "
+                        f"gives other tokens when a text is cut at its added tokens (seen at {place})"
                     )
                     sources[position] = replace(source, exact=True)
                     break
@@ -141,14 +142,14 @@ def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[
 def identity_of(
     corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, library: str, seed: int
 ) -> dict[str, Any]:
-    """Everything that has a say in the counts, as JSON."""
+    """Return everything that can change the counts, as JSON."""
     rule = plan.held_out
     return {
         "version": _IDENTITY_VERSION,
         "tokenizer": tokenizer.tokenizer_hash,
         "chat_template": None if plan.chat is None else plan.chat.template,
         "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
-        "tokenizer_engine": library,
+        "tokenizer_library": library,
         "seed": seed,
         "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
         "sources": [

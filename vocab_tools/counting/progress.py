@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ..corpus.corpus import OpenCorpus
+from ..corpus.open import OpenCorpus
 from .resume import SourceState
 
 

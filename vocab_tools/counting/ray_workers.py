@@ -1,9 +1,9 @@
 """Counting on a Ray cluster: the same blocks, the same partial counts, the same order, so the same bytes in the end.
 
 Ray Data runs the work: a pool of actors, each with one tokenizer thread, takes units of a corpus and gives back partial
-counts. It starts an actor again that died and repeats the unit that it had; a unit has one result however often it was
-begun, so nothing is lost and nothing is counted twice. Results come back in the order of the corpus, which is what
-limits, checkpoints and messages about bad records need.
+counts. It restarts an actor that died and repeats its unit; a unit has one result however often it was begun, so
+nothing is lost and nothing is counted twice. Results come back in the order of the corpus, which limits, the resume
+file and messages about bad records need.
 
     files that can be cut without reading them    unit = blocks of about 64 MB; workers read the files themselves
     compressed files, datasets of the Hub, URLs   unit = one shard (file), opened and read by the worker
@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..corpus.corpus import Block, OpenCorpus
+from ..corpus.blocks import Block
+from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError, UsageError
 from .block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
 from .workers import Task
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from ..corpus.blocks import BadRecord
 
 _UNIT_BLOCKS = 16
-# Reports of bad records that a unit carries; the local engine prints fewer than that of a whole source.
+# Bad records that a unit reports; of a whole source, fewer than that are printed.
 _MAX_REPORTS = 16
 
 
@@ -41,11 +43,11 @@ class _Unit:
     start: int = 0
 
 
-class RayEngine:
+class RayWorkers:
     """Counts corpora on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
 
     Args:
-        plan: what a worker must know.
+        plan: what a worker needs.
         workers: actors of one CPU each; None: one for each CPU the cluster has now.
 
     Raises:
@@ -57,25 +59,27 @@ class RayEngine:
         try:
             import ray.data  # noqa: F401
         except ImportError as error:
-            raise UsageError("--engine ray needs Ray Data: pip install 'eagle-slim[ray]'") from error
+            raise UsageError(
+                "--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'", missing="ray"
+            ) from error
         self._plan = plan
         self._workers = workers
         self._started = False
-        self._counter: BlockCounter | None = None
 
-    def __enter__(self) -> RayEngine:
+    def __enter__(self) -> RayWorkers:
         import ray
 
         if not ray.is_initialized():
             try:
-                # With an address, CPUs are the cluster's matter.
+                # With an address, the cluster itself knows its CPUs.
                 here = {} if os.environ.get("RAY_ADDRESS") else {"num_cpus": self._workers, "include_dashboard": False}
                 ray.init(logging_level="warning", log_to_driver=False, **here)
             except (ConnectionError, RuntimeError, ValueError, OSError) as error:
                 address = os.environ.get("RAY_ADDRESS", "not set")
                 raise EagleSlimError(
-                    f"the Ray cluster cannot be reached (RAY_ADDRESS: {address}): {error}. Unset RAY_ADDRESS to count "
-                    "on this machine."
+                    f"The Ray cluster cannot be reached (RAY_ADDRESS: {address}): {error}. Unset RAY_ADDRESS to count "
+                    "on this machine.",
+                    address=address,
                 ) from error
             self._started = True
         return self
@@ -91,15 +95,17 @@ class RayEngine:
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
         """Count single blocks in this process: the one block in which a limit falls."""
-        if self._counter is None:
-            self._counter = BlockCounter(self._plan)
         for task in tasks:
             yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
+
+    @cached_property
+    def _counter(self) -> BlockCounter:
+        return BlockCounter(self._plan)
 
     def corpus(
         self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
     ) -> Iterator[tuple[Task, BlockCounts]]:
-        """Count a corpus behind `after`; yields in its order a result per block where it has limits, else per unit."""
+        """Count a corpus after the cursor `after`: yields a result per block if it has limits, else one per unit."""
         import ray
 
         limited = corpus.source.max_documents is not None or corpus.source.max_tokens is not None
@@ -182,6 +188,6 @@ class _UnitCounter:
             if bad and not self._plan.skip_bad:
                 break
         if last is not None:
-            # The place alone: whoever takes the result needs no text.
-            place = Block(last.shard, last.start, last.stop, size)
-            yield Task(self._source, place, self._bound), BlockCounts(partial, np.zeros(0, np.int32), bad)
+            # The position alone: whoever takes the result needs no text.
+            position = Block(last.shard, last.start, last.stop, size)
+            yield Task(self._source, position, self._bound), BlockCounts(partial, np.zeros(0, np.int32), bad)

@@ -1,13 +1,15 @@
-"""Checkpoints of a running count: one file, replaced whole, that only the same count of the same input takes up again.
+"""What a count resumes from: one file, replaced whole, that only the same count of the same input accepts.
 
-The file is a safetensors file with the partial counts and the held-out candidates of each source; its metadata holds
-the identity of the count (every argument and input that has a say in the result) and how far each source was read.
+It is a safetensors file with the partial counts and the held-out candidates of each source. Its metadata holds the
+identity of the count (every argument and input that can change the result) and how far each source was read.
 """
 
 from __future__ import annotations
 
+import glob
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import CorpusError, UsageError
-from ..files import write_file
+from ..files import regular_file, write_file
 from .block import PartialCounts
 from .held_out import Candidates
 
-_KEY = "eagle_slim.count_checkpoint"
+_KEY = "eagle_slim.count_resume"
 _VERSION = 1
+_NUMBERS = ("documents", "tokens", "empty", "skipped", "cuts")
+_RESTART = "Start over with --restart."
+
+
+def resume_file_beside(out: Path) -> Path:
+    """Return the file that keeps the state of a count whose result is to be written to `out`."""
+    return out.with_name(f"{out.name}.resume")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +50,60 @@ class SourceState:
     limited: bool = False
 
 
-def save_checkpoint(path: Path, identity: dict[str, Any], states: Sequence[SourceState]) -> None:
-    """Write a checkpoint, whole or not at all.
+class CountState:
+    """The states of all sources, saved now and then.
+
+    Attributes:
+        sources: the state of each source, in order.
+        path: the resume file; None to save nothing.
+    """
+
+    def __init__(
+        self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None, seconds: float
+    ) -> None:
+        self.sources = list(sources)
+        self.path = path
+        self._identity = identity
+        self._seconds = seconds
+        self._saved_at = time.monotonic()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens counted so far."""
+        return sum(state.partial.tokens for state in self.sources)
+
+    def update(self, position: int, state: SourceState) -> None:
+        """Replace the state of one source, and save when the last time is long enough ago."""
+        self.sources[position] = state
+        if time.monotonic() - self._saved_at >= self._seconds:
+            self.save()
+
+    def save(self) -> None:
+        """Write the resume file, unless nothing was counted yet.
+
+        Raises:
+            CorpusError: it cannot be written.
+        """
+        if self.path is not None and any(state.cursor for state in self.sources):
+            save_states(self.path, self._identity, self.sources)
+            self._saved_at = time.monotonic()
+
+    def forget(self, position: int) -> None:
+        """Drop the state of one source; a resume file that then holds nothing is removed."""
+        self.sources[position] = SourceState(PartialCounts.zero(len(self.sources[position].partial.counts)))
+        if not any(state.cursor for state in self.sources):
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the resume file, and what a run that was killed while writing one left behind."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+            for leftover in self.path.parent.glob(f".{glob.escape(self.path.name)}.*.tmp"):
+                leftover.unlink(missing_ok=True)
+
+
+def save_states(path: Path, identity: dict[str, Any], states: Sequence[SourceState]) -> None:
+    """Write a resume file, whole or not at all.
 
     Raises:
         CorpusError: it cannot be written.
@@ -63,12 +124,8 @@ def save_checkpoint(path: Path, identity: dict[str, Any], states: Sequence[Sourc
                 "cursor": state.cursor,
                 "done": state.done,
                 "limited": state.limited,
-                "documents": partial.documents,
-                "tokens": partial.tokens,
-                "empty": partial.empty,
-                "skipped": partial.skipped,
-                "cuts": partial.cuts,
                 "bound": candidates.bound,
+                **{name: getattr(partial, name) for name in _NUMBERS},
             }
         )
     header = json.dumps({"version": _VERSION, "identity": identity, "sources": entries})
@@ -76,68 +133,62 @@ def save_checkpoint(path: Path, identity: dict[str, Any], states: Sequence[Sourc
     try:
         write_file(path, save(tensors, metadata={_KEY: header}))
     except OSError as error:
-        raise CorpusError(f"{path}: the checkpoint cannot be written: {error.strerror}") from error
+        raise CorpusError(f"{path}: the state of the count cannot be saved: {error.strerror}.", path=path) from error
 
 
-def load_checkpoint(path: Path, identity: dict[str, Any]) -> list[SourceState]:
-    """Read a checkpoint of this very count.
+def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:
+    """Read the resume file of this very count.
 
     Raises:
-        UsageError: it belongs to another count, or its input has changed since; the message says in what.
+        UsageError: it belongs to another count (fact `differences`), or its input has changed (fact `changed`).
         CorpusError: it is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
+    regular_file(path, CorpusError, "saved state")
     try:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        same_version = header["version"] == _VERSION
-        stored = header["identity"]
+        version, stored = header["version"], header["identity"]
         states = [_state(entry, tensors, position) for position, entry in enumerate(header["sources"])]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-        raise CorpusError(f"{path}: not a readable checkpoint ({error!r}). Start over with --restart.") from error
-    if not same_version:
-        raise UsageError(f"{path}: the checkpoint of another version of eagle-slim. Start over with --restart.")
+        raise CorpusError(f"{path}: the saved state cannot be read ({error!r}). {_RESTART}", path=path) from error
+    if version != _VERSION:
+        raise UsageError(f"{path}: saved by another version of eagle-slim. {_RESTART}", path=path, version=version)
     # Through JSON, so that tuples and lists compare alike.
     current = json.loads(json.dumps(identity))
     changed = _changed_files(stored, current)
     if changed:
+        more = " and other files" if len(changed) > 3 else ""
         raise UsageError(
-            f"{path}: this count was begun on another state of {', '.join(changed[:3])}"
-            f"{' and others' if len(changed) > 3 else ''}. Start over with --restart."
+            f"{path}: since this count began, {', '.join(changed[:3])}{more} changed. {_RESTART}",
+            path=path,
+            changed=changed,
         )
     differences = list(_differences(stored, current, ""))
     if differences:
         raise UsageError(
-            f"{path}: the checkpoint of another count: {'; '.join(differences[:5])}. "
-            "Give the arguments of that count to go on with it, or start over with --restart."
+            f"{path}: this is the saved state of another count: {'; '.join(differences[:5])}. "
+            f"Give the arguments of that count to go on with it. {_RESTART}",
+            path=path,
+            differences=differences,
         )
     return states
 
 
 def _state(entry: dict[str, Any], tensors: dict[str, NDArray[Any]], position: int) -> SourceState:
-    candidates = Candidates(
-        tensors[f"{position}.keys"],
-        tensors[f"{position}.lengths"],
-        tensors[f"{position}.token_ids"],
-        entry["bound"],
+    keys, lengths, token_ids, counts = (
+        tensors[f"{position}.{name}"] for name in ("keys", "lengths", "token_ids", "counts")
     )
-    partial = PartialCounts(
-        counts=tensors[f"{position}.counts"],
-        documents=entry["documents"],
-        tokens=entry["tokens"],
-        empty=entry["empty"],
-        skipped=entry["skipped"],
-        cuts=entry["cuts"],
-        candidates=candidates,
-    )
+    candidates = Candidates(keys, lengths, token_ids, entry["bound"])
+    partial = PartialCounts(counts, candidates=candidates, **{name: entry[name] for name in _NUMBERS})
     cursor = None if entry["cursor"] is None else (entry["cursor"][0], entry["cursor"][1])
     return SourceState(partial, cursor, entry["done"], entry["limited"])
 
 
 def _changed_files(stored: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Files that both counts name, with another size or time: paths, in the order of the corpus."""
+    """Return the paths of files that both counts name, with another size or time, in the order of the corpus."""
     before, now = ({path: state for path, *state in _files(identity)} for identity in (stored, current))
     return [path for path, state in now.items() if path in before and before[path] != state]
 
@@ -146,21 +197,15 @@ def _files(identity: dict[str, Any]) -> list[list[Any]]:
     return [file for source in identity["sources"] for file in source["input"].get("files", [])]
 
 
-def _differences(stored: Any, current: Any, where: str) -> list[str]:
+def _differences(stored: Any, current: Any, where: str) -> Iterator[str]:
     if isinstance(stored, dict) and isinstance(current, dict):
-        keys = sorted({*stored, *current})
-        return [
-            difference
-            for key in keys
-            for difference in _differences(stored.get(key), current.get(key), f"{where}.{key}" if where else key)
-        ]
-    if isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
-        return [
-            difference
-            for position, (a, b) in enumerate(zip(stored, current, strict=True))
-            for difference in _differences(a, b, f"{where}[{position}]")
-        ]
-    return [] if stored == current else [f"{where} was {_short(stored)}, is {_short(current)}"]
+        for key in sorted({*stored, *current}):
+            yield from _differences(stored.get(key), current.get(key), f"{where}.{key}" if where else key)
+    elif isinstance(stored, list) and isinstance(current, list) and len(stored) == len(current):
+        for position, (a, b) in enumerate(zip(stored, current, strict=True)):
+            yield from _differences(a, b, f"{where}[{position}]")
+    elif stored != current:
+        yield f"{where} was {_short(stored)}, is {_short(current)}"
 
 
 def _short(value: Any) -> str:

@@ -1,7 +1,4 @@
-"""Who counts the blocks: this process, or worker processes; the third, for a Ray cluster, is in `counting_ray`.
-
-An engine is anything that maps tasks to block counts in the order of the tasks.
-"""
+"""Who counts the blocks: this process or worker processes. Those on a Ray cluster are in ray_workers.py."""
 
 from __future__ import annotations
 
@@ -15,7 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from ..corpus.corpus import Block, OpenCorpus
+from ..corpus.blocks import Block
+from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError
 from .block import BlockCounter, BlockCounts, CountPlan
 
@@ -30,10 +28,10 @@ class Task:
     limit: int | None = None
 
 
-class CountEngine(Protocol):
-    """What `count_tokens` asks of an engine."""
+class Workers(Protocol):
+    """Anything that counts tasks and returns the results in their order."""
 
-    def __enter__(self) -> CountEngine: ...
+    def __enter__(self) -> Workers: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -45,41 +43,41 @@ class CountEngine(Protocol):
     def corpus(
         self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
     ) -> Iterator[tuple[Task, BlockCounts]]:
-        """Yield the results of a corpus behind `after` in its order: of each block, or of blocks that were merged.
+        """Yield the results of a corpus after the cursor `after`, in order: one per block, or per run of merged blocks.
 
-        A merged result bears the place of its last block and the size of all. A corpus with limits needs single blocks.
-        `bound` gives the bound of what was counted until then.
+        A merged result has the position of its last block and the size of all of them. A corpus with limits needs
+        single blocks. `bound` returns the bound of what was counted so far, see `BlockCounter.count`.
         """
 
 
 class BlockByBlock:
-    """An engine to which this process hands every block."""
+    """Workers to which this process hands every block."""
 
     def corpus(
         self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
     ) -> Iterator[tuple[Task, BlockCounts]]:
-        """See `CountEngine`."""
+        """See `Workers`."""
         return self.map(Task(source, block, bound()) for block in corpus.blocks(after))
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        """See `CountEngine`."""
+        """See `Workers`."""
         raise NotImplementedError
 
 
-class InProcess(BlockByBlock):
-    """Counts in this process."""
+class ThisProcess(BlockByBlock):
+    """Counts without any workers."""
 
     def __init__(self, plan: CountPlan) -> None:
         self._counter = BlockCounter(plan)
 
-    def __enter__(self) -> InProcess:
+    def __enter__(self) -> ThisProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        """See `CountEngine`."""
+        """See `Workers`."""
         for task in tasks:
             yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
 
@@ -87,12 +85,12 @@ class InProcess(BlockByBlock):
 class Processes(BlockByBlock):
     """Counts in worker processes, each with one tokenizer thread."""
 
-    def __init__(self, plan: CountPlan, workers: int) -> None:
+    def __init__(self, plan: CountPlan, num_workers: int) -> None:
         from multiprocessing import get_context
 
-        self._in_flight = 2 * workers + 1
+        self._in_flight = 2 * num_workers + 1
         self._pool = ProcessPoolExecutor(
-            workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(plan,)
+            num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(plan,)
         )
 
     def __enter__(self) -> Processes:
@@ -102,7 +100,7 @@ class Processes(BlockByBlock):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        """See `CountEngine`."""
+        """See `Workers`."""
         waiting: deque[tuple[Task, Future[BlockCounts]]] = deque()
         try:
             for task in tasks:
@@ -121,8 +119,8 @@ class Processes(BlockByBlock):
             return task, future.result()
         except BrokenProcessPool as error:
             raise EagleSlimError(
-                "a worker process died, perhaps for lack of memory. The same command goes on from the last checkpoint; "
-                "fewer --workers need less memory."
+                "A worker process died, perhaps because memory ran out. Run the same command again to go on from the "
+                "last saved state; fewer --workers need less memory."
             ) from error
 
 
@@ -130,14 +128,16 @@ _counter: BlockCounter | None = None
 
 
 def _start_worker(plan: CountPlan) -> None:
-    """Make a worker process ready: one tokenizer thread, no Ctrl-C of its own, and no life after its parent."""
+    """Prepare a worker process: one tokenizer thread, no Ctrl-C of its own, and it ends when its parent does."""
     import signal
     from multiprocessing import parent_process
 
     # Read by rayon when it first makes its threads, which is after this.
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # A terminal sends these to the whole group; the parent process saves its state and then ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="parent-watch").start()

@@ -1,146 +1,32 @@
 """Share of text that a draft vocabulary covers, per source, measured on documents that were never counted.
 
 A token is covered at size N when its id is among the first N ranked ones. The interval is a percentile bootstrap over
-documents (Efron 1979): tokens of one document resemble each other, so documents are drawn, not tokens. Beside every
-figure stands the baseline that needs no corpus: the same forced ids, then the first ids in id order.
+documents (Efron 1979): tokens of one document resemble each other, so documents are drawn, not tokens. Every figure
+is shown with the baseline that needs no corpus: the same forced ids, then the first ids in id order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import TokenizerError, UsageError, VocabularyError
 from ..vocabulary.draft_vocab import DraftVocab
+from .report import CONFIDENCE, CoverageReport, SourceCoverage
+from .shares import Part, source_shares
 
 if TYPE_CHECKING:
     from ..counting.counts import SourceCounts, TokenCounts
-
-Part = Literal["held-out", "counted"]
 
 MEAN = "all sources"
 """Name of the weighted mean beside the sources."""
 
 _CURVE_POINTS = 64
-_CONFIDENCE = 0.95
 # Bootstrap weights are drawn for this many documents × resamples at a time: 64 MB of float64.
 _WEIGHTS_AT_ONCE = 8_000_000
-
-
-@dataclass(frozen=True, eq=False)
-class SourceCoverage:
-    """Coverage of one source, by size.
-
-    Attributes:
-        name: of the source; "all sources" is their weighted mean.
-        weight: share of the source in the mean, 1 in sum.
-        part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking).
-        documents: measured; 0 where documents were not kept apart.
-        tokens: measured.
-        coverage: share of the tokens covered, float64 [sizes].
-        low, high: bounds of the 95% interval, float64 [sizes]; None with fewer than two documents.
-        baseline: coverage of the first ids, float64 [sizes].
-    """
-
-    name: str
-    weight: float
-    part: Part
-    documents: int
-    tokens: int
-    coverage: NDArray[np.float64]
-    low: NDArray[np.float64] | None
-    high: NDArray[np.float64] | None
-    baseline: NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class CoverageReport:
-    """Coverage of a draft vocabulary over sizes and sources.
-
-    Attributes:
-        draft_vocab: size of the vocabulary measured, the last of `sizes` at most.
-        sizes: ascending; every one at least the number of forced ids.
-        shown: the sizes that a table shows; the others make the curve smooth.
-        sources: one entry per source, then "all sources" when there are several.
-        bootstrap, seed: resamples and their seed.
-        warnings: sources on which the ranking loses to the baseline, and counted text used for want of held-out text.
-    """
-
-    draft_vocab: int
-    target_vocab: int
-    sizes: tuple[int, ...]
-    shown: tuple[int, ...]
-    sources: tuple[SourceCoverage, ...]
-    bootstrap: int
-    seed: int
-    warnings: tuple[str, ...]
-
-    def at(self, source: str, size: int | None = None) -> float:
-        """Return the coverage of a source at a size, the vocabulary's own by default."""
-        position = self.sizes.index(self.draft_vocab if size is None else size)
-        return float(next(entry for entry in self.sources if entry.name == source).coverage[position])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the report JSON-ready; shares are rounded to six digits."""
-        return {
-            "draft_vocab": self.draft_vocab,
-            "target_vocab": self.target_vocab,
-            "confidence": _CONFIDENCE,
-            "bootstrap": self.bootstrap,
-            "seed": self.seed,
-            "sizes": list(self.sizes),
-            "sources": [
-                {
-                    "name": source.name,
-                    "weight": round(source.weight, 6),
-                    "part": source.part,
-                    "documents": source.documents,
-                    "tokens": source.tokens,
-                    "coverage": _rounded(source.coverage),
-                    "low": _rounded(source.low),
-                    "high": _rounded(source.high),
-                    "baseline_first_ids": _rounded(source.baseline),
-                }
-                for source in self.sources
-            ],
-            "warnings": list(self.warnings),
-        }
-
-    def table(self) -> str:
-        """Return a plain text table: one row per source and size, in percent."""
-        header = ("source", "text", "size", "covered", "95% interval", "first ids", "difference")
-        rows = [header]
-        for source in self.sources:
-            for size in self.shown:
-                position = self.sizes.index(size)
-                covered, first = source.coverage[position], source.baseline[position]
-                interval = "-"
-                if source.low is not None and source.high is not None:
-                    interval = f"{100 * source.low[position]:.2f} – {100 * source.high[position]:.2f}"
-                rows.append(
-                    (
-                        source.name if size == self.shown[0] else "",
-                        f"{source.part}, {_thousands(source.tokens)} tokens" if size == self.shown[0] else "",
-                        f"{size}",
-                        f"{100 * covered:.2f}%",
-                        interval,
-                        f"{100 * first:.2f}%",
-                        f"{100 * (covered - first):+.2f}",
-                    )
-                )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = []
-        for row in rows:
-            cells = [
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
 
 
 def measure_coverage(
@@ -162,7 +48,7 @@ def measure_coverage(
         seed: of the bootstrap.
         bootstrap: resamples of the documents; 0 for no interval.
         weights: share of each source in the mean, by name.
-        draft_vocab: the size that is to be used, one of `sizes`, which the warnings are about; default all of `vocab`.
+        draft_vocab: the size that is to be used, one of `sizes`; the warnings are about it. Default: all of `vocab`.
         candidates: ids that a vocabulary could hold, such as those a head was trained on; the baseline takes the first
             of them. Default all.
 
@@ -193,81 +79,29 @@ def measure_coverage(
         sizes=grid,
         shown=shown,
         sources=tuple(measured),
+        uncounted=_uncounted(vocab, counts, draft_vocab),
         bootstrap=bootstrap,
         seed=seed,
         warnings=tuple(_warnings(measured, grid, draft_vocab)),
     )
 
 
-def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
-    """Return the share of each source in a weighted mean, float64 [sources], 1 in sum.
-
-    Raises:
-        UsageError: a weight names no source, is negative, or all are zero.
-    """
-    names = [source.name for source in counts.sources]
-    unknown = sorted(set(weights or {}) - set(names))
-    if unknown:
-        raise UsageError(f"no source is named {unknown[0]!r}; there are {', '.join(names)}")
-    given = np.array([(weights or {}).get(source.name, source.weight) for source in counts.sources], np.float64)
-    if not np.isfinite(given).all() or (given < 0).any() or given.sum() <= 0:
-        raise UsageError(f"weights must be numbers of 0 or more, not all 0; found {given.tolist()}")
-    shares: NDArray[np.float64] = given / given.sum()
-    return shares
-
-
-def training_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
-    """Return the weighted share of every id among the counted tokens, float64 [vocab], 1 in sum.
-
-    Sources without a token are passed over, as in `TokenCounts.weighted`.
-    """
-    return _mixture([source.counts for source in counts.sources], counts, weights)
-
-
-def held_out_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64] | None:
-    """Return the weighted share of every id among the held-out tokens, float64 [vocab].
-
-    None unless every source that weighs anything has held-out tokens.
-    """
-    parts = []
-    for share, source in zip(source_shares(counts, weights), counts.sources, strict=True):
-        tokens = np.empty(0, np.int32) if source.held_out is None else source.held_out.token_ids
-        if share > 0 and len(tokens) == 0:
-            return None
-        parts.append(np.bincount(tokens, minlength=counts.vocab_size)[: counts.vocab_size])
-    return _mixture(parts, counts, weights)
-
-
-def tokens_for_sizing(
-    counts: TokenCounts, weights: Mapping[str, float] | None = None
-) -> tuple[NDArray[np.float64], Part]:
-    """Return the share of every id in the text that a coverage is asked of, float64 [vocab], and which text it is."""
-    held_out = held_out_shares(counts, weights)
-    if held_out is not None:
-        return held_out, "held-out"
-    return training_shares(counts, weights), "counted"
-
-
-def _mixture(
-    parts: Sequence[NDArray[Any]], counts: TokenCounts, weights: Mapping[str, float] | None
-) -> NDArray[np.float64]:
-    shares = source_shares(counts, weights) * [bool(part.any()) for part in parts]
-    if not shares.any():
-        raise VocabularyError("no source that weighs anything holds a token; count some text first")
-    mixed = np.zeros(counts.vocab_size, np.float64)
-    for share, part in zip(shares / shares.sum(), parts, strict=True):
-        if share > 0:
-            mixed += share * (part / part.sum())
-    return mixed
-
-
 def _check_same_tokenizer(vocab: DraftVocab, counts: TokenCounts) -> None:
     known = vocab.provenance.get("tokenizer_hash")
     if known is not None and counts.tokenizer_hash is not None and known != counts.tokenizer_hash:
         raise TokenizerError(
-            f"the vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
-            "Count with the vocabulary's tokenizer."
+            f"The vocabulary was made with tokenizer {known}, the counts with {counts.tokenizer_hash}. "
+            "Count with the vocabulary's tokenizer.",
+            expected=known,
+            found=counts.tokenizer_hash,
         )
+
+
+def _uncounted(vocab: DraftVocab, counts: TokenCounts, size: int) -> int:
+    """Return how many of the first ids, forced ones aside, no source counted."""
+    chosen = vocab.target_ids[vocab.num_forced : size]
+    counted = np.any([source.counts > 0 for source in counts.sources], axis=0)
+    return len(chosen) - int(counted[chosen[chosen < len(counted)]].sum())
 
 
 def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -276,7 +110,12 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
     if sizes is not None:
         wrong = [size for size in sizes if not smallest <= size <= vocab.size]
         if wrong:
-            raise UsageError(f"size {wrong[0]}: this vocabulary has sizes from {smallest} to {vocab.size}")
+            raise UsageError(
+                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.",
+                size=wrong[0],
+                smallest=smallest,
+                largest=vocab.size,
+            )
         shown = tuple(sorted({int(size) for size in sizes}))
     else:
         powers = {1 << exponent for exponent in range(10, 21) if smallest <= 1 << exponent < vocab.size}
@@ -327,7 +166,9 @@ def _measure_source(
         lengths = np.array([source.counts.sum()], np.float64)
     tokens = float(lengths.sum())
     if tokens == 0:
-        raise VocabularyError(f"source {source.name!r} holds no tokens to measure coverage on")
+        raise VocabularyError(
+            f"source {source.name!r}: there are no tokens to measure coverage on.", source=source.name, tokens=0
+        )
     samples = _resample(covered, lengths, bootstrap, rng) if len(lengths) > 1 and bootstrap > 0 else None
     low, high = _interval(samples)
     entry = SourceCoverage(
@@ -372,7 +213,7 @@ def _resample(
         draws = min(at_once, bootstrap - start)
         picks = rng.integers(0, documents, (draws, documents)) + documents * np.arange(draws)[:, None]
         times = np.bincount(picks.ravel(), minlength=draws * documents).reshape(draws, documents).astype(np.float64)
-        # A resample of empty documents only has no coverage to speak of.
+        # A resample that has only empty documents gets coverage 0.
         rows.append((times @ covered) / np.maximum(times @ lengths, 1.0)[:, None])
     return np.concatenate(rows)
 
@@ -382,7 +223,7 @@ def _interval(
 ) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
     if samples is None:
         return None, None
-    tail = 100 * (1 - _CONFIDENCE) / 2
+    tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(samples, [tail, 100 - tail], axis=0)
     return low, high
 
@@ -415,24 +256,13 @@ def _warnings(measured: Sequence[SourceCoverage], sizes: Sequence[int], size: in
         if covered < first:
             subject = entry.name if entry.name == MEAN else f"source {entry.name!r}"
             found.append(
-                f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of "
-                f"the first {size} ids, which need no corpus at all. Count text of this kind, weigh it more, or smooth."
+                f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of the first "
+                f"{size} ids, which need no corpus. Count text of this kind, give it more weight, or smooth"
             )
     counted = [entry.name for entry in measured if entry.part == "counted" and entry.name != MEAN]
     if counted:
         found.append(
-            f"coverage of {', '.join(repr(name) for name in counted)} is measured on the counted text itself, for want "
-            "of a held-out part: it is optimistic"
+            f"coverage of {', '.join(repr(name) for name in counted)} is measured on the counted text itself, because "
+            "nothing was held out: it is optimistic"
         )
     return found
-
-
-def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:
-    return None if values is None else [round(float(value), 6) for value in values]
-
-
-def _thousands(value: int) -> str:
-    for limit, unit in ((1_000_000, "M"), (1_000, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{unit}"
-    return str(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..files import write_file
-from .coverage import CoverageReport
+from .report import CoverageReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, told apart under all common colour blindness; black is kept for the mean of all sources.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# The axis ends here at the latest; curves that cover more leave it through the top.
+# The axis ends here at the latest; curves that cover more run out of it at the top.
 _SMALLEST_MISS = 1e-4
 
 
@@ -115,5 +115,5 @@ def _without_neighbours(powers: list[int], size: int) -> list[int]:
 
 
 def _miss(coverage: Any) -> Any:
-    # Zero has no place on a logarithmic axis; far above its end will do.
+    # A logarithmic axis has no zero; a value far beyond its end is drawn instead.
     return np.maximum(1.0 - np.asarray(coverage), _SMALLEST_MISS / 1000)

@@ -18,13 +18,20 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import UsageError, VocabularyError
 from ..tokenizer.load import ForcedIds, check_tokenizer, forced_ids
 from ..tokenizer.tokenizer import LoadedTokenizer
-from ..vocabulary.draft_vocab import TARGET_VOCAB_FROM, DraftVocab, check_ids, doubts_of_rank
+from ..vocabulary.draft_vocab import (
+    COUNTED_IDS,
+    TARGET_VOCAB_FROM,
+    DraftVocab,
+    check_ids,
+    doubts_of_rank,
+    uncounted_warning,
+)
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts
 
 ROUND_TO = 64
-"""Engines pad or shard draft rows by 64: SGLang and vLLM, `DEFAULT_VOCAB_PADDING_SIZE`."""
+"""Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
 
 
 def rank_vocabulary(
@@ -65,7 +72,9 @@ def rank_vocabulary(
         VocabularyError: candidate ids break a rule.
     """
     if size is not None and coverage is not None:
-        raise UsageError("a size and a coverage exclude each other: give one of them")
+        raise UsageError(
+            "A size and a coverage exclude each other: give only one of them.", options=["size", "coverage"]
+        )
     provenance: dict[str, Any] = {"method": "counts", "sources": _describe(counts, weights)}
     if target_vocab is None:
         target_vocab, provenance[TARGET_VOCAB_FROM] = counts.vocab_size, "counts"
@@ -73,7 +82,7 @@ def rank_vocabulary(
     beyond = sum(int(source.counts[target_vocab:].sum()) for source in counts.sources)
     if beyond:
         warnings.append(
-            f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab} and are left out"
+            f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
         )
     pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
     score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
@@ -83,12 +92,24 @@ def rank_vocabulary(
     if smoothing is not None:
         provenance["smoothing"] = smoothing
     if coverage is not None:
-        size, provenance["size_from_coverage"] = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
-    return pool.cut(order, size, round_to if coverage is None else None, provenance)
+        size, account = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
+        provenance["size_from_coverage"] = account
+        if account["measured_on"] == "counted":
+            warnings.append(
+                "the size for --coverage was found on the counted text itself, because nothing was held out: other "
+                "text will be covered less. Count with a held-out part"
+            )
+    chosen = order[len(pool.forced) : size]
+    counted = counts.weighted(weights)[:target_vocab]
+    provenance[COUNTED_IDS] = int((counted[chosen[chosen < len(counted)]] > 0).sum())
+    vocab = pool.cut(order, size, round_to if coverage is None else None, provenance)
+    # All ids together are ranked to be cut later: only a size that was asked for is warned about.
+    warnings.extend(uncounted_warning(vocab) if size is not None else ())
+    return vocab
 
 
 def rank_by_order(
-    order: ArrayLike | None = None,
+    order: ArrayLike | DraftVocab | None = None,
     size: int | None = None,
     tokenizer: LoadedTokenizer | None = None,
     forced: ForcedIds | Sequence[int] | None = None,
@@ -104,7 +125,8 @@ def rank_by_order(
     warning. `order=None` is `--order ids`: id order, which for BPE is merge order and needs no corpus.
 
     Args:
-        order: target ids, most important first; None is all real ids ascending.
+        order: target ids, most important first, or an imported token map, whose warnings are passed on; None is all
+            real ids ascending.
         size: number of ids N, kept exactly; default all of the order (all rankable ids for None).
         tokenizer: as in `rank_vocabulary`.
         forced: as in `rank_vocabulary`.
@@ -121,11 +143,16 @@ def rank_by_order(
     found: dict[str, Any] = {}
     if target_vocab is None:
         if tokenizer is None:
-            raise UsageError("ranking by order needs the tokenizer or the size of the target's vocabulary")
+            raise UsageError(
+                "Ranking by order needs the tokenizer or the size of the target's vocabulary.", missing="tokenizer"
+            )
         target_vocab, found[TARGET_VOCAB_FROM] = tokenizer.vocab_size, "tokenizer"
     if tokenizer is not None:
         found["tokenizer_hash"] = tokenizer.tokenizer_hash
     warnings: list[str] = []
+    if isinstance(order, DraftVocab):
+        warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
+        order = order.target_ids
     pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
@@ -147,7 +174,7 @@ class _Pool:
         target_vocab: rows of the target's LM head.
         trained: how many ids the head was trained on, None for a head without a map.
         untrained: forced ids that the head never trained.
-        warnings: for the user; grows on the way.
+        warnings: for the user; more are added on the way.
     """
 
     ids: NDArray[np.int64]
@@ -171,7 +198,10 @@ class _Pool:
     ) -> _Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
         if target_vocab < 1:
-            raise UsageError(f"target_vocab: expected the rows of the target's LM head, found {target_vocab}")
+            raise UsageError(
+                f"target_vocab: expected the number of rows of the target's LM head, found {target_vocab}.",
+                target_vocab=target_vocab,
+            )
         real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
         real = real[real < target_vocab]
         if forced is None:
@@ -183,9 +213,12 @@ class _Pool:
         outside = wanted[~np.isin(wanted, real)]
         if len(outside):
             if not isinstance(forced, ForcedIds):
-                raise UsageError(f"forced id {outside[0]} is no token of the target's vocabulary of {target_vocab}")
+                raise UsageError(
+                    f"Forced id {outside[0]} is not a token of the target's vocabulary of {target_vocab}.",
+                    id=int(outside[0]),
+                )
             warnings.append(
-                f"{len(outside)} forced ids lie outside the target's vocabulary of {target_vocab} and are left out: "
+                f"{len(outside)} forced ids are outside the target's vocabulary of {target_vocab} and left out: "
                 f"{_some(outside.tolist())}"
             )
             wanted = wanted[np.isin(wanted, real)]
@@ -223,15 +256,15 @@ class _Pool:
     def cut(
         self, order: NDArray[np.int64], size: int | None, warn_unless: int | None, provenance: dict[str, Any]
     ) -> DraftVocab:
-        """Take the first N of an order and write down how it came about."""
+        """Take the first N of an order and record how it came about."""
         if size is None:
             size = len(order)
         else:
             self._check_size(size)
         if warn_unless and size % warn_unless and size < len(self.ids):
             self.warnings.append(
-                f"draft vocabulary of {size} is not a multiple of {warn_unless}; kept exactly, but engines pad it, and "
-                f"tensor parallelism wants a multiple (next: {_round_up(size, warn_unless)})"
+                f"a draft vocabulary of {size} is not a multiple of {warn_unless}: it is kept exactly, but serving "
+                f"engines pad it, and tensor parallelism needs a multiple (the next is {_round_up(size, warn_unless)})"
             )
         provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
         if self.trained is not None:
@@ -242,21 +275,27 @@ class _Pool:
 
     def _check_size(self, size: int) -> None:
         if size < 1:
-            raise UsageError(f"draft vocabulary of {size}: at least one id is needed")
+            raise UsageError(f"A draft vocabulary of {size} is too small: at least one id is needed.", size=size)
         if size < len(self.forced):
             raise UsageError(
-                f"draft vocabulary of {size} is smaller than the {len(self.forced)} forced ids (end of turn, chat "
-                f"markers, single bytes). Ask for at least {_round_up(len(self.forced), ROUND_TO)}."
+                f"A draft vocabulary of {size} is smaller than the {len(self.forced)} forced ids (end of turn, chat "
+                f"markers, single bytes). Ask for at least {_round_up(len(self.forced), ROUND_TO)}.",
+                size=size,
+                forced=len(self.forced),
             )
         if self.trained is not None and size > len(self.ids):
             raise UsageError(
-                f"draft vocabulary of {size} asked for, but the head was trained on {self.trained} ids "
-                f"({len(self.ids)} of them usable); a row that was never trained cannot be made"
+                f"A draft vocabulary of {size} was asked for, but the head was trained on {self.trained} ids only "
+                f"({len(self.ids)} of them usable), and untrained rows cannot be made up.",
+                size=size,
+                trained=self.trained,
             )
         if self.trained is None and size >= len(self.ids):
             raise UsageError(
-                f"draft vocabulary of {size} is not smaller than the {len(self.ids)} real tokens of the target. "
-                "Ask for fewer, or for `--draft-vocab full`, which writes the whole head without a map."
+                f"A draft vocabulary of {size} is not smaller than the {len(self.ids)} real tokens of the target. "
+                "Ask for fewer, or for `--draft-vocab full`, which writes the whole head without a map.",
+                size=size,
+                real=len(self.ids),
             )
 
 
@@ -272,15 +311,18 @@ def _scores(
     from .smoothing import smooth_counts
 
     if tokenizer is None:
-        raise UsageError("smoothing needs the tokenizer: its prior is the merge order of the ids")
+        raise UsageError("Smoothing needs the tokenizer: its prior is the merge order of the ids.", missing="tokenizer")
     smoothed = smooth_counts(counts, tokenizer, smooth, weights=weights, target_vocab=target_vocab)
     return smoothed.score, smoothed.to_json()
 
 
 def check_coverage(coverage: float) -> None:
-    """Raise UsageError for what is no share of tokens."""
+    """Raise UsageError for a number that is not a share of tokens."""
     if not 0 < coverage <= 1:
-        raise UsageError(f"coverage {coverage} is not a share of tokens: give a number above 0 and at most 1")
+        raise UsageError(
+            f"A coverage of {coverage} is not a share of tokens: give a number above 0 and at most 1.",
+            coverage=coverage,
+        )
 
 
 def _size_for_coverage(
@@ -292,7 +334,7 @@ def _size_for_coverage(
     round_to: int,
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
-    from .coverage import tokens_for_sizing
+    from .shares import tokens_for_sizing
 
     check_coverage(coverage)
     tokens, part = tokens_for_sizing(counts, weights)
@@ -300,13 +342,16 @@ def _size_for_coverage(
     held[: len(tokens)] = tokens
     reached = np.cumsum(held[order])
     best = float(reached[-1])
-    # Sums of float64 shares end a few ulps beside the exact figure.
+    # Sums of float64 shares are a few ulps off the exact figure.
     enough = np.flatnonzero(reached >= coverage - 1e-12)
     if len(enough) == 0 or enough[0] + 1 > pool.largest_size:
         limit = float(reached[pool.largest_size - 1])
         raise UsageError(
-            f"coverage {coverage} of the {part} tokens is out of reach: the largest draft vocabulary, "
-            f"{pool.largest_size} ids, covers {min(limit, best):.6f}"
+            f"A coverage of {coverage} of the {part} tokens cannot be reached: the largest draft vocabulary, "
+            f"{pool.largest_size} ids, covers {min(limit, best):.6f}.",
+            coverage=coverage,
+            reached=min(limit, best),
+            size=pool.largest_size,
         )
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
     size = min(_round_up(smallest, round_to), pool.largest_size)
@@ -319,7 +364,10 @@ def _follow(
 ) -> tuple[NDArray[np.int64], int | None]:
     """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
     if order.ndim != 1 or order.dtype.kind not in "iu":
-        raise VocabularyError(f"token map: expected a list of integer ids, found {order.dtype} {list(order.shape)}")
+        raise VocabularyError(
+            f"token map: expected a list of integer ids, found {order.dtype} {list(order.shape)}.",
+            found=str(order.dtype),
+        )
     check_ids(order, pool.target_vocab, "token map")
     order = order.astype(np.int64)
     usable = order[np.isin(order, pool.ids)]
@@ -338,7 +386,11 @@ def _follow(
     if size is None:
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
-        raise UsageError(f"draft vocabulary of {size} asked for, but the token map has {len(ranked)} usable ids")
+        raise UsageError(
+            f"A draft vocabulary of {size} was asked for, but the token map has {len(ranked)} usable ids.",
+            size=size,
+            usable=len(ranked),
+        )
     elif size < len(usable):
         warnings.extend(doubts_of_rank(order, size))
     return ranked, size

@@ -1,4 +1,4 @@
-"""What a draft vocabulary holds and what it leaves out, readable."""
+"""What a draft vocabulary holds and what it leaves out, for people to read."""
 
 from __future__ import annotations
 
@@ -32,32 +32,12 @@ _SCRIPT_NAMES = {
     "MEETEI": "Meetei Mayek",
     "OL": "Ol Chiki",
     "OLD": "historic scripts",
-} | dict.fromkeys(
-    [
-        "MATHEMATICAL",
-        "MODIFIER",
-        "DOUBLE",
-        "MASCULINE",
-        "FEMININE",
-        "MICRO",
-        "PLANCK",
-        "SUPERSCRIPT",
-        "BLACK",
-        "CARON",
-        "INFORMATION",
-        "OHM",
-        "KELVIN",
-        "ANGSTROM",
-        "SCRIPT",
-        "TURNED",
-        "UNNAMED",
-        "ALEF",
-        "BET",
-        "GIMEL",
-        "DALET",
-    ],
-    "letter-like symbols",
-)
+}
+_LETTER_LIKE = {
+    "MATHEMATICAL", "MODIFIER", "DOUBLE", "MASCULINE", "FEMININE", "MICRO", "PLANCK", "SUPERSCRIPT", "BLACK",
+    "CARON", "INFORMATION", "OHM", "KELVIN", "ANGSTROM", "SCRIPT", "TURNED", "UNNAMED", "ALEF", "BET", "GIMEL",
+    "DALET",
+}  # fmt: skip
 _KINDS_SHOWN = 20
 
 
@@ -178,8 +158,10 @@ def show_vocabulary(
     strange = np.setdiff1d(vocab.target_ids, real)
     if len(strange):
         raise TokenizerError(
-            f"id {strange[0]} of the vocabulary belongs to no token of {tokenizer.source} ({len(strange)} such ids); "
-            "name the target's tokenizer"
+            f"Id {strange[0]} of the vocabulary belongs to no token of {tokenizer.source} ({len(strange)} such ids). "
+            "Name the target's tokenizer.",
+            tokenizer=tokenizer.source,
+            ids=strange.tolist(),
         )
     weighted = None if counts is None else counts.weighted()
     reasons: Mapping[str, str] = vocab.provenance.get("forced", {})
@@ -263,7 +245,7 @@ def token_kind(tokenizer: LoadedTokenizer, token_id: int) -> str:
 
 def _script(letter: str) -> str:
     word = unicodedata.name(letter, "UNNAMED").split()[0].split("-")[0]
-    return _SCRIPT_NAMES.get(word, word.capitalize())
+    return "letter-like symbols" if word in _LETTER_LIKE else _SCRIPT_NAMES.get(word, word.capitalize())
 
 
 def _composition(tokenizer: LoadedTokenizer, real: list[int], held: set[int]) -> tuple[Composition, ...]:

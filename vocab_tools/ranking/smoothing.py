@@ -9,8 +9,8 @@ Poisson, so the posterior mean rate is
 
 (empirical Bayes; Gelman et al., Bayesian Data Analysis, 2.6). The prior mean is Zipf-Mandelbrot in the merge rank,
 `p_i ∝ (rank_i + shift) ** -exponent`, fitted to the counted text by maximum likelihood. The strength `a` is the number
-of observations the prior is worth at every token: 0 leaves the counts alone, infinity leaves the id order. "auto" takes
-the strength under which the held-out text is likeliest. It does not depend on the draft vocabulary's size, so
+of observations that the prior is worth at every token: 0 leaves the counts alone, infinity leaves the id order. "auto"
+takes the strength that makes the held-out text likeliest. It does not depend on the draft vocabulary's size, so
 vocabularies stay nested.
 
 Plain counts with ties by id already use the order for the ids never seen, so smoothing changes little where enough text
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 from ..tokenizer.tokenizer import LoadedTokenizer
-from .coverage import held_out_shares, training_shares
+from .shares import held_out_shares, training_shares
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts
@@ -91,7 +91,8 @@ def smooth_counts(
     if rank is None:
         raise UsageError(
             f"--smooth needs a BPE tokenizer whose ids follow the merge order; those of {tokenizer.source} do not. "
-            "Leave smoothing off."
+            "Leave smoothing off.",
+            tokenizer=tokenizer.source,
         )
     size = max(counts.vocab_size, len(rank))
     size = size if target_vocab is None else min(size, target_vocab)
@@ -103,14 +104,17 @@ def smooth_counts(
     exponent, shift, prior = _fit_prior(share, rank)
     if strength != "auto":
         if not 0 < strength < np.inf:
-            raise UsageError(f"smoothing strength {strength}: give a number above 0, `auto`, or `off`")
+            raise UsageError(
+                f"smoothing strength {strength}: expected a number above 0, `auto` or `off`.", strength=strength
+            )
         score = _posterior(share, total, prior, strength)
         return SmoothedCounts(score, float(strength), exponent, shift, "given", {})
     held_out = held_out_shares(counts, weights)
     if held_out is None:
         raise UsageError(
-            "--smooth auto chooses its strength on held-out text, but these counts hold nothing back. "
-            "Count with a held-out part, or give a strength (0.1 is a usual one)."
+            "--smooth auto chooses its strength on held-out text, but these counts have none. "
+            "Count with a held-out part, or give a strength (0.1 is a usual one).",
+            strength="auto",
         )
     held_out = _fit_length(held_out, size)
     likelihood = {float(a): _log_likelihood(held_out, _posterior(share, total, prior, a)) for a in _STRENGTHS}
@@ -150,6 +154,4 @@ def _log_likelihood(held_out: NDArray[np.float64], rate: NDArray[np.float64]) ->
 
 
 def _fit_length(values: NDArray[Any], size: int, fill: int = 0) -> NDArray[Any]:
-    if len(values) >= size:
-        return values[:size]
-    return np.concatenate([values, np.full(size - len(values), fill, values.dtype)])
+    return np.pad(values[:size], (0, max(0, size - len(values))), constant_values=fill)

@@ -21,11 +21,13 @@ from ..errors import TokenizerError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TokenizerEngine = Literal["tokenizers", "fastokens"]
+TokenizerLibrary = Literal["tokenizers", "fastokens"]
 
 # Characters per call: `tokenizers` keeps about 100 bytes per token until a call returns.
 BATCH_CHARS = 1 << 20
 MAX_TEXT_CHARS = 1 << 20
+
+_ADVICE = "Use --tokenizer-library tokenizers."
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,12 @@ class EncoderSpec:
     Attributes:
         tokenizer_json: a tokenizer.json without truncation, padding and post-processor.
         vocab_size: largest id + 1.
-        engine: which library encodes.
+        library: which library encodes.
     """
 
     tokenizer_json: str
     vocab_size: int
-    engine: TokenizerEngine = "tokenizers"
+    library: TokenizerLibrary = "tokenizers"
 
 
 def encoder_spec(backend: Tokenizer, vocab_size: int) -> EncoderSpec:
@@ -70,9 +72,9 @@ class Encoder(Protocol):
         """Encode one batch; the caller keeps batches small."""
 
 
-def engine_name(engine: TokenizerEngine) -> str:
-    """Name and version of an installed library, for provenance."""
-    return f"{engine} {version(engine)}"
+def name_and_version(library: TokenizerLibrary) -> str:
+    """Return the name and version of an installed library, for provenance."""
+    return f"{library} {version(library)}"
 
 
 def build_encoder(spec: EncoderSpec) -> Encoder:
@@ -81,7 +83,7 @@ def build_encoder(spec: EncoderSpec) -> Encoder:
     Raises:
         TokenizerError: the library is not installed, or cannot load this tokenizer.
     """
-    return _Fastokens(spec.tokenizer_json) if spec.engine == "fastokens" else _Tokenizers(spec.tokenizer_json)
+    return _Fastokens(spec.tokenizer_json) if spec.library == "fastokens" else _Tokenizers(spec.tokenizer_json)
 
 
 class _Tokenizers:
@@ -106,11 +108,15 @@ class _Fastokens:
         try:
             import fastokens
         except ImportError as error:
-            raise TokenizerError("fastokens is not installed; try: pip install 'eagle-slim[fast]'") from error
+            raise TokenizerError(
+                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'",
+                library="fastokens",
+                missing="fastokens",
+            ) from error
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
         except Exception as error:  # fastokens raises bare exceptions from Rust
-            raise TokenizerError(f"fastokens cannot load this tokenizer: {error}") from error
+            raise TokenizerError(f"fastokens cannot load this tokenizer: {error}", library="fastokens") from error
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         ids, offsets = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=False)
@@ -170,7 +176,7 @@ def _join(parts: Sequence[Encoded]) -> Encoded:
 
 
 class SpanEncoder:
-    """Ids of the tokens that lie in given stretches of a text, exactly as the whole text is tokenised."""
+    """Ids of the tokens that lie in given stretches of a text, exactly as the whole text is tokenized."""
 
     def __init__(self, tokenizer_json: str) -> None:
         from tokenizers import Tokenizer
@@ -181,7 +187,7 @@ class SpanEncoder:
     def encode(self, text: str, spans: Sequence[tuple[int, int]]) -> NDArray[np.uint32]:
         """Encode a text and keep the tokens that hold at least one character of a span (start, stop).
 
-        An added token must begin inside the span: one that merely swallows white space after it is not of the span.
+        An added token must begin inside the span: one that only swallows the white space before the span is left out.
         """
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
@@ -195,62 +201,64 @@ class SpanEncoder:
 
 
 @dataclass(frozen=True)
-class EngineChoice:
-    """Which library encodes, and why."""
+class LibraryChoice:
+    """Which library encodes, and why (a sentence without its full stop)."""
 
-    engine: TokenizerEngine
+    library: TokenizerLibrary
     reason: str
 
 
-def choose_engine(
+def choose_library(
     requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[object, str]]
-) -> EngineChoice:
-    """Decide which library encodes.
+) -> LibraryChoice:
+    """Decide which library encodes the corpus.
 
     Args:
-        requested: a library, or "auto" for `fastokens` where it is installed and right.
+        requested: a library, or "auto" for `fastokens` where it is installed and gives the right ids.
         spec: the tokenizer.
         probe: (place, text) pairs of the corpus, on which `fastokens` must give the ids of `tokenizers`.
 
     Raises:
-        TokenizerError: `fastokens` was requested, and is not installed or not right, or nothing was there to try it on.
+        TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.
     """
     if requested == "tokenizers":
-        return EngineChoice("tokenizers", "as asked for")
+        return LibraryChoice("tokenizers", "as asked for")
     try:
         fast = build_encoder(EncoderSpec(spec.tokenizer_json, spec.vocab_size, "fastokens"))
     except TokenizerError as error:
         if requested == "fastokens":
             raise
-        return EngineChoice("tokenizers", str(error))
+        return LibraryChoice("tokenizers", str(error))
     places, texts = [], []
     for where, text in probe:
         places.append(where)
         texts.append(text)
     if not any(texts):
-        reason = "no text of the corpus was found to compare fastokens with tokenizers on"
+        reason = "found no text in the corpus to compare fastokens with tokenizers on"
         if requested == "fastokens":
-            raise TokenizerError(f"{reason}. Use --tokenizer-engine tokenizers.")
-        return EngineChoice("tokenizers", reason)
+            raise TokenizerError(f"{reason}. {_ADVICE}", library="fastokens", found="no text")
+        return LibraryChoice("tokenizers", reason)
     difference = _first_difference(build_encoder(spec), fast, texts)
     if difference is None:
         num_texts = sum(map(bool, texts))
-        reason = f"{engine_name('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
-        return EngineChoice("fastokens", reason)
+        reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
+        return LibraryChoice("fastokens", reason)
     position, expected, found = difference
     reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
     if requested == "fastokens":
-        raise TokenizerError(f"{reason}. Use --tokenizer-engine tokenizers.")
-    return EngineChoice("tokenizers", reason)
+        raise TokenizerError(
+            f"{reason}. {_ADVICE}", library="fastokens", place=places[position], expected=expected, found=found
+        )
+    return LibraryChoice("tokenizers", reason)
 
 
 def _first_difference(expected: Encoder, found: Encoder, texts: Sequence[str]) -> tuple[int, str, str] | None:
-    """First text with other ids: its position, and the ids of both around the first that differs."""
+    """Return the first text with different ids: its position, and the ids of both libraries where they first differ."""
     right, _ = encode_all(expected, texts)
     try:
         other, _ = encode_all(found, texts)
     except Exception as error:  # whatever it raises: it cannot encode this corpus
-        return 0, "of tokenizers", f"an error, {error}"
+        return 0, "those of tokenizers", f"an error, {error}"
     for position in range(len(texts)):
         a = right.token_ids[right.offsets[position] : right.offsets[position + 1]]
         b = other.token_ids[other.offsets[position] : other.offsets[position + 1]]

@@ -17,54 +17,20 @@ from numpy.typing import NDArray
 from ..errors import TokenizerError, UsageError
 from .tokenizer import LoadedTokenizer
 
-# Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers whose generation settings are
-# not at hand. The same list as llama.cpp's end-of-generation detection, without its fill-in-the-middle markers.
-_END_OF_TURN = frozenset(
-    [
-        "<|eot_id|>",
-        "<|eom_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<|flush|>",
-        "<|calls|>",
-        "<end_of_turn>",
-        "<turn|>",
-        "<|endoftext|>",
-        "<|end_of_text|>",
-        "<|end_of_turn|>",
-        "<|end_of_sentence|>",
-        "<｜end▁of▁sentence｜>",
-        "<|END_OF_TURN_TOKEN|>",
-        "</s>",
-        "<eos>",
-        "<EOT>",
-        "_<EOT>",
-        "<EOD>",
-        "<end_of_utterance>",
-        "<|eos|>",
-    ]
-)
+# Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers without generation settings. The
+# same list as llama.cpp's end-of-generation detection, without its fill-in-the-middle markers.
+_END_OF_TURN = frozenset({
+    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<|end_of_turn|>", "<|end_of_sentence|>",
+    "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>", "</s>", "<eos>", "<EOT>", "_<EOT>", "<EOD>",
+    "<end_of_utterance>", "<|eos|>",
+})  # fmt: skip
 # Markers that models emit inside a turn and that a template may never spell (Llama-3.1's code calls, gpt-oss's
-# channels, reasoning and tool calls of templates that are not at hand).
-_IN_TURN = frozenset(
-    [
-        "<|python_tag|>",
-        "<tool_call>",
-        "</tool_call>",
-        "<think>",
-        "</think>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[THINK]",
-        "[/THINK]",
-        "<|start|>",
-        "<|channel|>",
-        "<|message|>",
-        "<|constrain|>",
-    ]
-)
+# channels, reasoning and tool calls of unknown templates).
+_IN_TURN = frozenset({
+    "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]",
+    "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
+})  # fmt: skip
 
 # `{% generation %}` is transformers' own tag around assistant text; it prints nothing itself.
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -95,7 +61,7 @@ class ForcedIds:
     Attributes:
         ids: target ids, ascending and unique, int64 [forced].
         reasons: why, by id.
-        warnings: what could not be found out, for the user.
+        warnings: for the user, what could not be found out.
     """
 
     ids: NDArray[np.int64]
@@ -125,7 +91,7 @@ def forced_ids(
         UsageError: an extra id that no token has, or an unknown `force_added`.
     """
     if force_added not in ("chat", "all"):
-        raise UsageError(f"force_added must be 'chat' or 'all', not {force_added!r}")
+        raise UsageError(f"force_added: expected 'chat' or 'all', found {force_added!r}.", option="force_added")
     reasons: dict[int, list[str]] = {}
     warnings: list[str] = []
     real = set(tokenizer.real_ids.tolist())
@@ -139,7 +105,7 @@ def forced_ids(
         if token_id in real:
             force(token_id, reason)
         elif token_id >= 0:
-            warnings.append(f"{reason} names id {token_id}, which no token of {tokenizer.source} has; not forced")
+            warnings.append(f"{reason} is id {token_id}, but no token of {tokenizer.source} has it; it is not forced")
     for token_id, text in tokenizer.added_tokens.items():
         # Gemma-3 has the HTML tag </s> among its tokens; only a special one ends a turn.
         if text in _END_OF_TURN and token_id in tokenizer.special_ids:
@@ -161,7 +127,7 @@ def forced_ids(
         force(token_id, f"byte 0x{byte:02X}")
     for token_id in extra:
         if token_id not in real:
-            raise UsageError(f"forced id {token_id}: {tokenizer.source} has no such token")
+            raise UsageError(f"Forced id {token_id}: {tokenizer.source} has no such token.", id=token_id)
         force(token_id, "by request")
     return ForcedIds(
         ids=np.array(sorted(reasons), np.int64),
@@ -205,7 +171,7 @@ def _literals(template: str, special_tokens: Mapping[str, str]) -> list[str]:
     try:
         tree = environment.parse(_GENERATION_TAG.sub("", template))
     except TemplateError as error:
-        raise TokenizerError(f"the chat template is not valid Jinja: {error}") from error
+        raise TokenizerError(f"The chat template is not valid Jinja: {error}", invalid="chat template") from error
 
     def text_of(node: nodes.Node) -> str | None:
         """Return the text of a constant expression, special-token variables included; None when it is not one."""

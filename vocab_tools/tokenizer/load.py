@@ -1,18 +1,18 @@
 """Hub id, folder or tokenizer.json → LoadedTokenizer.
 
-Files come through transformers, so that HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, revisions and the cache work as
-everywhere. Only the small text files are fetched, never a weight.
+Files are fetched by transformers, so HF_TOKEN, HF_HUB_OFFLINE, HF_ENDPOINT, revisions and the cache work as usual. Only
+the small text files are fetched, never weights.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
-from ..files import expand_home
+from ..files import expand_home, regular_file
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer
 
@@ -34,13 +34,14 @@ _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
 _NOT_CACHED = "LocalEntryNotFoundError"
+_WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id."
 
 # What to do, by the class name of the Hub's error: huggingface_hub itself is not imported here.
 _HUB_ADVICE = {
     "GatedRepoError": "the repository is gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`",
     "RepositoryNotFoundError": "no such repository, or it is private: check the spelling, or set HF_TOKEN",
     "RevisionNotFoundError": "the repository has no such revision: check --revision",
-    "HFValidationError": "neither an existing path nor a valid Hub id (`owner/name`)",
+    "HFValidationError": "it is neither an existing path nor a valid Hub id (`owner/name`)",
     "OfflineModeIsEnabled": "not in the cache, and offline mode is on: run once online, or give a local folder",
     _NOT_CACHED: "not in the cache, and the Hub was not asked or cannot be reached: check the network "
     "and HF_ENDPOINT, unset HF_HUB_OFFLINE, or give a local folder",
@@ -60,15 +61,17 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     """
     path = expand_home(source)
     if not str(source):
-        raise TokenizerError("the tokenizer's name is empty. Give a tokenizer.json, its folder, or a Hub id.")
+        raise TokenizerError(f"The tokenizer's name is empty. {_WHAT_TO_GIVE}", tokenizer="")
     if path.is_file():
         return _load(str(source), path, _side_files_of(path.parent) if path.name == _TOKENIZER else {}, None)
     if path.is_dir():
         file = path / _TOKENIZER
         return _load(str(source), file if file.is_file() else None, _side_files_of(path), None, folder=path)
-    # A Hub id may hold dots (org/Llama-3.1-8B) but never more than one slash.
+    if path.exists():
+        regular_file(path, TokenizerError)
+    # A Hub id may have dots (org/Llama-3.1-8B) but never more than one slash.
     if path.is_absolute() or str(source).startswith((".", "~")) or path.suffix == ".json" or len(path.parts) > 2:
-        raise TokenizerError(f"{source}: no such file or folder. Give a tokenizer.json, its folder, or a Hub id.")
+        raise TokenizerError(f"{source}: no such file or folder. {_WHAT_TO_GIVE}", missing=str(source))
     return _load_from_hub(str(source), revision, offline)
 
 
@@ -90,14 +93,17 @@ def check_tokenizer(
         TokenizerError: the hashes differ.
     """
     if tokenizer_hash is None:
-        return [f"{where}: no tokenizer recorded; ids are taken to be those of {tokenizer.source}"]
+        return [f"{where}: no tokenizer is recorded; the ids are taken to be those of {tokenizer.source}"]
     if tokenizer_hash != tokenizer.tokenizer_hash:
         raise TokenizerError(
             f"{where}: made with another tokenizer: expected {tokenizer_hash}, but {tokenizer.source} has "
-            f"{tokenizer.tokenizer_hash}. Name the tokenizer that was used then, or count again with this one."
+            f"{tokenizer.tokenizer_hash}. Name the tokenizer that was used then, or count again with this one.",
+            where=where,
+            expected=tokenizer_hash,
+            found=tokenizer.tokenizer_hash,
         )
     if chat_template_hash is not None and chat_template_hash != tokenizer.chat_template_hash:
-        return [f"{where}: made with another chat template than that of {tokenizer.source}; the ids agree"]
+        return [f"{where}: made with another chat template than that of {tokenizer.source}; the ids are the same"]
     return []
 
 
@@ -118,7 +124,7 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
         try:
             found = cached_file(source, name, revision=revision, local_files_only=only_cache)
         except OSError as error:
-            # The error for a file that the Hub does not have has no cause; where the Hub gave no answer, it has.
+            # The error for a file that the Hub does not have has no cause; where the Hub gave no answer, it has one.
             is_absent = type(error) is OSError and error.errno is None and error.__cause__ is None
             if is_absent or _was_not_asked(error, only_cache):
                 return None
@@ -142,7 +148,9 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
             raise
         raise _hub_error(source, revision, error, _TEMPLATE_FOLDER) from error
     if tokenizer_file is None and not side:
-        raise TokenizerError(f"{source}: no tokenizer there: {_HUB_ADVICE[_NOT_CACHED]}.")
+        raise TokenizerError(
+            f"{source}: there is no tokenizer: {_HUB_ADVICE[_NOT_CACHED]}.", repo=source, reason=_NOT_CACHED
+        )
     any_file = tokenizer_file or next(iter(side.values()))
     commit = extract_commit_hash(str(any_file), None)
     return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
@@ -150,11 +158,7 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
 
 def _was_not_asked(error: BaseException, only_cache: bool) -> bool:
     """Whether a file is not in the cache, and the Hub was not to be asked for it."""
-    kinds = []
-    cause: BaseException | None = error
-    while cause is not None:
-        kinds.append(type(cause).__name__)
-        cause = cause.__cause__
+    kinds = [type(cause).__name__ for cause in _causes(error)]
     return _NOT_CACHED in kinds and (only_cache or "OfflineModeIsEnabled" in kinds)
 
 
@@ -164,22 +168,27 @@ def _is_broken_connection(error: BaseException) -> bool:
 
 
 def _hub_error(source: str, revision: str | None, error: BaseException, name: str) -> TokenizerError:
+    """Return an error that says what to do, from the first known class in the chain of causes."""
+    kind = ""
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
+    for cause in _causes(error):
+        kind = type(cause).__name__
+        if kind in _HUB_ADVICE:
+            reason = f"{name}: {_HUB_ADVICE[kind]}" if kind == _NOT_CACHED else _HUB_ADVICE[kind]
+            break
+        if _is_broken_connection(cause):
+            kind = "connection"
+            reason = f"{name} could not be fetched ({cause}). Run the same command again, or give a local folder"
+            break
     at = f"{source} (revision {revision})" if revision else source
+    return TokenizerError(f"{at}: cannot load the tokenizer: {reason}.", repo=source, file=name, reason=kind)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     cause: BaseException | None = error
     while cause is not None:
-        kind = type(cause).__name__
-        if kind == _NOT_CACHED:
-            return TokenizerError(f"{at}: cannot load the tokenizer: {name}: {_HUB_ADVICE[kind]}.")
-        if kind in _HUB_ADVICE:
-            return TokenizerError(f"{at}: cannot load the tokenizer: {_HUB_ADVICE[kind]}.")
-        if _is_broken_connection(cause):
-            return TokenizerError(
-                f"{at}: cannot load the tokenizer: {name} could not be fetched ({cause}). Run the same command again, "
-                "or give a local folder."
-            )
+        yield cause
         cause = cause.__cause__ or cause.__context__
-    first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return TokenizerError(f"{at}: cannot load the tokenizer: {first_line}")
 
 
 def _load(
@@ -217,9 +226,9 @@ def _read_json(file: Path | None) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TokenizerError(f"{file}: not readable as JSON: {error}") from error
+        raise TokenizerError(f"{file}: not readable as JSON: {error}.", path=file) from error
     if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}")
+        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}.", path=file)
     return value
 
 
@@ -229,9 +238,9 @@ def _read_backend(file: Path) -> Tokenizer:
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
-        raise TokenizerError(f"{file}: not a tokenizer.json that `tokenizers` can read: {error}") from error
+        raise TokenizerError(f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.", path=file) from error
     if backend.get_vocab_size(with_added_tokens=True) == 0:
-        raise TokenizerError(f"{file}: the tokenizer has no tokens")
+        raise TokenizerError(f"{file}: the tokenizer has no tokens.", path=file)
     return backend
 
 
@@ -243,13 +252,17 @@ def _build_backend(source: str, revision: str | None, offline: bool) -> Tokenize
         built = AutoTokenizer.from_pretrained(source, revision=revision, local_files_only=offline)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise TokenizerError(
-            f"{source}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: {error}"
+            f"{source}: no tokenizer.json, and transformers cannot build a tokenizer from the other files: {error}",
+            repo=source,
+            missing=_TOKENIZER,
         ) from error
     backend = getattr(built, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
             f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a tokenizer.json is needed. "
-            "Convert it with transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)."
+            "Convert it with transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`).",
+            repo=source,
+            missing=_TOKENIZER,
         )
     return backend
 
@@ -272,7 +285,10 @@ def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Pat
         if found != token_id:
             raise TokenizerError(
                 f"{file}: added token {entry['content']!r} should have id {token_id}, but tokenizer.json makes it "
-                f"{found}. The two files belong to different tokenizers; fetch both from one revision."
+                f"{found}. The two files belong to different tokenizers; fetch both from one revision.",
+                path=file,
+                expected=token_id,
+                found=found,
             )
 
 

@@ -23,8 +23,8 @@ from ..errors import TokenizerError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# Merge products of the published BPE tokenizers are in id order without exception (Llama-3, Qwen, Gemma, Mistral,
-# DeepSeek, SmolLM2). A tokenizer whose ids were assigned otherwise shows about half of the pairs out of order.
+# The merge products of Llama-3, Qwen, Gemma, Mistral, DeepSeek and SmolLM2 are all in id order. With ids assigned in
+# another way, about half of all neighbours are out of order.
 _MERGE_ORDER_SHARE = 0.999
 
 
@@ -52,7 +52,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, eq=False)
 class LoadedTokenizer:
-    """A fast tokenizer with the small files that lie beside it.
+    """A fast tokenizer with the small files beside it.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`, truncation and padding switched off.
@@ -154,7 +154,9 @@ class LoadedTokenizer:
         if template is None:
             raise TokenizerError(
                 f"{self.source}: this tokenizer has no chat template (no chat_template.jinja, none in "
-                "tokenizer_config.json). Name the tokenizer of the chat model, or count a plain text column."
+                "tokenizer_config.json). Name the tokenizer of the chat model, or count a plain text column.",
+                tokenizer=self.source,
+                missing="chat template",
             )
         return self.render(template, messages, tools, add_generation_prompt, **variables)
 
@@ -182,9 +184,13 @@ class LoadedTokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self.special_tokens, **variables},
             )
-        # A template is a program: beside refusing in its own words it may trip over anything in a message.
+        # A template is a program: besides refusing in its own words it may trip over anything in a message.
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise TokenizerError(f"{self.source}: the chat template refuses this conversation: {error}") from error
+            raise TokenizerError(
+                f"{self.source}: the chat template refuses this conversation: {error}",
+                tokenizer=self.source,
+                refused_by="template",
+            ) from error
         return str(rendered[0])
 
     @cached_property

@@ -11,28 +11,32 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, VocabularyError
+from ..errors import UsageError, VocabularyError, errors_of
 from ..files import read_json, write_file
 
 TARGET_VOCAB_FROM = "target_vocab_from"
-"""Provenance key: present where nobody gave the size of the target's vocabulary, and what it was taken from."""
+"""Provenance key, there if the size of the target's vocabulary was not given: what it was taken from."""
 
+COUNTED_IDS = "counted_ids"
+"""Provenance key of a ranking by counts: how many of its ids, forced ones aside, occur in the counted text."""
+
+_MAX_UNCOUNTED_SHARE = 0.01
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
-# Ids by frequency never ascend over so many by chance.
+# So many ids in order of frequency never ascend by chance.
 _LONG = 8
 
 
 @dataclass(frozen=True, eq=False)
 class DraftVocab:
-    """Target ids in rank order. Forced ids come first, so any prefix that holds them is a valid vocabulary.
+    """Target ids in rank order. Forced ids come first, so any prefix with all of them is a valid vocabulary.
 
     For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows lie ascending,
     (0, 2, 7, 9), and `rank_of_row` says (2, 0, 3, 1).
 
     Attributes:
         target_ids: rank order, unique, int64 [draft_vocab].
-        num_forced: how many of the first ids no prefix may leave out.
+        num_forced: how many of the first ids every prefix must keep.
         target_vocab: size of the target's vocabulary, padding included.
         provenance: JSON-ready account of how the ids were chosen; "warnings" lists what the user should know.
         ranked: False when the order carries no rank (read from an ascending map): then no smaller prefix exists.
@@ -51,11 +55,14 @@ class DraftVocab:
         ids = np.asarray(self.target_ids)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise VocabularyError(
-                f"draft vocabulary: expected integer ids [draft_vocab], found {ids.dtype} {ids.shape}"
+                f"draft vocabulary: expected integer ids [draft_vocab], found {ids.dtype} {ids.shape}.",
+                field="target_ids",
             )
         check_ids(ids, self.target_vocab, "draft vocabulary")
         if not 0 <= self.num_forced <= len(ids):
-            raise VocabularyError(f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}")
+            raise VocabularyError(
+                f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.", field="num_forced"
+            )
         ids = ids.astype(np.int64)
         ids.setflags(write=False)
         object.__setattr__(self, "target_ids", ids)
@@ -83,6 +90,12 @@ class DraftVocab:
         """What the user should know about this vocabulary."""
         return tuple(self.provenance.get("warnings", ()))
 
+    @property
+    def num_uncounted(self) -> int | None:
+        """Number of ids that never occur in the counted text, forced ids aside; None where that is not known."""
+        counted = self.provenance.get(COUNTED_IDS)
+        return None if counted is None else max(0, self.size - self.num_forced - counted)
+
     def prefix(self, size: int) -> DraftVocab:
         """Return the first `size` ids as a vocabulary.
 
@@ -92,15 +105,25 @@ class DraftVocab:
         if size == self.size:
             return self
         if size > self.size:
-            raise UsageError(f"draft vocabulary of {size} asked for, but only {self.size} ids are ranked")
+            raise self._wrong_size(size, f"only {self.size} ids are ranked.", largest=self.size)
         if not self.ranked:
-            raise UsageError(
-                f"draft vocabulary of {size} asked for, but these {self.size} ids come from a map in ascending order, "
-                "which does not say which matter most. Rank them with counts (`eagle-vocab rank --candidates`)."
+            raise self._wrong_size(
+                size,
+                f"these {self.size} ids come from a map in ascending order, which does not tell which matter most. "
+                "Rank them with counts (`eagle-vocab rank --candidates`).",
+                ranked=False,
             )
         if size < max(self.num_forced, 1):
-            raise UsageError(f"draft vocabulary of {size} asked for, but {self.num_forced} ids are forced")
-        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
+            raise self._wrong_size(size, f"{self.num_forced} ids are forced.", smallest=self.num_forced)
+        provenance = dict(self.provenance)
+        if "smoothing" in provenance:
+            # Counted ids come first in a ranking by counts alone; in a smoothed one they may be anywhere.
+            provenance.pop(COUNTED_IDS, None)
+        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, provenance)
+
+    @staticmethod
+    def _wrong_size(size: int, reason: str, **facts: Any) -> UsageError:
+        return UsageError(f"A draft vocabulary of {size} was asked for, but {reason}", size=size, **facts)
 
     def for_target(self, target_vocab: int) -> DraftVocab:
         """Return the vocabulary for a target of that many rows.
@@ -115,7 +138,9 @@ class DraftVocab:
             return self
         if TARGET_VOCAB_FROM not in self.provenance:
             raise VocabularyError(
-                f"made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}"
+                f"Made for a target vocabulary of {self.target_vocab}, but the target has {target_vocab}.",
+                expected=self.target_vocab,
+                found=target_vocab,
             )
         provenance = {key: value for key, value in self.provenance.items() if key != TARGET_VOCAB_FROM}
         return DraftVocab(self.target_ids, self.num_forced, target_vocab, provenance, self.ranked)
@@ -156,23 +181,26 @@ class DraftVocab:
     def from_json(cls, value: Any, where: str) -> DraftVocab:
         """Build from the JSON form; `where` names the file in messages."""
         if not is_native(value):
-            raise VocabularyError(f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r})")
+            raise VocabularyError(
+                f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).", path=where, field="format"
+            )
         if value.get("version") != _VERSION:
             raise VocabularyError(
-                f"{where}: version {value.get('version')!r} of the format, this eagle-slim reads {_VERSION}; "
-                "a newer eagle-slim wrote it"
+                f"{where}: format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it.",
+                path=where,
+                field="version",
             )
         expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
         for key, kind in expected.items():
             if type(value.get(key)) is not kind:
                 raise VocabularyError(
-                    f"{where}: {key}: expected {kind.__name__}, found {type(value.get(key)).__name__}"
+                    f"{where}: {key}: expected {kind.__name__}, found {type(value.get(key)).__name__}.",
+                    path=where,
+                    field=key,
                 )
-        try:
+        with errors_of(where):
             ids = int_array(value["target_ids"], "target_ids")
             return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
-        except VocabularyError as error:
-            raise VocabularyError(f"{where}: {error}") from error
 
 
 def is_native(value: Any) -> bool:
@@ -187,20 +215,32 @@ def int_array(values: Any, where: str) -> NDArray[np.int64]:
         VocabularyError: not a flat list of integers that fit 64 bits.
     """
     if not isinstance(values, (list, tuple)) or any(type(value) is not int for value in values):
-        raise VocabularyError(f"{where}: expected a flat list of integers")
+        raise VocabularyError(f"{where}: expected a flat list of integers.", field=where, expected="integers")
     try:
         return np.array(values, np.int64)
     except OverflowError as error:
-        raise VocabularyError(f"{where}: an integer does not fit 64 bits") from error
+        raise VocabularyError(f"{where}: an integer does not fit 64 bits.", field=where, expected="int64") from error
+
+
+def uncounted_warning(vocab: DraftVocab) -> list[str]:
+    """Warn if more than 1% of the ids, forced ids aside, never occur in the counted text: nothing ranks them."""
+    uncounted = vocab.num_uncounted
+    if not uncounted or uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
+        return []
+    fewer = "" if "smoothing" in vocab.provenance else f", or keep at most {vocab.size - uncounted:,} ids"
+    return [
+        f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
+        f"by id only. Count more text{fewer}"
+    ]
 
 
 def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
-    """Warn where the first `size` of ids that ascend are taken: maps are stored sorted as often as in rank order."""
+    """Warn if the first `size` of ascending ids are taken: many maps are stored sorted, not in rank order."""
     if size >= len(ids) or len(ids) < _LONG or bool((np.diff(ids) <= 0).any()):
         return []
     return [
-        f"the {len(ids)} ids of the token map ascend, as they do where a map was sorted: if they are not in rank "
-        f"order, its first {size} are only the lowest ids. Rank them with counts instead"
+        f"the {len(ids)} ids of the token map ascend, as in a map that was sorted: if they are not in rank order, its "
+        f"first {size} are only the lowest ids. Rank them with counts instead"
     ]
 
 
@@ -211,17 +251,24 @@ def check_ids(ids: NDArray[Any], target_vocab: int, where: str) -> None:
         VocabularyError: naming the first offender.
     """
     if len(ids) == 0:
-        raise VocabularyError(f"{where}: holds no ids")
+        raise VocabularyError(f"{where}: there are no ids.", where=where, found=0)
     outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
     if len(outside):
         raise VocabularyError(
             f"{where}: id {int(ids[outside[0]])} at position {int(outside[0])} is outside the target's vocabulary of "
-            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?"
+            f"{target_vocab} ({len(outside)} such ids). Is this map for another model?",
+            where=where,
+            id=int(ids[outside[0]]),
+            position=int(outside[0]),
+            target_vocab=target_vocab,
         )
     order = np.argsort(ids, kind="stable")
     repeated = order[1:][ids[order][1:] == ids[order][:-1]]
     if len(repeated):
         position = int(repeated.min())
         raise VocabularyError(
-            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates)"
+            f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates).",
+            where=where,
+            repeated=int(ids[position]),
+            position=position,
         )

@@ -10,8 +10,9 @@
     json         NAME.json                our own form, with provenance                      eagle-slim
                  folder                   an artifact: the rank order in eagle_slim.json     eagle-convert
 
-Maps are written in ascending ids, as every trainer expects. Such a file does not say which ids matter most, so what is
-read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`, numpy files without pickle.
+Maps are written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a
+vocabulary read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`, numpy files without
+pickle.
 """
 
 from __future__ import annotations
@@ -21,18 +22,15 @@ import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, VocabularyError
-from ..files import read_json, write_file
+from ..errors import UsageError, VocabularyError, errors_of
+from ..files import read_json, regular_file, write_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
 from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
-
-if TYPE_CHECKING:
-    import torch
 
 MapFormat = Literal["freq", "vllm", "d2t-pt", "modelopt", "safetensors", "npy", "json"]
 FORMATS: tuple[MapFormat, ...] = get_args(MapFormat)
@@ -77,37 +75,61 @@ def import_token_map(
     """
     path = Path(path)
     source = _read(path, kind)
-    where = str(path)
-    provenance: dict[str, Any] = {"method": "token map", "file": path.name}
-    if isinstance(source, DraftVocab):
-        if target_vocab is None:
-            return source
-        try:
-            return source.for_target(target_vocab)
-        except VocabularyError as error:
-            raise VocabularyError(f"{where}: {error}") from error
-    if source.d2t is None:
-        ids = _whole_numbers(source.ids, where)
-        if target_vocab is None:
-            target_vocab = int(ids.max(initial=0)) + 1
-            provenance[TARGET_VOCAB_FROM] = "largest id"
-        provenance["form"] = "ids in rank order"
-        return _vocab(ids, target_vocab, provenance, True, where)
-    t2d = source.t2d
+    with errors_of(path):
+        if isinstance(source, DraftVocab):
+            return source if target_vocab is None else source.for_target(target_vocab)
+        provenance = {"method": "token map", "file": path.name}
+        if source.d2t is None:
+            return _from_ids(_whole_numbers(source.ids, "ids"), target_vocab, provenance)
+        return _from_d2t(_whole_numbers(source.d2t, "d2t"), source.t2d, target_vocab, d2t_form, provenance)
+
+
+def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
+    ids, provenance["warnings"] = _without_appended(ids)
+    if target_vocab is None:
+        target_vocab = int(ids.max(initial=0)) + 1
+        provenance[TARGET_VOCAB_FROM] = "largest id"
+    return DraftVocab(ids, 0, target_vocab, {**provenance, "form": "ids in rank order"})
+
+
+def _without_appended(ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], list[str]]:
+    """Drop what FR-Spec's script repeats, and say so.
+
+    For a tokenizer that puts a BOS before what it encodes, the script takes [BOS, EOS] for the EOS and appends both to
+    a list that holds BOS, and perhaps EOS, already: asked for r ids, it writes r + 1 entries, at most r of them
+    different.
+    """
+    _, first = np.unique(ids, return_index=True)
+    repeated = np.setdiff1d(np.arange(len(ids)), first)
+    if len(ids) - 2 not in repeated or len(repeated) > 2 or repeated[0] < len(ids) - 2:
+        return ids, []
+    again = " and ".join(f"id {token_id}" for token_id in ids[repeated].tolist())
+    warning = (
+        f"the token map has {len(ids)} entries, with {again} twice, as FR-Spec's script writes it for tokenizers "
+        f"that add a BOS; the first occurrence is kept, which leaves {len(first)} ids"
+    )
+    return np.delete(ids, repeated), [warning]
+
+
+def _from_d2t(
+    rows: NDArray[np.int64],
+    t2d: NDArray[Any] | None,
+    target_vocab: int | None,
+    form: D2TForm | None,
+    provenance: dict[str, Any],
+) -> DraftVocab:
     if target_vocab is None and t2d is not None:
         target_vocab = len(t2d)
-    rows = _whole_numbers(source.d2t, where)
     if target_vocab is None:
-        # Enough for either reading; the range is not known, so only duplicates can be found.
-        target_vocab = int(rows.max(initial=0)) + len(rows) + 1
-        ids = ids_from_d2t(rows, None, d2t_form, target_vocab=target_vocab, where=where)
+        # Large enough for either form; the real range is not known, so only duplicates can be found.
+        ids = ids_from_d2t(rows, None, form, target_vocab=int(rows.max(initial=0)) + len(rows) + 1)
         target_vocab = int(ids.max()) + 1
         provenance[TARGET_VOCAB_FROM] = "largest id"
     else:
-        ids = ids_from_d2t(rows, t2d, d2t_form, target_vocab=target_vocab, where=where)
+        ids = ids_from_d2t(rows, t2d, form, target_vocab=target_vocab)
     ascending = bool(np.all(np.diff(ids) > 0))
     provenance["form"] = "d2t, rows ascending" if ascending else "d2t, rows in rank order"
-    return _vocab(ids, target_vocab, provenance, not ascending, where)
+    return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
 
 
 def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
@@ -125,16 +147,18 @@ def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | No
     path = Path(path)
     format = format or _format_of(path)
     if format not in FORMATS:
-        raise UsageError(f"token map format {format!r}: choose one of {', '.join(FORMATS)}")
+        raise UsageError(f"token map format {format!r}: expected one of {', '.join(FORMATS)}.", format=format)
     if path.suffix not in _SUFFIXES[format]:
         endings = " or ".join(_SUFFIXES[format])
         found = f"{path.suffix!r}" if path.suffix else "a name without ending"
         expected = f"a file ending in {endings}" if endings.strip() else "a folder"
-        raise UsageError(f"{path}: format {format!r} is written to {expected}, not {found}")
+        raise UsageError(f"{path}: format {format!r} is written to {expected}, not {found}.", path=path, format=format)
     if format in ("freq", "vllm") and not vocab.ranked:
         raise UsageError(
-            f"format {format!r} lists ids by rank, but these come from a map in ascending order, which has none. "
-            "Rank them with counts first (`eagle-vocab rank --candidates`)."
+            f"Format {format!r} lists ids in rank order, but these come from a map in ascending order, which has none. "
+            "Rank them with counts first (`eagle-vocab rank --candidates`).",
+            format=format,
+            ranked=False,
         )
     for name, data in _encode(vocab, format, path.suffix).items():
         write_file(path / name if name else path, data)
@@ -154,7 +178,7 @@ def _format_of(path: Path) -> MapFormat:
         return "freq"
     if path.is_dir():
         return "npy"
-    raise UsageError(f"{path}: no token map format goes with this name; say which with --format")
+    raise UsageError(f"{path}: this name tells no token map format. Give one with --format.", path=path, format=None)
 
 
 def freq_bytes(vocab: DraftVocab) -> bytes:
@@ -202,7 +226,7 @@ def _npy_bytes(array: NDArray[Any]) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class _Map:
-    """What a file holds: ids in rank order, or d2t with or without t2d."""
+    """The content of a file: ids in rank order, or d2t with or without t2d."""
 
     ids: Any = None
     d2t: Any = None
@@ -212,8 +236,7 @@ class _Map:
 def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
     if path.is_dir():
         return _read_folder(path)
-    if not path.is_file():
-        raise VocabularyError(f"{path}: no such token map")
+    regular_file(path, VocabularyError, "token map")
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".npy":
@@ -224,7 +247,8 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
         value = read_json(path, VocabularyError)
     else:
         endings = ".pt, .pth, .bin, .safetensors, .npy or .json"
-        raise VocabularyError(f"{path}: a token map ends in {endings}, not {path.suffix or 'nothing'!r}")
+        found = path.suffix or "nothing"
+        raise VocabularyError(f"{path}: a token map ends in {endings}, not {found!r}.", path=str(path), format=None)
     if is_native(value):
         return DraftVocab.from_json(value, str(path))
     if isinstance(value, dict):
@@ -233,14 +257,14 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
 
 
 def _kind_of(value: Any, path: Path) -> Literal["ids", "d2t"]:
-    """Tell ids from offsets by the name, or by values that no list of ids has."""
+    """Tell ids from offsets by the file's name, or by values that no list of ids has."""
     if isinstance(value, (list, tuple)):
         return "ids"
     if path.name.startswith("d2t"):
         return "d2t"
     if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu" or not len(value):
         return "ids"
-    # Offsets of ascending ids never fall, and stand still where ids follow each other; a damaged list of ids does not.
+    # Offsets of ascending ids never fall, and repeat where ids are consecutive; a damaged list of ids does not do both.
     steps = np.diff(value.astype(np.int64))
     never_falls = bool((steps >= 0).all()) and bool((steps == 0).any())
     return "d2t" if int(value.min()) < 0 or never_falls else "ids"
@@ -256,7 +280,11 @@ def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
         t2d = value.get("t2d")
         return _Map(d2t=value["d2t"], t2d=None if t2d is None else np.asarray(t2d))
     keys = ", ".join(repr(key) for key in list(value)[:5])
-    raise VocabularyError(f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}")
+    raise VocabularyError(
+        f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}.",
+        path=str(path),
+        keys=list(value),
+    )
 
 
 def _read_folder(path: Path) -> DraftVocab | _Map:
@@ -265,46 +293,61 @@ def _read_folder(path: Path) -> DraftVocab | _Map:
     for name, read in (("d2t.npy", _read_npy), ("model.safetensors", _read_safetensors)):
         if (path / name).is_file():
             return read(path / name)
-    raise VocabularyError(f"{path}: a folder without d2t.npy and without model.safetensors; name the token map's file")
+    raise VocabularyError(
+        f"{path}: a folder without d2t.npy and without model.safetensors. Name the token map's file.",
+        path=str(path),
+        missing="d2t.npy",
+    )
 
 
 def _read_artifact(path: Path) -> DraftVocab:
     """The rank order that the manifest of an artifact keeps, with its forced ids."""
-    manifest = read_json(path / _MANIFEST_NAME, VocabularyError)
     where = str(path / _MANIFEST_NAME)
+    manifest = read_json(where, VocabularyError)
     wanted = {"rank_order_ids": list, "num_forced": int, "target_vocab": int}
     for key, kind in wanted.items():
         if not isinstance(manifest, dict) or type(manifest.get(key)) is not kind:
-            raise VocabularyError(f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks")
-    ids = int_array(manifest["rank_order_ids"], where)
+            raise VocabularyError(
+                f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks.", path=where, field=key
+            )
     provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
-    try:
+    with errors_of(where):
+        ids = int_array(manifest["rank_order_ids"], "rank_order_ids")
         return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
-    except VocabularyError as error:
-        raise VocabularyError(f"{where}: {error}") from error
 
 
 def _read_safetensors(path: Path) -> _Map:
     from safetensors import SafetensorError, safe_open
 
+    from ..counting.counts import METADATA_KEY
+
     try:
         with safe_open(path, "numpy") as file:
+            if METADATA_KEY in (file.metadata() or {}):
+                raise VocabularyError(
+                    f"{path}: this is a counts file, not a draft vocabulary or token map. Are COUNTS and VOCAB "
+                    "swapped?",
+                    path=str(path),
+                    found="counts",
+                )
             names = list(file.keys())
             found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
             if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:
                 what = ", ".join(found["d2t"] + found["t2d"]) or "neither d2t nor t2d"
-                raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}")
+                raise VocabularyError(
+                    f"{path}: expected one tensor d2t and at most one t2d, found {what}.", path=str(path), found=what
+                )
             d2t = file.get_tensor(found["d2t"][0])
             t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
-    # numpy knows no bfloat16, and says so with a TypeError.
+    # numpy does not know bfloat16, and says so with a TypeError.
     except (SafetensorError, OSError, TypeError) as error:
-        raise VocabularyError(f"{path}: not a readable safetensors file: {error}") from error
+        raise VocabularyError(f"{path}: not a readable safetensors file: {error}.", path=str(path)) from error
     return _Map(d2t=d2t, t2d=t2d)
 
 
 def _read_npy(path: Path) -> _Map:
     if path.name != "d2t.npy":
-        raise VocabularyError(f"{path}: numpy maps are read from d2t.npy, with t2d.npy beside it")
+        raise VocabularyError(f"{path}: numpy maps are read from d2t.npy, with t2d.npy beside it.", path=str(path))
     arrays = []
     for file in (path, path.with_name("t2d.npy")):
         if not file.is_file():
@@ -312,7 +355,7 @@ def _read_npy(path: Path) -> _Map:
         try:
             arrays.append(np.load(file, allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
-            raise VocabularyError(f"{file}: not a readable numpy file: {error}") from error
+            raise VocabularyError(f"{file}: not a readable numpy file: {error}.", path=str(file)) from error
     return _Map(d2t=arrays[0], t2d=arrays[1] if len(arrays) > 1 else None)
 
 
@@ -322,17 +365,19 @@ def _read_pickle(path: Path) -> Any:
 
     try:
         with warnings.catch_warnings():
-            # torch remarks on odd pickle protocols; whatever it returns is checked below.
+            # torch warns about odd pickle protocols; whatever it returns is checked below.
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise VocabularyError(
-            f"{path}: refused: the pickle holds more than lists and tensors, which could run code when loaded "
-            f"({_first_line(error)}). Ask its author for a plain list of ids."
+            f"{path}: refused, because the pickle holds more than lists and tensors and could run code when loaded "
+            f"({_first_line(error)}). Ask its author for a plain list of ids.",
+            path=str(path),
+            refused="pickle",
         ) from error
-    # On a damaged file torch's reader lets out whatever it stumbles over: struct.error, AssertionError, KeyError, ...
+    # torch's reader raises all kinds of errors on a damaged file: struct.error, AssertionError, KeyError, ...
     except Exception as error:
-        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}") from error
+        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.", path=str(path)) from error
     if isinstance(value, dict):
         return {key: _numpy(part) for key, part in value.items()}
     return _numpy(value)
@@ -343,14 +388,8 @@ def _numpy(value: Any) -> Any:
 
     if not isinstance(value, torch.Tensor):
         return value
-    return _tensor_to_numpy(value)
-
-
-def _tensor_to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
-    import torch
-
-    # numpy knows no bfloat16; a float map is refused later, by its dtype.
-    plain = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    # numpy does not know bfloat16; a float map is refused later, by its dtype.
+    plain = value.float() if value.dtype == torch.bfloat16 else value
     return np.asarray(plain.detach().numpy())
 
 
@@ -358,20 +397,12 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
-def _whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
+def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
     if isinstance(values, (list, tuple)):
-        return int_array(values, where)
-    if not isinstance(values, np.ndarray):
-        raise VocabularyError(f"{where}: expected a list or tensor of integers, found {type(values).__name__}")
-    if values.ndim != 1 or values.dtype.kind not in "iu":
-        raise VocabularyError(f"{where}: expected integers [draft_vocab], found {values.dtype} {list(values.shape)}")
-    return values.astype(np.int64)
-
-
-def _vocab(
-    ids: NDArray[np.int64], target_vocab: int, provenance: dict[str, Any], ranked: bool, where: str
-) -> DraftVocab:
-    try:
-        return DraftVocab(ids, 0, target_vocab, provenance, ranked)
-    except VocabularyError as error:
-        raise VocabularyError(f"{where}: {error}") from error
+        return int_array(values, what)
+    is_array = isinstance(values, np.ndarray)
+    if not is_array or values.ndim != 1 or values.dtype.kind not in "iu":
+        found = f"{values.dtype} {list(values.shape)}" if is_array else type(values).__name__
+        raise VocabularyError(f"{what}: expected a list or tensor of integers, found {found}.", expected="integers")
+    ids: NDArray[np.int64] = values.astype(np.int64)
+    return ids

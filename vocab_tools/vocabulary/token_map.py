@@ -52,15 +52,15 @@ def ids_from_d2t(
 ) -> NDArray[np.int64]:
     """Return the target id of each row, int64 [draft_vocab], in row order.
 
-    Which form a map has: `t2d` decides when present. Without it, repeats or negative values mean offsets; values that
-    are all distinct and valid as ids look absolute, and are refused unless `form` says which it is. (Offsets of
+    `t2d` shows which form a map has. Without it, repeated or negative values mean offsets; values that are all distinct
+    and valid as ids look absolute, and are refused unless `form` says which it is. (Offsets of
     ascending ids never fall, so without a repeat every step must skip an id; a map such as (0, 1, 2, ...) reads
     either way.)
 
     Args:
         d2t: integers [draft_vocab].
         t2d: mask [target_vocab], bool or 0/1 integers.
-        form: "offset" or "absolute" to decide for the user; it must still agree with `t2d`.
+        form: "offset" or "absolute" where the map does not show it; it must still agree with `t2d`.
         target_vocab: size of the target's vocabulary.
         where: file and tensor, for messages.
 
@@ -70,7 +70,7 @@ def ids_from_d2t(
     values = _integers(d2t, where)
     offset_ids = values + np.arange(len(values), dtype=np.int64)
     if len(values) == 0:
-        raise VocabularyError(f"{where}: holds no rows")
+        raise VocabularyError(f"{where}: there are no rows.", where=where, found=0)
     if t2d is not None:
         ids = _ids_by_mask(values, offset_ids, _mask(t2d, target_vocab, where), form, where)
     elif form is not None:
@@ -81,7 +81,9 @@ def ids_from_d2t(
         raise VocabularyError(
             f"{where}: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
             "engines expect offsets (target_id = row + d2t[row]), and there is no t2d to decide. "
-            "Say which it is with --d2t-form absolute or --d2t-form offset."
+            "Say which it is with --d2t-form absolute or --d2t-form offset.",
+            where=where,
+            form="unknown",
         )
     else:
         ids = offset_ids
@@ -92,7 +94,11 @@ def ids_from_d2t(
 def _integers(values: ArrayLike, where: str) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise VocabularyError(f"{where}: expected integers [draft_vocab], found {array.dtype} {list(array.shape)}")
+        raise VocabularyError(
+            f"{where}: expected integers [draft_vocab], found {array.dtype} {list(array.shape)}.",
+            where=where,
+            expected="integers",
+        )
     return array.astype(np.int64)
 
 
@@ -100,10 +106,15 @@ def _mask(t2d: ArrayLike, target_vocab: int, where: str) -> NDArray[np.bool_]:
     mask: NDArray[Any] = np.asarray(t2d)
     if mask.shape != (target_vocab,):
         raise VocabularyError(
-            f"{where}: t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}]"
+            f"{where}: t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].",
+            where=where,
+            tensor="t2d",
+            found=list(mask.shape),
         )
     if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
-        raise VocabularyError(f"{where}: t2d must be a mask of booleans, or of 0 and 1")
+        raise VocabularyError(
+            f"{where}: t2d: expected a mask of booleans, or of 0 and 1.", where=where, tensor="t2d", expected="mask"
+        )
     return mask.astype(np.bool_)
 
 
@@ -116,13 +127,19 @@ def _ids_by_mask(
     if not fitting:
         raise VocabularyError(
             f"{where}: d2t and t2d disagree: t2d marks {len(expected)} ids, and the {len(values)} rows of d2t reach "
-            "them neither as offsets nor as absolute ids. The file is damaged, or its maps are of two models."
+            "them neither as offsets nor as absolute ids. The file is damaged, or its maps are of two models.",
+            where=where,
+            form="neither",
         )
     if form is not None and form not in fitting:
-        raise VocabularyError(f"{where}: --d2t-form {form} given, but t2d shows the {fitting[0]} form")
+        raise VocabularyError(
+            f"{where}: --d2t-form {form} was given, but t2d shows the {fitting[0]} form.", where=where, form=fitting[0]
+        )
     if fitting == ["absolute"] and form is None:
         raise VocabularyError(
             f"{where}: d2t holds absolute ids (t2d shows it), where engines expect offsets "
-            "(target_id = row + d2t[row]). Accept it with --d2t-form absolute."
+            "(target_id = row + d2t[row]). Accept it with --d2t-form absolute.",
+            where=where,
+            form="absolute",
         )
     return candidates[form or fitting[0]]

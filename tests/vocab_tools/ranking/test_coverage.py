@@ -4,18 +4,13 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
-from eagle_slim.vocab_tools.ranking.coverage import (
-    MEAN,
-    held_out_shares,
-    measure_coverage,
-    source_shares,
-    tokens_for_sizing,
-    training_shares,
-)
+from eagle_slim.vocab_tools.ranking.coverage import MEAN, measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
+from eagle_slim.vocab_tools.ranking.shares import held_out_shares, source_shares, tokens_for_sizing, training_shares
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
+from support.raising import raises
 from support.token_counts import source, token_counts
 
 
@@ -100,7 +95,7 @@ def test_sources_and_their_weighted_mean() -> None:
     assert report.at(MEAN) == pytest.approx(0.75 * 4 / 5 + 0.25 * 1 / 4)
     other = measure_coverage(vocab([0, 1]), counts, weights={"chat": 1})
     assert other.at(MEAN) == pytest.approx(0.5 * 4 / 5 + 0.5 * 1 / 4)
-    with pytest.raises(UsageError, match="no source is named 'prose'"):
+    with raises(UsageError, source="prose"):
         measure_coverage(vocab([0, 1]), counts, weights={"prose": 1})
 
 
@@ -143,6 +138,14 @@ def test_counted_text_is_named_as_such() -> None:
     assert "counted" in report.table()
 
 
+def test_ids_that_the_text_never_holds_are_told() -> None:
+    counts = TokenCounts((source([4, 0, 0, 1], [[0, 2]], name="a"), source([0, 0, 0, 1], name="b")), None)
+    report = measure_coverage(vocab([1, 0, 2, 3, 7], forced=1), counts, [2, 5])
+    # 2 was held out only, 7 is beyond the counts; 1 is forced.
+    assert (report.uncounted, report.to_json()["uncounted"]) == (2, 2)
+    assert measure_coverage(vocab([1, 0, 2, 3, 7], forced=1), counts, [2, 5], draft_vocab=2).uncounted == 0
+
+
 def test_ids_beyond_the_target_are_missed() -> None:
     report = measure_coverage(vocab([0, 1], target_vocab=2), token_counts([1] * 4, [[0, 3]]))
     assert report.at("text") == pytest.approx(0.5)
@@ -155,7 +158,7 @@ def test_sizes() -> None:
     assert set(report.shown) <= set(report.sizes)
     assert report.sizes[0] >= 256
     assert list(report.sizes) == sorted(set(report.sizes))
-    with pytest.raises(UsageError, match="sizes from 2 to 8000"):
+    with raises(UsageError, size=1, smallest=2, largest=8000):
         measure_coverage(ranked, token_counts([1] * 9000, [[1]]), sizes=[1])
     unranked = DraftVocab(np.arange(10), 0, 20, ranked=False)
     assert measure_coverage(unranked, token_counts([1] * 20, [[1]])).sizes == (10,)
@@ -174,9 +177,9 @@ def test_json_and_table() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(TokenizerError, match="made with tokenizer sha256:a"):
+    with raises(TokenizerError, expected="sha256:a", found="sha256:b"):
         measure_coverage(vocab([0], tokenizer_hash="sha256:a"), token_counts([1], [[0]], "sha256:b"))
-    with pytest.raises(VocabularyError, match="holds no tokens"):
+    with raises(VocabularyError, source="text", tokens=0):
         measure_coverage(vocab([0]), token_counts([0, 0]))
 
 
@@ -195,5 +198,5 @@ def test_shares() -> None:
     assert tokens_for_sizing(partly)[1] == "counted"
     # A source that weighs nothing need not have a held-out part.
     assert tokens_for_sizing(partly, {"b": 0})[1] == "held-out"
-    with pytest.raises(UsageError, match="not all 0"):
+    with raises(UsageError, weights=[0.0, 0.0]):
         source_shares(counts, {"a": 0, "b": 0})

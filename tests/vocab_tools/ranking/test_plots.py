@@ -6,9 +6,10 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
-from eagle_slim.vocab_tools.ranking.coverage import CoverageReport, measure_coverage
+from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.plots import plot_coverage, render_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
+from eagle_slim.vocab_tools.ranking.report import CoverageReport
 from support.token_counts import source
 
 

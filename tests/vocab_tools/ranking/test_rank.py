@@ -9,8 +9,10 @@ from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.forced import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
+from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, with_reserved, write_folder
 from support.token_counts import source, token_counts
 
@@ -72,15 +74,15 @@ def test_size_errors_name_both_numbers() -> None:
     counts = token_counts([1, 2, 3, 4])
     with pytest.raises(UsageError, match="of 1 is smaller than the 2 forced ids"):
         rank_vocabulary(counts, size=1, forced=[0, 1])
-    with pytest.raises(UsageError, match="of 4 is not smaller than the 4 real tokens"):
+    with raises(UsageError, size=4, real=4):
         rank_vocabulary(counts, size=4, forced=[])
-    with pytest.raises(UsageError, match="exclude each other"):
+    with raises(UsageError, options=["size", "coverage"]):
         rank_vocabulary(counts, size=2, coverage=0.9)
-    with pytest.raises(UsageError, match="at least one id"):
+    with raises(UsageError, size=0):
         rank_vocabulary(counts, size=0, forced=[])
-    with pytest.raises(UsageError, match="forced id 4 is no token"):
+    with raises(UsageError, id=4):
         rank_vocabulary(counts, size=2, forced=[4])
-    with pytest.raises(UsageError, match="target_vocab: expected the rows of the target's LM head, found -3"):
+    with raises(UsageError, target_vocab=-3):
         rank_vocabulary(counts, size=2, forced=[], target_vocab=-3)
     with pytest.raises(TypeError, match="float"):
         rank_vocabulary(counts, size=2, forced=[1.5])
@@ -102,7 +104,7 @@ def test_padding_rows_and_ids_beyond_the_target_are_never_chosen(tmp_path: Path)
     ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     assert ranked.target_ids.max() < tokenizer.vocab_size
     assert ranked.target_vocab == tokenizer.vocab_size + 20
-    with pytest.raises(UsageError, match=f"not smaller than the {tokenizer.vocab_size} real tokens"):
+    with raises(UsageError, size=tokenizer.vocab_size, real=tokenizer.vocab_size):
         rank_vocabulary(counts, size=tokenizer.vocab_size, tokenizer=tokenizer, target_vocab=tokenizer.vocab_size + 20)
     fewer = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=280)
     assert fewer.target_ids.max() == 279
@@ -120,7 +122,7 @@ def test_forced_ids_beyond_the_target_are_warned_about(tmp_path: Path) -> None:
 
 def test_counts_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(300)))
-    with pytest.raises(TokenizerError, match="the counts: made with another tokenizer"):
+    with raises(TokenizerError, where="the counts", expected="sha256:other", found=tokenizer.tokenizer_hash):
         rank_vocabulary(token_counts([1] * 300, tokenizer_hash="sha256:other"), tokenizer=tokenizer)
 
 
@@ -147,11 +149,35 @@ def test_coverage_without_a_held_out_part_says_so() -> None:
     # 64 would be the rounded size; there are five tokens, so four can be had.
     assert found.size == 4
 
+    assert any("nothing was held out" in warning for warning in found.warnings)
+    held_out = rank_vocabulary(token_counts([80, 10, 6, 4, 0], [[0] * 9 + [1]]), coverage=0.9, forced=[])
+    assert not any("nothing was held out" in warning for warning in held_out.warnings)
+
+
+def test_ids_that_were_never_counted_are_known_and_warned_about() -> None:
+    # 100 ids occur in the text; of the three forced ids one does.
+    counts = token_counts([9] * 100 + [0] * 300)
+    ranked = rank_vocabulary(counts, size=256, forced=[5, 200, 201])
+    assert (ranked.num_forced, ranked.num_uncounted) == (3, 256 - 3 - 99)
+    assert ["154 of the 256 ids" in warning for warning in ranked.warnings] == [True]
+    assert DraftVocab.from_json(ranked.to_json(), "").num_uncounted == 154
+    assert (ranked.prefix(103).num_uncounted, ranked.prefix(102).num_uncounted) == (1, 0)
+    # 1 of 103 ids is less than 1%, 2 of 104 are more.
+    assert not any(
+        "never occur" in warning for warning in rank_vocabulary(counts, size=103, forced=[5, 200, 201]).warnings
+    )
+    assert any("never occur" in warning for warning in rank_vocabulary(counts, size=104, forced=[5, 200, 201]).warnings)
+    # All ids are ranked to be cut later, and an order without counts counts nothing.
+    assert not any("never occur" in warning for warning in rank_vocabulary(counts, forced=[]).warnings)
+    assert rank_by_order(size=64, forced=[], target_vocab=400).num_uncounted is None
+    weighed = TokenCounts((source([5, 0, 0, 0], name="a"), source([0, 5, 0, 0], name="b")), None)
+    assert rank_vocabulary(weighed, size=3, forced=[], weights={"b": 0}).num_uncounted == 2
+
 
 def test_unreachable_coverage_names_the_best() -> None:
-    with pytest.raises(UsageError, match=r"the largest draft vocabulary, 2 ids, covers 0.666667"):
+    with raises(UsageError, coverage=1.0, size=2, reached=pytest.approx(2 / 3)):
         rank_vocabulary(token_counts([1, 1, 1]), coverage=1.0, forced=[])
-    with pytest.raises(UsageError, match="not a share"):
+    with raises(UsageError, coverage=99):
         rank_vocabulary(token_counts([1, 1, 1]), coverage=99, forced=[])
 
 
@@ -170,16 +196,16 @@ def test_repruning_chooses_only_trained_ids() -> None:
     assert any("never trained" in warning and "0" in warning for warning in ranked.warnings)
     whole = rank_vocabulary(token_counts([9] * 8), size=4, forced=forced, candidates=trained)
     assert whole.ascending_ids.tolist() == trained
-    with pytest.raises(UsageError, match="of 5 asked for, but the head was trained on 4"):
+    with pytest.raises(UsageError, match="of 5 was asked for, but the head was trained on 4"):
         rank_vocabulary(token_counts([9] * 8), size=5, forced=[], candidates=trained)
-    with pytest.raises(VocabularyError, match="appears again"):
+    with raises(VocabularyError, repeated=1):
         rank_vocabulary(token_counts([9] * 8), forced=[], candidates=[1, 1])
 
 
 def test_order_by_ids_is_the_first_ids_and_the_forced_ones() -> None:
     ranked = rank_by_order(size=4, forced=[7, 5], target_vocab=10)
     assert ranked.target_ids.tolist() == [5, 7, 0, 1]
-    with pytest.raises(UsageError, match="needs the tokenizer or the size"):
+    with raises(UsageError, missing="tokenizer"):
         rank_by_order(size=4)
 
 
@@ -189,9 +215,9 @@ def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
     added = rank_by_order([4, 2, 8, 6], forced=[9], target_vocab=10)
     assert added.target_ids.tolist() == [9, 4, 2, 8]
     assert any("lacks 1 forced ids" in warning for warning in added.warnings)
-    with pytest.raises(UsageError, match="has 4 usable ids"):
+    with raises(UsageError, size=5, usable=4):
         rank_by_order([4, 2, 8, 6], size=5, forced=[], target_vocab=10)
-    with pytest.raises(VocabularyError, match="outside"):
+    with raises(VocabularyError, id=12, target_vocab=10):
         rank_by_order([4, 12], forced=[], target_vocab=10)
 
 

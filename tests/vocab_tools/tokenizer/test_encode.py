@@ -14,12 +14,13 @@ from eagle_slim.vocab_tools.tokenizer import encode
 from eagle_slim.vocab_tools.tokenizer.encode import (
     EncoderSpec,
     build_encoder,
-    choose_engine,
+    choose_library,
     encode_all,
     encoder_spec,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.raising import raises
 from support.tokenizers import llama3_like, smollm2
 from tokenizers import Tokenizer, processors
 
@@ -35,10 +36,10 @@ def rows(encoded: encode.Encoded) -> list[list[int]]:
     return [ids[a:b].tolist() for a, b in pairwise(offsets)]
 
 
-@pytest.mark.parametrize("engine", ["tokenizers", "fastokens"])
-def test_both_libraries_give_the_ids_of_tokenizers(engine: Any) -> None:
+@pytest.mark.parametrize("library", ["tokenizers", "fastokens"])
+def test_both_libraries_give_the_ids_of_tokenizers(library: Any) -> None:
     for tokenizer in (smollm2(), llama3_like()):
-        encoded, cuts = encode_all(build_encoder(replace(spec_of(tokenizer), engine=engine)), TEXTS)
+        encoded, cuts = encode_all(build_encoder(replace(spec_of(tokenizer), library=library)), TEXTS)
         assert rows(encoded) == [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in TEXTS]
         assert cuts.tolist() == [0] * len(TEXTS)
         assert (encoded.token_ids.dtype, encoded.offsets.dtype) == (np.uint32, np.int64)
@@ -75,18 +76,18 @@ def test_long_texts_and_batches_lose_nothing(texts: list[str], batch: int, longe
 
 
 def test_auto_takes_fastokens_after_the_probe() -> None:
-    choice = choose_engine("auto", spec_of(smollm2()), [("a", text) for text in TEXTS])
-    assert choice.engine == "fastokens"
+    choice = choose_library("auto", spec_of(smollm2()), [("a", text) for text in TEXTS])
+    assert choice.library == "fastokens"
     assert f"gave the ids of tokenizers on {len(TEXTS) - 1} texts" in choice.reason
-    assert choose_engine("tokenizers", spec_of(smollm2()), []).engine == "tokenizers"
+    assert choose_library("tokenizers", spec_of(smollm2()), []).library == "tokenizers"
 
 
 @pytest.mark.parametrize("probe", [[], [("a", "")]])
 def test_without_a_text_to_compare_fastokens_is_not_taken(probe: list[tuple[object, str]]) -> None:
-    choice = choose_engine("auto", spec_of(smollm2()), probe)
-    assert (choice.engine, "no text of the corpus" in choice.reason) == ("tokenizers", True)
-    with pytest.raises(TokenizerError, match="no text of the corpus"):
-        choose_engine("fastokens", spec_of(smollm2()), probe)
+    choice = choose_library("auto", spec_of(smollm2()), probe)
+    assert (choice.library, "no text in the corpus" in choice.reason) == ("tokenizers", True)
+    with raises(TokenizerError, library="fastokens", found="no text"):
+        choose_library("fastokens", spec_of(smollm2()), probe)
 
 
 def _wrong_fastokens(ids_of: Any) -> types.ModuleType:
@@ -114,32 +115,33 @@ def _wrong_fastokens(ids_of: Any) -> types.ModuleType:
 @pytest.mark.parametrize(
     ("ids_of", "found"),
     [
-        (lambda text, ids: [*ids[:1], 7, *ids[2:]] if "Hi" in text else ids, r"found \[7, "),
-        (lambda text, ids: ids[:-1] if "Hi" in text else ids, r"found \[\]"),
+        (lambda text, ids: [*ids[:1], 7, *ids[2:]] if "Hi" in text else ids, "[7, "),
+        (lambda text, ids: ids[:-1] if "Hi" in text else ids, "[] "),
     ],
 )
-def test_an_engine_that_differs_is_refused_at_the_first_document(
+def test_a_library_that_differs_is_refused_at_the_first_document(
     ids_of: Any, found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", _wrong_fastokens(ids_of))
     probe = [(f"document {number}", text) for number, text in enumerate([*TEXTS, "Hi again"])]
-    choice = choose_engine("auto", spec_of(smollm2()), probe)
-    assert choice.engine == "tokenizers"
+    choice = choose_library("auto", spec_of(smollm2()), probe)
+    assert choice.library == "tokenizers"
     assert choice.reason.startswith("fastokens differs from tokenizers at document 3: expected ids [")
-    with pytest.raises(TokenizerError, match=found):
-        choose_engine("fastokens", spec_of(smollm2()), probe)
+    with raises(TokenizerError, library="fastokens", place="document 3") as caught:
+        choose_library("fastokens", spec_of(smollm2()), probe)
+    assert caught.value.facts["found"].startswith(found)
 
 
-def test_an_engine_that_fails_on_the_corpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_on_the_corpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(text: str, ids: list[int]) -> list[int]:
         raise RuntimeError("no such pattern")
 
     monkeypatch.setitem(sys.modules, "fastokens", _wrong_fastokens(fail))
-    choice = choose_engine("auto", spec_of(smollm2()), [("here", "x")])
-    assert (choice.engine, "no such pattern" in choice.reason) == ("tokenizers", True)
+    choice = choose_library("auto", spec_of(smollm2()), [("here", "x")])
+    assert (choice.library, "no such pattern" in choice.reason) == ("tokenizers", True)
 
 
 def test_a_tokenizer_that_fastokens_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = EncoderSpec('{"model": {"type": "Unheard"}}', 10)
-    with pytest.raises(TokenizerError, match="fastokens cannot load this tokenizer"):
-        choose_engine("fastokens", spec, [])
+    with raises(TokenizerError, library="fastokens"):
+        choose_library("fastokens", spec, [])

@@ -7,6 +7,7 @@ from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.tokenizer.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import check_tokenizer, load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import bytes_of_symbols
+from support.raising import raises
 from support.small_tokenizers import (
     CHATML,
     byte_fallback_bpe,
@@ -82,7 +83,7 @@ def test_hash_is_the_same_after_saving_again(tmp_path: Path) -> None:
 def test_check_tokenizer(tmp_path: Path) -> None:
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe()))
     assert check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", loaded.chat_template_hash) == []
-    assert "no tokenizer recorded" in check_tokenizer(loaded, None, "x.json")[0]
+    assert "no tokenizer is recorded" in check_tokenizer(loaded, None, "x.json")[0]
     assert "chat template" in check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", "sha256:0")[0]
     with pytest.raises(TokenizerError, match=r"x.json: made with another tokenizer: expected sha256:0"):
         check_tokenizer(loaded, "sha256:0", "x.json")
@@ -213,7 +214,7 @@ def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
     forced = forced_ids(loaded)
     assert "no chat template" in forced.warnings[0]
     assert forced.reasons[2] == "end of turn"
-    with pytest.raises(TokenizerError, match="no chat template"):
+    with raises(TokenizerError, missing="chat template"):
         loaded.apply_chat([{"role": "user", "content": "hi"}])
 
 
@@ -222,9 +223,9 @@ def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
     forced = forced_ids(loaded, extra=[299])
     assert forced.reasons[299] == "by request"
     assert "id 999" in forced.warnings[0]
-    with pytest.raises(UsageError, match="forced id 300"):
+    with raises(UsageError, id=300):
         forced_ids(loaded, extra=[300])
-    with pytest.raises(UsageError, match="'chat' or 'all'"):
+    with raises(UsageError, option="force_added"):
         forced_ids(loaded, "some")  # type: ignore[arg-type]
 
 
@@ -242,7 +243,7 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
     assert loaded.vocab["<|extra|>"] == 300
     assert 300 in loaded.special_ids
     wrong = write_folder(tmp_path / "b", byte_level_bpe(300), added_tokens_decoder={"305": entry})
-    with pytest.raises(TokenizerError, match=r"should have id 305, but tokenizer.json makes it 300"):
+    with raises(TokenizerError, expected=305, found=300):
         load_tokenizer(wrong)
 
 
@@ -258,50 +259,44 @@ def test_chat(tmp_path: Path) -> None:
 def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
     template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), template))
-    with pytest.raises(TokenizerError, match="refuses this conversation"):
+    with raises(TokenizerError, refused_by="template"):
         loaded.apply_chat([{"role": "user", "content": "hi"}])
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("tokenizer.json", "{", "not a tokenizer.json"),
-        ("tokenizer.json", '{"version": "1.0"}', "not a tokenizer.json"),
-        ("tokenizer_config.json", "[1]", "expected a JSON object, found list"),
-        ("generation_config.json", "{", "not readable as JSON"),
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", '{"version": "1.0"}'),
+        ("tokenizer_config.json", "[1]"),
+        ("generation_config.json", "{"),
     ],
 )
-def test_damaged_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
     folder = write_folder(tmp_path / "t", byte_level_bpe())
     (folder / name).write_text(content)
-    with pytest.raises(TokenizerError, match=message) as caught:
+    with raises(TokenizerError, path=folder / name):
         load_tokenizer(folder)
-    assert name in str(caught.value)
 
 
 def test_invalid_jinja_is_named(tmp_path: Path) -> None:
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), "{% for %}"))
-    with pytest.raises(TokenizerError, match="not valid Jinja"):
+    with raises(TokenizerError, invalid="chat template"):
         forced_ids(loaded)
 
 
 def test_missing_paths_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TokenizerError, match="no such file or folder"):
-        load_tokenizer(tmp_path / "none")
-    with pytest.raises(TokenizerError, match="no such file or folder"):
-        load_tokenizer("./none/tokenizer.json")
+    for missing in (str(tmp_path / "none"), "./none/tokenizer.json", "models/org/Llama-3.1-8B"):
+        with raises(TokenizerError, missing=missing):
+            load_tokenizer(missing)
     monkeypatch.chdir(write_folder(tmp_path / "here", byte_level_bpe()))
-    with pytest.raises(TokenizerError, match="the tokenizer's name is empty"):
+    with raises(TokenizerError, tokenizer=""):
         load_tokenizer("")
-    with pytest.raises(TokenizerError, match=r"not in the cache|no tokenizer there"):
-        load_tokenizer("someone/no-such-model", offline=True)
     for name in ("no-such-org-here/Llama-3.1-8B", "no-such-org-here/Qwen2.5-7B-Instruct"):
-        with pytest.raises(TokenizerError, match=r"not in the cache"):
+        with raises(TokenizerError, repo=name, reason="LocalEntryNotFoundError"):
             load_tokenizer(name, offline=True)
-    with pytest.raises(TokenizerError, match="no such file or folder"):
-        load_tokenizer("models/org/Llama-3.1-8B")
-    with pytest.raises(TokenizerError, match="neither an existing path nor a valid Hub id"):
+    with raises(TokenizerError, repo="not//valid", reason="HFValidationError"):
         load_tokenizer("not//valid", offline=True)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TokenizerError, match=r"no tokenizer.json"):
+    with raises(TokenizerError, repo=str(tmp_path / "empty"), missing="tokenizer.json"):
         load_tokenizer(tmp_path / "empty")

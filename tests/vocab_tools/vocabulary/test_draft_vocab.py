@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.raising import raises
 
 
 def make(ids: list[int] | None = None, forced: int = 1, **options: object) -> DraftVocab:
@@ -23,27 +24,27 @@ def test_rows_and_ranks_of_the_worked_example() -> None:
 def test_prefix_bounds() -> None:
     vocab = make(forced=2)
     assert vocab.prefix(4) is vocab
-    with pytest.raises(UsageError, match="of 1 asked for, but 2 ids are forced"):
+    with raises(UsageError, size=1, smallest=2):
         vocab.prefix(1)
-    with pytest.raises(UsageError, match="of 5 asked for, but only 4"):
+    with raises(UsageError, size=5, largest=4):
         vocab.prefix(5)
-    with pytest.raises(UsageError, match="ascending order"):
+    with raises(UsageError, size=3, ranked=False):
         make(ranked=False).prefix(3)
-    with pytest.raises(UsageError, match="of 0 asked for"):
+    with raises(UsageError, size=0):
         make(forced=0).prefix(0)
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"),
+    ("ids", "facts"),
     [
-        ([], "holds no ids"),
-        ([1, 2, 1], "id 1 appears again at position 2"),
-        ([1, 10], "id 10 at position 1 is outside the target's vocabulary of 10"),
-        ([-1], "id -1 at position 0"),
+        ([], {"found": 0}),
+        ([1, 2, 1], {"repeated": 1, "position": 2}),
+        ([1, 10], {"id": 10, "position": 1, "target_vocab": 10}),
+        ([-1], {"id": -1, "position": 0}),
     ],
 )
-def test_bad_ids(ids: list[int], message: str) -> None:
-    with pytest.raises(VocabularyError, match=message):
+def test_bad_ids(ids: list[int], facts: dict[str, int]) -> None:
+    with raises(VocabularyError, **facts):
         make(np.array(ids, np.int64), forced=0)
 
 
@@ -61,11 +62,11 @@ def test_an_inferred_target_size_gives_way_to_the_real_one() -> None:
     padded = inferred.for_target(64)
     assert (padded.target_vocab, padded.num_forced, padded.target_ids.tolist()) == (64, 1, [2, 9])
     assert padded.provenance == {"method": "ids"}
-    with pytest.raises(VocabularyError, match="outside the target's vocabulary of 9"):
+    with raises(VocabularyError, id=9, target_vocab=9):
         inferred.for_target(9)
     stated = make()
     assert stated.for_target(10) is stated
-    with pytest.raises(VocabularyError, match="made for a target vocabulary of 10, but the target has 64"):
+    with raises(VocabularyError, expected=10, found=64):
         stated.for_target(64)
 
 
@@ -81,33 +82,31 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "facts"),
     [
-        ({"format": "other"}, "not an eagle-slim draft vocabulary"),
-        ({"version": 9}, "version 9"),
-        ({"target_ids": [1, 1]}, "appears again"),
-        ({"target_ids": [1.0]}, "flat list of integers"),
-        ({"target_ids": [True]}, "flat list of integers"),
-        ({"target_ids": [2**70]}, "does not fit"),
-        ({"num_forced": 7}, "7 forced ids among 4"),
-        ({"target_vocab": "10"}, "target_vocab: expected int, found str"),
-        ({"provenance": None}, "provenance: expected dict"),
+        ({"format": "other"}, {"field": "format"}),
+        ({"version": 9}, {"field": "version"}),
+        ({"target_ids": [1, 1]}, {"repeated": 1}),
+        ({"target_ids": [1.0]}, {"field": "target_ids", "expected": "integers"}),
+        ({"target_ids": [True]}, {"field": "target_ids", "expected": "integers"}),
+        ({"target_ids": [2**70]}, {"field": "target_ids", "expected": "int64"}),
+        ({"num_forced": 7}, {"field": "num_forced"}),
+        ({"target_vocab": "10"}, {"field": "target_vocab"}),
+        ({"provenance": None}, {"field": "provenance"}),
     ],
 )
-def test_damaged_files(tmp_path: Path, change: dict, message: str) -> None:
+def test_damaged_files(tmp_path: Path, change: dict, facts: dict) -> None:
     path = tmp_path / "vocab.json"
     path.write_text(json.dumps({**make().to_json(), **change}))
-    with pytest.raises(VocabularyError, match=message) as caught:
+    with raises(VocabularyError, path=str(path), **facts):
         DraftVocab.load(path)
-    assert str(path) in str(caught.value)
 
 
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
-    with pytest.raises(VocabularyError, match="no such file"):
+    with raises(VocabularyError, missing=str(tmp_path / "none.json")):
         DraftVocab.load(tmp_path / "none.json")
     (tmp_path / "half.json").write_text('{"format": ')
-    with pytest.raises(VocabularyError, match="not readable as JSON"):
-        DraftVocab.load(tmp_path / "half.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)
-    with pytest.raises(VocabularyError, match="not readable as JSON"):
-        DraftVocab.load(tmp_path / "deep.json")
+    for name in ("half.json", "deep.json"):
+        with raises(VocabularyError, path=str(tmp_path / name)):
+            DraftVocab.load(tmp_path / name)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
+from eagle_slim.vocab_tools.ranking.rank import rank_by_order
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.vocabulary.interchange import (
     FORMATS,
@@ -18,6 +19,7 @@ from eagle_slim.vocab_tools.vocabulary.interchange import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
+from support.raising import raises
 
 NAMES: dict[MapFormat, str] = {
     "freq": "freq_4.pt",
@@ -119,8 +121,30 @@ def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_pat
     assert import_token_map(tmp_path / "first.pt", 12).target_ids.tolist() == [0, 1, 2, 3, 4]
     # One id twice among many is a damaged list of ids.
     torch.save(torch.tensor([7, 2, 11, 3, 7]), tmp_path / "twice.pt")
-    with pytest.raises(VocabularyError, match="id 7 appears again"):
+    with raises(VocabularyError, path=str(tmp_path / "twice.pt"), repeated=7):
         import_token_map(tmp_path / "twice.pt", 12)
+
+
+@pytest.mark.parametrize(
+    ("ranked", "again"),
+    [([1, 9, 3, 7], [1]), ([9, 3, 1, 7], [1]), ([1, 9, 2, 7], [1, 2])],
+    ids=["first", "later", "both"],
+)
+def test_maps_of_fr_specs_script_for_tokenizers_that_add_a_bos(
+    tmp_path: Path, ranked: list[int], again: list[int]
+) -> None:
+    bos, eos = 1, 2
+    # For r = 5: the first r - 1 ids, then tokenizer.encode(eos), which a BOS begins.
+    torch.save([*ranked, bos, eos], tmp_path / "freq_5.pt")
+    found = import_token_map(tmp_path / "freq_5.pt", 12)
+    assert found.target_ids.tolist() == [*ranked, *({eos} - set(ranked))]
+    assert [str(token_id) in warning for warning in found.warnings for token_id in again] == [True] * len(again)
+    assert rank_by_order(found, forced=[], target_vocab=12).warnings[0] == found.warnings[0]
+    torch.save([*ranked, 7, 10], tmp_path / "other.pt")
+    assert import_token_map(tmp_path / "other.pt", 12).size == 5
+    torch.save([*ranked, 9, bos, eos], tmp_path / "damaged.pt")
+    with raises(VocabularyError, repeated=9):
+        import_token_map(tmp_path / "damaged.pt", 12)
 
 
 def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
@@ -129,10 +153,10 @@ def test_an_artifact_keeps_its_rank_order(tmp_path: Path) -> None:
     found = import_token_map(tmp_path)
     assert (found.target_ids.tolist(), found.num_forced, found.target_vocab) == ([7, 2, 11], 1, 12)
     assert found.ranked
-    with pytest.raises(VocabularyError, match="made for a target vocabulary of 12"):
+    with raises(VocabularyError, expected=12, found=13):
         import_token_map(tmp_path, 13)
     (tmp_path / "eagle_slim.json").write_text(json.dumps({**manifest, "rank_order_ids": None}))
-    with pytest.raises(VocabularyError, match=r"eagle_slim\.json: rank_order_ids: expected list"):
+    with raises(VocabularyError, path=str(tmp_path / "eagle_slim.json"), field="rank_order_ids"):
         import_token_map(tmp_path)
 
 
@@ -153,7 +177,7 @@ def test_target_vocab_comes_from_the_mask_or_the_largest_id(tmp_path: Path) -> N
     assert guessed.target_vocab == 12
     assert guessed.provenance["target_vocab_from"] == "largest id"
     export_token_map(make(), tmp_path / "v.json")
-    with pytest.raises(VocabularyError, match="made for a target vocabulary of 12, but the target has 13"):
+    with raises(VocabularyError, path=str(tmp_path / "v.json"), expected=12, found=13):
         import_token_map(tmp_path / "v.json", 13)
 
 
@@ -165,10 +189,10 @@ def test_a_bare_tensor_named_d2t_is_offsets_or_refused(tmp_path: Path) -> None:
         import_token_map(tmp_path / "d2t.pt", 12)
     assert import_token_map(tmp_path / "d2t.pt", 12, "absolute").target_ids.tolist() == [2, 3, 7, 11]
     assert import_token_map(tmp_path / "d2t.pt", 12, kind="ids").target_ids.tolist() == [2, 3, 7, 11]
-    with pytest.raises(VocabularyError, match="--d2t-form"):
+    with raises(VocabularyError, form="unknown"):
         import_token_map(tmp_path / "d2t.pt")
     torch.save([2, 2, 5, 8], tmp_path / "list.pt")
-    with pytest.raises(VocabularyError, match="appears again"):
+    with raises(VocabularyError, repeated=2):
         import_token_map(tmp_path / "list.pt", 12)
     assert import_token_map(tmp_path / "list.pt", 12, kind="d2t").target_ids.tolist() == [2, 3, 7, 11]
 
@@ -185,7 +209,7 @@ class _Evil:
 def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> None:
     marker = tmp_path / "ran"
     torch.save(wrap(_Evil(marker)), tmp_path / "evil.pt")
-    with pytest.raises(VocabularyError, match="refused: the pickle holds more than lists and tensors"):
+    with raises(VocabularyError, path=str(tmp_path / "evil.pt"), refused="pickle"):
         import_token_map(tmp_path / "evil.pt", 12)
     assert not marker.exists()
 
@@ -193,37 +217,37 @@ def test_a_malicious_pickle_is_refused_and_never_run(tmp_path: Path, wrap) -> No
 def test_numpy_objects_are_refused(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     np.save(tmp_path / "d2t.npy", np.array([_Evil(marker)], dtype=object), allow_pickle=True)
-    with pytest.raises(VocabularyError, match="not a readable numpy file"):
+    with raises(VocabularyError, path=str(tmp_path / "d2t.npy")):
         import_token_map(tmp_path / "d2t.npy", 12)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "facts"),
     [
-        ("a.json", [1, 1], "id 1 appears again"),
-        ("a.json", [1, 12], "outside the target's vocabulary of 12"),
-        ("a.json", [-1], "outside"),
-        ("a.json", [1.5], "flat list of integers"),
-        ("a.json", [True], "flat list of integers"),
-        ("a.json", [[1]], "flat list of integers"),
-        ("a.json", [], "holds no ids"),
-        ("a.json", {"ids": [1]}, "found an object with keys 'ids'"),
-        ("a.json", {"d2t": [2, 2], "t2d": [1, 1]}, "t2d has shape"),
-        ("a.json", "text", "expected a list or tensor of integers, found str"),
-        ("a.pt", torch.tensor([1.0]), "expected integers"),
-        ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16), "expected integers"),
-        ("a.pt", torch.tensor([[1]]), "expected integers"),
-        ("a.pt", {"state": 1}, "found an object with keys 'state'"),
-        ("a.txt", b"1\n2\n", "ends in .pt"),
-        ("a.pt", b"not a pickle", "not a readable torch file|refused"),
-        ("a.pt", b"", "not a readable torch file|refused"),
-        ("a.safetensors", b"\x00" * 20, "not a readable safetensors file"),
-        ("t2d.npy", b"", "read from d2t.npy"),
-        ("d2t.npy", b"", "not a readable numpy file"),
+        ("a.json", [1, 1], {"repeated": 1}),
+        ("a.json", [1, 12], {"id": 12, "target_vocab": 12}),
+        ("a.json", [-1], {"id": -1}),
+        ("a.json", [1.5], {"expected": "integers"}),
+        ("a.json", [True], {"expected": "integers"}),
+        ("a.json", [[1]], {"expected": "integers"}),
+        ("a.json", [], {"found": 0}),
+        ("a.json", {"ids": [1]}, {"keys": ["ids"]}),
+        ("a.json", {"d2t": [2, 2], "t2d": [1, 1]}, {"tensor": "t2d", "found": [2]}),
+        ("a.json", "text", {"expected": "integers"}),
+        ("a.pt", torch.tensor([1.0]), {"expected": "integers"}),
+        ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16), {"expected": "integers"}),
+        ("a.pt", torch.tensor([[1]]), {"expected": "integers"}),
+        ("a.pt", {"state": 1}, {"keys": ["state"]}),
+        ("a.txt", b"1\n2\n", {"format": None}),
+        ("a.pt", b"not a pickle", {}),
+        ("a.pt", b"", {}),
+        ("a.safetensors", b"\x00" * 20, {}),
+        ("t2d.npy", b"", {}),
+        ("d2t.npy", b"", {}),
     ],
 )
-def test_bad_files(tmp_path: Path, name: str, content: object, message: str) -> None:
+def test_bad_files(tmp_path: Path, name: str, content: object, facts: dict[str, object]) -> None:
     path = tmp_path / name
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -231,18 +255,18 @@ def test_bad_files(tmp_path: Path, name: str, content: object, message: str) -> 
         torch.save(content, path)
     else:
         path.write_text(json.dumps(content))
-    with pytest.raises(VocabularyError, match=message) as caught:
+    with raises(VocabularyError, **facts) as caught:
         import_token_map(path, 12)
     assert name in str(caught.value)
 
 
 def test_missing_files_and_folders(tmp_path: Path) -> None:
-    with pytest.raises(VocabularyError, match="no such token map"):
+    with raises(VocabularyError, missing=str(tmp_path / "none.pt")):
         import_token_map(tmp_path / "none.pt")
-    with pytest.raises(VocabularyError, match=r"without d2t.npy and without model.safetensors"):
+    with raises(VocabularyError, path=str(tmp_path), missing="d2t.npy"):
         import_token_map(tmp_path)
     save_file({"weight": np.zeros(2)}, tmp_path / "x.safetensors")
-    with pytest.raises(VocabularyError, match="found neither d2t nor t2d"):
+    with raises(VocabularyError, found="neither d2t nor t2d"):
         import_token_map(tmp_path / "x.safetensors")
 
 
@@ -265,12 +289,12 @@ def test_damaged_torch_files_give_our_error_or_valid_ids(tmp_path_factory: pytes
 
 
 def test_export_refusals(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"'freq' is written to a file ending in .pt"):
+    with raises(UsageError, path=tmp_path / "a.json", format="freq"):
         export_token_map(make(), tmp_path / "a.json", "freq")
-    with pytest.raises(UsageError, match="say which with --format"):
+    with raises(UsageError, path=tmp_path / "a.dat", format=None):
         export_token_map(make(), tmp_path / "a.dat")
     unranked = DraftVocab(np.array([2, 3]), 0, 12, ranked=False)
-    with pytest.raises(UsageError, match="lists ids by rank"):
+    with raises(UsageError, format="freq", ranked=False):
         export_token_map(unranked, tmp_path / "freq.pt")
     export_token_map(unranked, tmp_path / "ok.safetensors")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["ok.safetensors"]

@@ -4,6 +4,7 @@ from eagle_slim.vocab_tools.errors import VocabularyError
 from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
 from hypothesis import given
 from hypothesis import strategies as st
+from support.raising import raises
 
 IDS = [1, 4, 5]
 OFFSETS = [1, 3, 3]
@@ -52,10 +53,10 @@ def test_absolute_form_is_never_taken_for_offsets(given_map: tuple[list[int], in
     # A few maps, such as the single row 0, are the same numbers in both forms.
     offsets_fit = np.array_equal(np.sort(np.asarray(ids) + np.arange(len(ids))), np.sort(ids))
     if not offsets_fit:
-        with pytest.raises(VocabularyError, match="d2t-form absolute"):
+        with raises(VocabularyError, form="absolute"):
             ids_from_d2t(ids, mask, target_vocab=target_vocab)
     assert ids_from_d2t(ids, mask, "absolute", target_vocab=target_vocab).tolist() == ids
-    with pytest.raises(VocabularyError, match="absolute ids"):
+    with raises(VocabularyError, form="unknown"):
         ids_from_d2t(ids, target_vocab=target_vocab)
 
 
@@ -65,25 +66,25 @@ def test_negative_offsets_show_the_form_without_a_mask() -> None:
 
 
 def test_values_too_large_for_ids_in_both_forms_are_out_of_range() -> None:
-    with pytest.raises(VocabularyError, match="outside the target's vocabulary of 10"):
+    with raises(VocabularyError, target_vocab=10):
         ids_from_d2t([7, 8, 12], target_vocab=10)
 
 
 @pytest.mark.parametrize(
-    ("d2t", "t2d", "form", "message"),
+    ("d2t", "t2d", "form", "facts"),
     [
-        ([1, 3, 3], [True] * 6, None, "disagree"),
-        ([1, 3, 3], MASK[:5], None, r"t2d has shape \[5\]"),
-        ([1, 3, 3], [2, 1, 0, 0, 1, 1], None, "booleans"),
-        ([1, 3, 3], MASK, "absolute", "t2d shows the offset form"),
-        ([0, 0, 4], None, "absolute", "appears again"),
-        ([3, 2, 2], None, "offset", "appears again"),
-        ([0, 9, 9], None, None, "outside the target's vocabulary"),
-        (np.zeros(0, np.int64), None, None, "no rows"),
-        ([0.5, 1.5], None, None, "expected integers"),
-        ([[1, 2]], None, None, "expected integers"),
+        ([1, 3, 3], [True] * 6, None, {"form": "neither"}),
+        ([1, 3, 3], MASK[:5], None, {"tensor": "t2d", "found": [5]}),
+        ([1, 3, 3], [2, 1, 0, 0, 1, 1], None, {"tensor": "t2d", "expected": "mask"}),
+        ([1, 3, 3], MASK, "absolute", {"form": "offset"}),
+        ([0, 0, 4], None, "absolute", {"repeated": 0}),
+        ([3, 2, 2], None, "offset", {"repeated": 3}),
+        ([0, 9, 9], None, None, {"id": 10, "target_vocab": 6}),
+        (np.zeros(0, np.int64), None, None, {"found": 0}),
+        ([0.5, 1.5], None, None, {"expected": "integers"}),
+        ([[1, 2]], None, None, {"expected": "integers"}),
     ],
 )
-def test_broken_maps(d2t: list, t2d: list | None, form: str | None, message: str) -> None:
-    with pytest.raises(VocabularyError, match=message):
+def test_broken_maps(d2t: list, t2d: list | None, form: str | None, facts: dict) -> None:
+    with raises(VocabularyError, **facts):
         ids_from_d2t(np.asarray(d2t), t2d, form, target_vocab=6)
