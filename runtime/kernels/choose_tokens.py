@@ -9,9 +9,10 @@ The weight of a score is a whole number (`token_weights`), so nothing here depen
 token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is sorted: the
 cuts of top-k and top-p are found by narrowing an interval with histograms.
 
-Bytes read: the logits once for greedy, three times for sampled, and from the L2 some four times more for each of top-k
-and top-p. Limits: fewer than 2**19 tokens, logits without NaN. Scores that differ by less than 2**-24, or than the
-fp32 spacing of their distance from the largest, count as equal in the cuts; of equal ones top-p keeps the last ids.
+Bytes read: the logits once for greedy, three times for sampled, and some two times more from the L2 for each of top-k
+and top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
+logits without NaN. Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest,
+count as equal in the cuts; of equal ones top-p keeps the last ids.
 """
 
 from __future__ import annotations
@@ -102,12 +103,17 @@ class ChoiceScratch:
     """int32 [rows, parts]: tokens at the threshold."""
     penalised: Tensor
     """int32 [rows, ceil(vocab / 32)]: seen, or on the node's path."""
+    listed: Tensor
+    """int32 [rows, capacity]: distances of the most probable tokens, once few enough are left to search."""
 
 
-def choice_scratch(places: int, nodes: int, vocab: int, device: torch.device | str, part: int = 4096) -> ChoiceScratch:
-    """Allocate the scratch of `choose_tokens` for ``places`` trees of ``nodes`` nodes; ``part`` a power of two.
+def choice_scratch(
+    places: int, nodes: int, vocab: int, device: torch.device | str, part: int = 2048, capacity: int = 8192
+) -> ChoiceScratch:
+    """Allocate the scratch of `choose_tokens` for ``places`` trees of ``nodes`` nodes.
 
-    A vocabulary smaller than a part is one part of its own size.
+    ``part``, a power of two: ids that a program takes at a time. ``capacity``: tokens that a search may list. Both
+    change speed, never results. A vocabulary smaller than a part is one part of its own size.
     """
     part = min(part, max(16, triton.next_power_of_2(vocab)))
     rows, parts = places * nodes, triton.cdiv(vocab, part)
@@ -117,6 +123,7 @@ def choice_scratch(places: int, nodes: int, vocab: int, device: torch.device | s
         part, torch.empty(rows, parts, dtype=torch.float32, device=device), torch.empty(rows, parts, **int32),
         torch.empty(rows, **int32), torch.empty(rows, **int64), torch.empty(rows, parts, **int64),
         torch.empty(rows, parts, **int32), torch.empty(rows, num_words(vocab), **int32),
+        torch.empty(rows, capacity, **int32),
     )  # fmt: skip
 
 
@@ -267,8 +274,9 @@ def choose_tokens(
     has_cut = rules.has_top_k or rules.has_top_p
     if has_cut:
         kernels.threshold_kernel[(rows,)](
-            logits, *row_arguments, *score_arguments, scratch.best_score, scratch.threshold, scratch.goal,
-            **common, **reduction, HAS_TOP_K=rules.has_top_k, HAS_TOP_P=rules.has_top_p, num_warps=16,
+            logits, *row_arguments, *score_arguments, scratch.best_score, scratch.listed, scratch.listed.shape[1],
+            scratch.threshold, scratch.goal, **common, **reduction,
+            HAS_TOP_K=rules.has_top_k, HAS_TOP_P=rules.has_top_p, num_warps=16,
         )  # fmt: skip
     kernels.mass_kernel[(rows, parts)](
         logits, *row_arguments, *score_arguments, scratch.best_score, scratch.threshold, scratch.mass,
@@ -311,6 +319,7 @@ def _check(
         numbers=(state.numbers, torch.float32, (8,)), uniforms=(state.uniforms, torch.float64, (slots, None)),
         num_generated=(state.num_generated, torch.int32, (slots,)), seen=(state.seen, torch.int32, (slots, words)),
         suppressed=(state.suppressed, torch.int32, (words,)), eos=(state.eos, torch.int32, (words,)),
+        listed=(scratch.listed, torch.int32, (rows, None)),
         best_score=(scratch.best_score, torch.float32, (rows, triton.cdiv(vocab, scratch.part))),
         penalised=(scratch.penalised, torch.int32, (rows, words)),
     )  # fmt: skip

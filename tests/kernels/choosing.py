@@ -39,11 +39,11 @@ class Case:
         numbers = [temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, 0, 0]
         self.state.numbers.copy_(torch.tensor(numbers, dtype=torch.float32))
 
-    def choose(self, rules: ChoiceRules, part: int = 512) -> Tensor:
+    def choose(self, rules: ChoiceRules, part: int = 512, capacity: int = 8192) -> Tensor:
         """By the kernels: int32 [places, nodes]."""
         places, vocab = self.logits.shape[0] // self.nodes, self.logits.shape[1]
         out = torch.full((places, self.nodes), -7, dtype=torch.int32, device=self.logits.device)
-        scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, part)
+        scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, part, capacity)
         choose_tokens(*self._arguments(), rules, self.state, out, scratch)
         return out
 

@@ -21,7 +21,8 @@ from triton.compiler import ASTSource
 POINTERS = {
     "*bf16": "logits",
     "*i32": (
-        "active_slots active_count num_generated penalised suppressed eos seen best_id threshold num_tied out tokens"
+        "active_slots active_count num_generated penalised suppressed eos seen best_id threshold num_tied out listed "
+        "tokens"
     ),
     "*i64": "positions draft_tokens parents goal mass",
     "*fp32": "numbers best_score",
@@ -31,9 +32,9 @@ SIZES = {
     "NODES": 60,
     "VOCAB": 128256,
     "WORDS": 4008,
-    "PART": 4096,
-    "PARTS": 32,
-    "BLOCK_P": 32,
+    "PART": 2048,
+    "PARTS": 63,
+    "BLOCK_P": 64,
     "WIDTH": 7,
     "BLOCK": 4096,
 }
