@@ -234,10 +234,6 @@ class DeviceDecoder:
         rows, bufs = self._rows[places], self._bufs.first(places * nodes)
         choices, fields = self._choices[:places], (tree.draft_tokens, tree.parents, tree.tree_position_ids)
 
-        def draft() -> None:
-            if self.drafter is not None:
-                self.drafter.draft()
-
         def verify() -> None:
             if self._roots is not None:
                 self._roots.read()
@@ -259,7 +255,8 @@ class DeviceDecoder:
                 ops.mark_seen(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
             ops.list_active(state)
 
-        return tuple(zip(PHASES, (draft, verify, accept, commit), strict=True))
+        phases = (("verify", verify), ("accept", accept), ("commit", commit))
+        return phases if self.drafter is None else (("draft", self.drafter.draft), *phases)
 
     def _chunk(self, nodes: int, rules: ChoiceRules) -> None:
         ops, entering = self.ops, self.entering
