@@ -14,7 +14,8 @@ from concurrent.futures import ProcessPoolExecutor, wait
 
 import torch
 
-from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import DrafterConfig
 from ..kernels.launch_params import LaunchParams
 from .problem import Dims, first_rows, random_head
 

@@ -13,7 +13,8 @@ import torch
 import triton
 from torch import Tensor
 
-from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError
 from .ancestor_attention import heads_per_attention_unit
@@ -30,8 +31,8 @@ from .launch_params import (
     out_features,
 )
 from .lm_topk import empty_lists, head_tiles, len_lists, merge_blocks
+from .packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .persistent import draft_kernel
-from .weight_stream import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
+from ..drafter.buffers import Buffers, check_room
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig, head_dimensions
 from ..drafter.reference import NewPairs, ReferenceDrafter, check_tree_fits
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError

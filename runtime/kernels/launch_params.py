@@ -17,7 +17,7 @@ from typing import Any
 
 from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..errors import DrafterError
-from .weight_stream import chunk_size, rows_per_program
+from .packing import chunk_size, rows_per_program
 
 PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .packing import assign_rows, chunk_size, cut_tiles, rows_per_program
 from .selection import (
     LANES,
     LOWEST_KEY,
@@ -31,15 +32,7 @@ from .selection import (
     sum_of_row,
     take_best,
 )
-from .weight_stream import (
-    assign_rows,
-    chunk_size,
-    cut_tiles,
-    hidden_zero,
-    rows_per_program,
-    stream_matmul,
-    unaligned_zero,
-)
+from .weight_stream import hidden_zero, stream_matmul, unaligned_zero
 
 SELECT_ROWS = tl.constexpr(16)
 """Nodes selected at a time: with 8 warps, two to a warp."""

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.kernels.host import pack_head
 from eagle_slim.runtime.kernels.launch import (

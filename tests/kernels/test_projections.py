@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from eagle_slim.runtime.kernels.packing import assign_rows, cut_parts, rows_per_program
 from eagle_slim.runtime.kernels.projections import finish_residual, finish_rows, stream_parts
-from eagle_slim.runtime.kernels.weight_stream import assign_rows, cut_parts, rows_per_program
 from kernels.tolerances import OP_ATOL
 
 
