@@ -24,8 +24,8 @@ from ..target.cache import SlotRows
 from ..tree import DraftTree
 
 if TYPE_CHECKING:
-    from .host import PackedHead
     from .launch_params import TunedCache
+    from .packed_head import PackedHead
 
 BACKENDS = ("triton", "reference")
 
@@ -78,8 +78,9 @@ class Weights:
         the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its ``hits`` and ``misses`` count. Raises
         `UsageError` for a configuration or an order of another head, and draft ids that the target does not have.
         """
-        from .host import chip_of, pack_head
+        from .host import chip_of
         from .launch_params import is_strict
+        from .packed_head import pack_head
 
         _check_head(cfg, head)
         _check_order(head, order)
@@ -100,7 +101,7 @@ class Weights:
 
     def with_positions(self, num_positions: int) -> Weights:
         """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache."""
-        from .host import rotary_tables
+        from .packed_head import rotary_tables
 
         assert self.packed is not None, "pack() comes first"
         cos, sin = rotary_tables(self.head, num_positions)
@@ -157,7 +158,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed."""
     bufs = Buffers.allocate(cfg, weights.head.device)
     if weights.packed is not None:
-        from .host import allocate_workspace
+        from .workspace import allocate_workspace
 
         bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, weights.head.device))
     return bufs
@@ -307,7 +308,7 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         )
     if weights.packed is None or not bufs.workspace:
         return
-    from .host import allocate_workspace
+    from .workspace import allocate_workspace
 
     for name, like in allocate_workspace(cfg, weights.packed.params, "meta").items():
         tensor = bufs.workspace.get(name)

@@ -18,20 +18,12 @@ from typing import Any
 from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..errors import DrafterError
 from .packing import chunk_size, rows_per_program
+from .weight_stream import Tile
 
 PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""
 MAX_SPLIT = 4
 """Most programs to a group: the terms of `projections.sum_parts`."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One product: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
-
-    block_n: int
-    block_k: int
-    stages: int
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,50 @@ Weights are the left operand of `tl.dot`, the drafted nodes the right one. In fr
 a pair of e4m3 numbers for each value (`store_activation`).
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _ZERO_ASM = tl.constexpr("mov.u32 $0, 0;")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One product: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
+
+    block_n: int
+    block_k: int
+    stages: int
+
+
+class Operand(NamedTuple):
+    """The rows of x in a product: [BLOCK_M] rows, each in one piece or in two.
+
+    A row's chunks before ``segment`` lie from ``row`` on, those from there on from ``next_row`` on.
+    """
+
+    ptr: Any
+    row: Any
+    """int64 [BLOCK_M]: where each row starts, in values."""
+    next_row: Any
+    """int64 [BLOCK_M]: where its second piece starts."""
+    mask: Any
+    """int1 [BLOCK_M]: rows in use."""
+    segment: Any
+    """Chunks of the first piece."""
+    row_size: Any
+    """Values in a stored row."""
+
+
+class NextOperand(NamedTuple):
+    """Where a phase leaves the operand of the next product, and what it multiplies each row by."""
+
+    ptr: Any
+    factor: Any
+    """fp32 [BLOCK_M]: brings rows to order one where they are stored as FP8 pairs."""
 
 
 @triton.jit
@@ -109,41 +148,35 @@ def operand_sum(x_ptr, acc):
 
 @triton.jit
 def stream_matmul(
-    x_ptr,
-    x_row_0,  # int64 [BLOCK_M]: where each row starts, in values
-    x_row_1,  # where it goes on from chunk ``segment`` on, when SEGMENTED
-    mask_m,  # int1 [BLOCK_M]
+    x,  # `Operand`
     w_ptr,  # this program's region, at its first row of this tile
     num_rows,  # rows of this tile
     slab,  # elements from one chunk to the next
     first_chunk,  # of x
     num_chunks,
-    segment,
-    row_size,  # values in a stored row of x
-    SEGMENTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
+    SEGMENTED: tl.constexpr,  # whether rows of x have a second piece
+    TILE: tl.constexpr,  # `Tile`
 ):
-    """fp32 [BLOCK_N, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` chunks of BLOCK_K."""
+    """fp32 [block_n, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` chunks of block_k."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
     zero = hidden_zero()
     offs_k = tl.arange(0, BLOCK_K) + zero
     offs_n = tl.arange(0, BLOCK_N) + zero
     w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
     mask_w = (offs_n < num_rows)[:, None]
-    mask_x = operand_mask(x_ptr, mask_m)
-    x_start = x_ptr + first_chunk * BLOCK_K
-    first = operand_rows(x_ptr, x_row_0, row_size)
+    mask_x = operand_mask(x.ptr, x.mask)
+    x_start = x.ptr + first_chunk * BLOCK_K
+    first = operand_rows(x.ptr, x.row, x.row_size)
     second = first
     if SEGMENTED:
-        second = operand_rows(x_ptr, x_row_1, row_size) - segment * BLOCK_K
+        second = operand_rows(x.ptr, x.next_row, x.row_size) - x.segment * BLOCK_K
     acc = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-    for k in tl.range(0, num_chunks, num_stages=STAGES):
+    for k in tl.range(0, num_chunks, num_stages=TILE.stages):
         x_row = first
         if SEGMENTED:
-            x_row = tl.where(first_chunk + k < segment, first, second)
+            x_row = tl.where(first_chunk + k < x.segment, first, second)
         w = tl.load(w_ptr + k * slab + w_offs, mask=mask_w, other=0.0)
-        x = tl.load(x_start + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
-        acc = operand_dot(w, x, acc)
-    return operand_sum(x_ptr, acc)
+        chunk = tl.load(x_start + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
+        acc = operand_dot(w, chunk, acc)
+    return operand_sum(x.ptr, acc)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.kernels.ancestor_attention import ancestor_attention, ancestor_attention_ref
 from kernels.tolerances import OP_ATOL
+from support.raising import raises
 from torch import Tensor
 
 MAX_DEPTH = 8
@@ -99,12 +101,13 @@ def test_a_node_sees_its_ancestors_only(device: str) -> None:
 
 def test_refused(device: str) -> None:
     given = setup(2, 4, 2, 16, 3, 1, torch.float32, device)
-    for change, said in (
-        ({"values": given["values"].transpose(1, 2).contiguous().transpose(1, 2)}, "values must be .* contiguous"),  # type: ignore[union-attr]
-        ({"qkv": given["qkv"].half()}, r"qkv must be torch.float32 \[2, 16, 128\].* got torch.float16"),  # type: ignore[union-attr]
-        ({"cos": given["cos"][:, :4].contiguous()}, r"cos must be .*, 8\], contiguous"),  # type: ignore[index]
-        ({"heads": 3}, "heads=3"),
-        ({"level": 99}, "level=99"),
+    half = {"expected": (torch.float32, (2, 16, 128)), "found": (torch.float16, (2, 16, 128))}
+    for change, facts in (
+        ({"values": given["values"].transpose(1, 2).contiguous().transpose(1, 2)}, {"tensor": "values"}),  # type: ignore[union-attr]
+        ({"qkv": given["qkv"].half()}, {"tensor": "qkv", **half}),  # type: ignore[union-attr]
+        ({"cos": given["cos"][:, :4].contiguous()}, {"tensor": "cos"}),  # type: ignore[index]
+        ({"heads": 3}, {"heads": 3}),
+        ({"level": 99}, {"level": 99}),
     ):
-        with pytest.raises(ValueError, match=said):
+        with raises(UsageError, **facts):
             ancestor_attention(**{**given, **change})  # type: ignore[arg-type]

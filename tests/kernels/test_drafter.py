@@ -12,9 +12,12 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR
-from eagle_slim.runtime.kernels.host import allocate_workspace, chip_of, pack_head
+from eagle_slim.runtime.kernels.host import chip_of
 from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
-from eagle_slim.runtime.kernels.launch_params import LaunchParams, Tile, choose_launch
+from eagle_slim.runtime.kernels.launch_params import LaunchParams, choose_launch
+from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.weight_stream import Tile
+from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run

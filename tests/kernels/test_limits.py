@@ -10,7 +10,6 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
-from eagle_slim.runtime.kernels.host import pack_head
 from eagle_slim.runtime.kernels.launch import (
     TritonDrafter,
     Weights,
@@ -20,6 +19,7 @@ from eagle_slim.runtime.kernels.launch import (
     prefill_drafter,
 )
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.kernels.packed_head import pack_head
 from support.drafting import problem, random_head
 
 TREE = TreeConfig(2, 3, 12)
