@@ -145,7 +145,7 @@ def tune(
         return trial
 
     if attempt("derived", derived).fault:
-        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}")
+        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}", fault=trials[0].fault)
     longest = 0.0
     for name, params in tried.items():
         if left() < longest:

@@ -52,7 +52,8 @@ class Buffers:
         if self.keys.dim() != 4 or self.retrieve_indices.dim() != 3:
             raise UsageError(
                 "Buffers hold keys [slots, kv_heads, positions, head_dim] and retrieve_indices [slots, total, depth + "
-                f"2]; got {tuple(self.keys.shape)} and {tuple(self.retrieve_indices.shape)}."
+                f"2]; got {tuple(self.keys.shape)} and {tuple(self.retrieve_indices.shape)}.",
+                tensor="keys" if self.keys.dim() != 4 else "retrieve_indices",
             )
         slots, total, width = self.retrieve_indices.shape
         cache = (slots, *self.keys.shape[1:])
@@ -61,12 +62,17 @@ class Buffers:
             if found.shape != shape or found.dtype != dtype:
                 raise UsageError(
                     f"The buffers' {name} must be {dtype} {tuple(shape)}, for {slots} slots and {total} nodes; got "
-                    f"{found.dtype} {tuple(found.shape)}. Buffers.allocate(cfg, device) makes them all."
+                    f"{found.dtype} {tuple(found.shape)}. Buffers.allocate(cfg, device) makes them all.",
+                    tensor=name,
+                    expected=(dtype, shape),
+                    found=(found.dtype, tuple(found.shape)),
                 )
             if found.device != self.keys.device or not found.is_contiguous():
                 raise UsageError(
                     f"The buffers' {name} must be contiguous on {self.keys.device}; got strides {found.stride()} on "
-                    f"{found.device}."
+                    f"{found.device}.",
+                    tensor=name,
+                    expected="contiguous",
                 )
 
     @classmethod
@@ -95,16 +101,23 @@ class Buffers:
         if not len(active) == len(new_tokens) == len(prefix):
             raise UsageError(
                 f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
-                f"lists of tokens and {len(prefix)} prefixes."
+                f"lists of tokens and {len(prefix)} prefixes.",
+                slots=len(active),
+                lists=len(new_tokens),
+                prefixes=len(prefix),
             )
         try:
             active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
         except TypeError as error:
-            raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
+            raise UsageError(
+                f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.", expected="integers"
+            ) from error
         slots = self.keys.shape[0]
         if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-            raise UsageError(f"active slots {active} must be different and below {slots}.")
+            raise UsageError(
+                f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
+            )
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
             self.check_sequence(slot, tokens, past)
         blank = [-1] * slots
@@ -130,10 +143,18 @@ class Buffers:
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
         """Raise `UsageError` unless a slot can take these new tokens behind ``past`` cached pairs."""
         if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
-            raise UsageError(f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.")
+            raise UsageError(
+                f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.",
+                slot=slot,
+                num_new=len(tokens),
+            )
         wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
         if wrong:
-            raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.")
+            raise UsageError(
+                f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.",
+                slot=slot,
+                token=wrong[0],
+            )
         check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
 
 
@@ -157,5 +178,9 @@ def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: 
     if prefix < 0 or prefix + num_new + tree_rows > positions:
         raise UsageError(
             f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
-            f"cache of {positions} positions. Allocate more, or end this sequence."
+            f"cache of {positions} positions. Allocate more, or end this sequence.",
+            slot=slot,
+            prefix=prefix,
+            num_new=num_new,
+            positions=positions,
         )

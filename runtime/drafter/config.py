@@ -71,42 +71,77 @@ class DrafterConfig:
             value: Any = getattr(self, name)
             is_number = isinstance(value, Integral) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
-                raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.")
+                raise UsageError(
+                    f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.",
+                    field=name,
+                    found=value,
+                    expected=(low, high),
+                )
             # NumPy's integers become Python's, which are what is compiled for.
             object.__setattr__(self, name, int(value))
         if self.draft_vocab > self.target_vocab:
             raise UsageError(
-                f"draft_vocab = {self.draft_vocab} is more than the target's whole vocabulary of {self.target_vocab}."
+                f"draft_vocab = {self.draft_vocab} is more than the target's whole vocabulary of {self.target_vocab}.",
+                field="draft_vocab",
+                found=self.draft_vocab,
+                expected=self.target_vocab,
             )
         eps: Any = self.norm_eps
         if not isinstance(eps, Real) or not 0 <= float(eps) < math.inf:
-            raise UsageError(f"norm_eps must be a number of at least 0; got {self.norm_eps!r}.")
+            raise UsageError(
+                f"norm_eps must be a number of at least 0; got {self.norm_eps!r}.", field="norm_eps", found=eps
+            )
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UsageError(f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.")
+            raise UsageError(
+                f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.",
+                field="dtype",
+                found=self.dtype,
+            )
         if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
-            raise UsageError(f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.")
+            raise UsageError(
+                f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.",
+                field="weight_dtype",
+                found=self.weight_dtype,
+            )
         # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
         unit, weights = (32, " with FP8 weights") if self.weight_dtype.itemsize == 1 else (16, "")
         for name in ("hidden", "intermediate", "feature_width"):
             size = getattr(self, name)
             if size % unit:
                 raise UsageError(
-                    f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}."
+                    f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}.",
+                    field=name,
+                    found=size,
+                    expected=unit,
                 )
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % unit:
+        if self.num_heads % self.num_kv_heads:
             raise UsageError(
-                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their "
-                f"product a multiple of {unit}{weights}."
+                f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}.",
+                field="num_heads", found=self.num_heads, expected=self.num_kv_heads,
+            )  # fmt: skip
+        if self.head_dim % 2:
+            raise UsageError(
+                f"head_dim must be even; got {self.head_dim}.", field="head_dim", found=self.head_dim, expected=2
             )
+        if (size := self.num_heads * self.head_dim) % unit:
+            raise UsageError(
+                f"num_heads * head_dim must be a multiple of {unit}{weights}; got {size}.",
+                field="num_heads * head_dim", found=size, expected=unit,
+            )  # fmt: skip
         if self.kind not in ("eagle3", "eagle"):
-            raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.')
+            raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.', field="kind", found=self.kind)
         if self.kind == "eagle" and not self.has_fc:
-            raise UsageError("An EAGLE-1/2 head has fc at every level; got has_fc = False.")
+            raise UsageError(
+                "An EAGLE-1/2 head has fc at every level; got has_fc = False.", field="has_fc", found=False
+            )
         if (self.kind == "eagle" or not self.has_fc) and self.feature_width != self.hidden:
-            which = "EAGLE-1/2" if self.kind == "eagle" else "a head with has_fc = False"
+            which = "an EAGLE-1/2 head" if self.kind == "eagle" else "a head with has_fc = False"
             raise UsageError(
                 f"Features of {which} are as wide as the head: "
-                f"feature_width = {self.feature_width}, hidden = {self.hidden}."
+                f"feature_width = {self.feature_width}, hidden = {self.hidden}.",
+                field="feature_width",
+                found=self.feature_width,
+                expected=self.hidden,
             )
 
     @classmethod
@@ -119,12 +154,20 @@ class DrafterConfig:
         """
         for name in ("input_norm.weight", "fc_norm.0.weight", "self_attn.o_proj.bias", "mlp.gate_proj.bias"):
             if name in head.tensors:
-                raise UnsupportedModelError(f'drafter="triton" does not compute {name}. Use drafter="reference".')
+                raise UnsupportedModelError(
+                    f'drafter="triton" does not compute {name}. Use drafter="reference".', tensor=name
+                )
         for option in ("norm_before_residual", "norm_output", "sliding_window"):
             if getattr(head, option):
-                raise UnsupportedModelError(f'drafter="triton" does not compute {option}. Use drafter="reference".')
+                raise UnsupportedModelError(
+                    f'drafter="triton" does not compute {option}. Use drafter="reference".', option=option
+                )
         if head.activation != "silu":
-            raise UnsupportedModelError(f'drafter="triton" computes silu only, the head has {head.activation}.')
+            raise UnsupportedModelError(
+                f'drafter="triton" computes silu only; the head has {head.activation}. Use drafter="reference".',
+                option="activation",
+                found=head.activation,
+            )
         return cls(
             **head_dimensions(head), draft_vocab=head.draft_vocab,
             depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,

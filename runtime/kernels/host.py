@@ -131,7 +131,9 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
     if packed.params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
             f"{packed.params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
-            "the head for this device."
+            "the head for this device.",
+            programs=packed.params.num_programs,
+            num_sms=chip_of(device).num_sms,
         )
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(packed.params.num_programs,)](
@@ -149,5 +151,6 @@ def check_finished(bufs: Buffers) -> None:
             bufs.workspace[name].zero_()
         raise DrafterError(
             "The drafter's grid barrier timed out: not all programs were running at once, or one of them failed. The "
-            "draft is undefined. Is another process using the GPU's SMs exclusively?"
+            "draft is undefined. Is another process using the GPU's SMs exclusively?",
+            buffer="barrier",
         )
