@@ -11,8 +11,9 @@ Keys in the cache are already rotated; queries and fresh keys are rotated here (
 ``head_dim / 2`` columns). One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are
 merged, one query at a time, in a second step.
 
-Worked example, top_k 2, level 3: slots 0 1 | 2 3 hold the nodes expanded at levels 1 and 2. A node whose parent is slot
-3, whose parent is slot 0, has chain [0, 3]: it sees slots 0 and 3, never 1 or 2.
+The worked example of `eagle_slim.runtime.tree`, top_k 2, at a third level: tree slots 0 1 | 2 3 hold A, B and C, E, the
+nodes expanded before. G, the child of C, which is a child of A, has chain [0, 2]: it sees A, C and itself, never B or
+E. I has chain [1, 3] and sees B and E.
 
 Limits: head_dim <= 256 and even; rows of one pass <= 16.
 """

@@ -14,7 +14,7 @@ FIELDS = ("scores", "candidates", "parents", "children", "chains")
 
 
 def test_worked_example(device: str) -> None:
-    """Level by level: A, B become the nodes of level 1, C and E those of level 2, with their ancestors' slots."""
+    """Level by level: A and B are expanded, then C and E, then G and I; each with its ancestors' tree slots."""
     chains = torch.full((16, MAX_DEPTH), -1, dtype=torch.int32, device=device)
     for level, names in enumerate(FRONTIERS):
         chosen = frontier_on_device(LEVELS[level].to(device), chains, level, TOP_K)
@@ -23,7 +23,7 @@ def test_worked_example(device: str) -> None:
         assert found == [CHAINS[name] for name in names]
         chains[:TOP_K] = chosen.chains
     assert (chosen.parents.tolist(), chosen.children.tolist()) == ([0, 1], [0, 0])
-    assert chosen.scores.tolist() == [-1.5, -1.75]
+    assert chosen.scores.tolist() == [-2.0, -2.75]
 
 
 @pytest.mark.parametrize(("top_k", "level"), [(1, 0), (1, 4), (3, 1), (10, 0), (10, 5), (16, 2), (16, 10)])

@@ -180,10 +180,10 @@ def test_top_k_limits(step: Problem) -> None:
     with raises(UsageError, field="top_k", found=17, expected=(1, 16)) as refused:
         replace(step[0], top_k=17, draft_vocab=120)
     assert str(refused.value) == "The persistent drafter takes top_k from 1 to 16; got 17."
-    # By the tree's own configuration; without a level there are too few candidates for these nodes.
-    for option, changed in (("top_k", "top_k"), ("total_tokens", "depth"), ("total_tokens", "total_tokens")):
-        with raises(UsageError, option=option):
-            replace(step[0], **{changed: 129 if changed == "total_tokens" else 0})
+    # By the tree's own configuration: too few candidates for these nodes.
+    for changed in ({"top_k": 0}, {"depth": 0}, {"total_tokens": 129}):
+        with raises(UsageError, option="total_tokens"):
+            replace(step[0], **changed)
     with raises(UsageError, field="total_tokens", found=129):
         replace(step[0], depth=10, total_tokens=129)
 

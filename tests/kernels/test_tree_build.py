@@ -8,6 +8,7 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.kernels.tree_build import build_tree_on_device
 from eagle_slim.runtime.tree import Candidates, build_tree, level_offset, select_frontier
+from kernels.example_tree import PARENTS, ROOT, SCORES, TOKENS
 from support.raising import raises
 
 FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
@@ -23,10 +24,8 @@ def on_device(roots: torch.Tensor, candidates: Candidates, tree: TreeConfig, dev
 
 def test_worked_example(device: str) -> None:
     """The example of `runtime.tree`: letters are 10, 11, ...; the root is 7."""
-    scores = torch.tensor([[-0.5, -1.5, -1.5, -2.0, -1.75, -5.5, -2.0, -4.5, -2.75, -3.75]])
-    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]])
-    candidates = Candidates(torch.arange(10, 20)[None], scores, parents)
-    built = on_device(torch.tensor([7]), candidates, TreeConfig(2, 2, 7), device)
+    candidates = Candidates(TOKENS[None], SCORES[None], PARENTS[None])
+    built = on_device(torch.tensor([ROOT]), candidates, TreeConfig(2, 2, 7), device)
     assert built["draft_tokens"].tolist() == [[7, 10, 11, 12, 13, 14, 16]]
     assert built["parents"].tolist() == [[-1, 0, 0, 1, 1, 2, 3]]
     assert built["tree_position_ids"].tolist() == [[0, 1, 1, 2, 2, 2, 3]]
@@ -34,7 +33,7 @@ def test_worked_example(device: str) -> None:
     assert (built["retrieve_indices"][0, 3:] == -1).all()
     assert built["num_leaves"].tolist() == [3]
     assert built["tree_mask"][0, 0, 6].tolist() == [True, True, False, True, False, False, True]
-    without_g = on_device(torch.tensor([7]), candidates, TreeConfig(2, 2, 6), device)
+    without_g = on_device(torch.tensor([ROOT]), candidates, TreeConfig(2, 2, 6), device)
     assert without_g["draft_tokens"].tolist() == [[7, 10, 11, 12, 13, 14]]
 
 
