@@ -40,7 +40,7 @@ class Buffers:
     retrieve_indices: Tensor
     num_leaves: Tensor
     tree_rows: int
-    """KV rows that a tree takes behind its prefix: depth * top_k."""
+    """KV rows that a tree takes after its prefix: depth * top_k."""
     target_vocab: int
     """New tokens are below it."""
     workspace: dict[str, Tensor]
@@ -95,8 +95,8 @@ class Buffers:
     def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
         """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
 
-        Raises `UsageError` for no or more than 16 new tokens, ids outside the target's vocabulary, a slot out of range
-        or twice, and a sequence that the KV cache cannot hold together with its tree; nothing is written then.
+        Raises `UsageError`, before anything is written, for no or more than 16 new tokens, ids outside the target's
+        vocabulary, a slot out of range or given twice, and a sequence that does not fit the KV cache with its tree.
         """
         if not len(active) == len(new_tokens) == len(prefix):
             raise UsageError(
@@ -141,7 +141,7 @@ class Buffers:
         return most if version is not None and version == self.num_new._version else None
 
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
-        """Raise `UsageError` unless a slot can take these new tokens behind ``past`` cached pairs."""
+        """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
         if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
             raise UsageError(
                 f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.",

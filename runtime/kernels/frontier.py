@@ -6,9 +6,9 @@ ancestor there: ``chain[n, e] = e * top_k + (the node of level e + 1 above n)``,
 (`ancestor_attention`).
 
 The worked example of `eagle_slim.runtime.tree`, top_k 2. The nodes of level 1 are A and B, with empty chains; its
-candidates are C, D (A's children) and E, F (B's), numbers 2 to 5 of the tree. The best two are C (-1.5, of node 0) and E
-(-1.75, of node 1): the frontier of level 2, with chains [0] and [1], as A lies in tree slot 0 and B in slot 1. If there
-were a level 3, its nodes would be G (C's child) and I (E's), with chains [0, 2] and [1, 3].
+candidates are C, D (A's children) and E, F (B's), numbers 2 to 5 of the tree. The best two are C (-1.5, of node 0) and
+E (-1.75, of node 1): the frontier of level 2, with chains [0] and [1], as A lies in tree slot 0 and B in slot 1. If
+there were a level 3, its nodes would be G (C's child) and I (E's), with chains [0, 2] and [1, 3].
 """
 
 from __future__ import annotations

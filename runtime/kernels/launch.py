@@ -44,7 +44,7 @@ _BLANK = {
 class Weights:
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
-    Raises `UsageError` for an ``order`` that is none of this head's rows, and for what another head was packed to.
+    Raises `UsageError` for an ``order`` of other rows than this head's, and for the packed weights of another head.
     """
 
     head: HeadWeights
@@ -116,7 +116,8 @@ class Weights:
 def open_tuned_cache() -> TunedCache:
     """Open the cache of launch parameters that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships.
 
-    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file that is none.
+    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file of another
+    kind.
     """
     from .launch_params import default_cache
 
@@ -460,7 +461,7 @@ def _launch_reference(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], head: He
 
 
 class TritonDrafter:
-    """The persistent kernel behind the interface of `drafter.Drafter`.
+    """The persistent kernel as a `drafter.Drafter`.
 
     ``weight_dtype`` float8_e4m3fn stores the matrices in FP8 (sm_89 and later). Raises `DrafterError`,
     `UnsupportedModelError` or `UsageError` when the head or the device is outside the kernel's limits.

@@ -212,7 +212,7 @@ def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
 class TunedCache:
     """Tuned parameters by `cache_key`, in one JSON file; counts its hits and misses.
 
-    Raises `DrafterError` for a file that is none; one that does not exist is empty.
+    Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -227,8 +227,8 @@ class TunedCache:
                 LaunchParams.from_json(values)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise DrafterError(
-                f"{path} is no cache of launch parameters ({type(error).__name__}: {error}). Name a file that python "
-                "-m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
+                f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
+                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
                 path=path,
             ) from error
 

@@ -1,31 +1,34 @@
 """The persistent drafter: one cooperative launch drafts a whole tree for every active sequence.
 
 One program runs on each SM and stays there for the whole draft. Work moves from phase to phase through buffers that
-live in the L2, with a grid barrier between phases; weights are the only thing read from memory, each once per level:
+live in the L2 (`workspace`), with a grid barrier between phases. Weights are the only thing read from memory, each once
+per level:
 
-====  ==================================================================================================
-fc    features of the new tokens: ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at
-      every level (EAGLE-1/2)
-qkv   RMSNorms were applied by whoever wrote the rows; q, k, v of all rows
-att   `ancestor_attention.attend_unit`: RoPE, KV append, prefix + ancestors; then `merge_parts`
-o     output projection, residual, partial sums of squares for the RMSNorm that follows
-mlp   gate and up, SiLU; then down, residual, sums of squares
-head  `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
-pick  merge per node; candidates' scores; best top_k become the next frontier; their embeddings are gathered
-tree  after the last level, `tree_build.build_tree`
-====  ==================================================================================================
+=====  =================================================================================================
+rows   embeddings and features of the new tokens become operands: `row_operands`
+fc     ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at every level (EAGLE-1/2)
+qkv    query, key and value of all rows; RMSNorm was applied when the rows were written
+att    `ancestor_attention.attend`: RoPE, KV append, prefix and ancestors; then `merge_heads`
+o      output projection, residual, partial sums of squares for the RMSNorm that follows
+mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
+head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
+pick   merge per node, score the candidates, `frontier.choose_frontier`, gather the nodes' embeddings
+tree   after the last level, `tree_build.build_tree`
+=====  =================================================================================================
 
 fc, qkv, o and down go through one loop (`projections`): each pass multiplies, waits, adds up the parts, and does what
-follows. One loop instead of four keeps the program small: a level's code is read anew at every level, and what the
-compiler computes ahead for each product would fill the registers.
+follows. One loop instead of four keeps the program small: a level's code is fetched anew at every level, and four
+products would each keep addresses in registers.
 
-Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache and only the last of them
-(the pair of the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor
-per row, so ``o`` and ``down`` write rows already times the norm's weight and the factor multiplies the next product's
+Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache, and only the last of them
+(the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor per row, so
+``o`` and ``down`` write rows already multiplied by the norm's weight, and the factor multiplies the next product's
 result.
 
 Rows are numbered ``r = 16 * a + n``: node n of the a-th active sequence. Frontier scores and candidate numbering follow
 `eagle_slim.runtime.tree`. Every program takes part in every barrier, so no phase returns early.
+
+Arguments come in groups: named tuples of addresses, and frozen dataclasses of constants, whose names are capitals.
 """
 
 from dataclasses import dataclass

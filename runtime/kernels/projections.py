@@ -1,8 +1,8 @@
 """The layer's projections (fc, qkv, o, down): matrix products cut by rows and by columns.
 
 A program that owned whole rows would read all of the operand for few rows of weights: with 132 programs, 31 rows of
-8 KB against 10 nodes of 8 KB, through an L2 that is no faster than it must be. So ``split`` programs form a group that
-owns ``group_rows`` rows, and each of them multiplies its share of the columns::
+8 KB against 10 nodes of 8 KB, through an L2 that is hardly faster than the memory. So ``split`` programs form a group
+that owns ``group_rows`` rows, and each of them multiplies its share of the columns::
 
     partial sums: [groups] [split] [group_rows] [BLOCK_M]   fp32, in the L2
 

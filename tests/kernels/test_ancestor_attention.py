@@ -40,7 +40,7 @@ def setup(
         "values": torch.randn(cache).to(dtype), "cos": angles.cos(), "sin": angles.sin(),
         "chain": random_chain(slots, level, top_k), "prefix": prefix, "num_new": num_new,
     }  # fmt: skip
-    # Rows that nothing may read: everything behind the rows in use.
+    # Rows that nothing may read: everything after the rows in use.
     for slot in range(slots):
         end = int(prefix[slot] + (num_new[slot] + (level - 1) * top_k if level else 0))
         for name in ("keys", "values"):

@@ -86,7 +86,7 @@ def test_no_active_slot(bufs: Buffers) -> None:
      (([0], [[1.5]], [0]), {"expected": "integers"}), (([0], [1], [0]), {"expected": "integers"}),
      (([0], [[1]], [0.0]), {"expected": "integers"})],
 )  # fmt: skip
-def test_steps_that_are_none(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
+def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
     before = bufs.new_tokens.clone()
     with raises(UsageError, **facts):
         bufs.set_step(*step)
@@ -133,7 +133,7 @@ def test_features_of_other_forms(bufs: Buffers, features: object) -> None:
      ("keys", torch.zeros(3, 2, 44), {}),
      ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), {"expected": "contiguous"})],
 )  # fmt: skip
-def test_buffers_that_are_none(bufs: Buffers, name: str, tensor: Tensor, facts: Facts) -> None:
+def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts: Facts) -> None:
     with raises(UsageError, tensor=name, **facts):
         replace(bufs, **{name: tensor})
 
@@ -143,7 +143,7 @@ def test_buffers_that_are_none(bufs: Buffers, name: str, tensor: Tensor, facts: 
     [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
      ("draft_vocab", 301), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8")],
 )  # fmt: skip
-def test_configurations_that_are_none(field: str, value: object) -> None:
+def test_configurations_out_of_range(field: str, value: object) -> None:
     with raises(UsageError, field=field):
         replace(CFG, **{field: value})
 
@@ -267,7 +267,7 @@ def test_the_public_names() -> None:
     assert all(hasattr(runtime, name) for name in runtime.__all__)
 
 
-def test_slots_that_are_none() -> None:
+def test_slots_out_of_range() -> None:
     for wrong in ([0, 0], [3], [-1]):
         with raises(UsageError, active=sorted(wrong), slots=3):
             ActiveSlots.of(wrong, 3)

@@ -139,7 +139,7 @@ def test_lookups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])
-def test_files_that_are_no_cache(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tuned.json").write_text(text)
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     with raises(DrafterError, path=tmp_path / "tuned.json") as refused:

@@ -130,7 +130,7 @@ def test_a_workspace_larger_than_needed(device: str) -> None:
 
 
 @pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0), [1, 2]])
-def test_orders_that_are_none(step: Problem, order: torch.Tensor) -> None:
+def test_orders_of_other_rows(step: Problem, order: torch.Tensor) -> None:
     with raises(UsageError, tensor="order"):
         Weights.pack(step[2].head, step[0], order)
 
@@ -180,9 +180,13 @@ def test_top_k_limits(step: Problem) -> None:
     with raises(UsageError, field="top_k", found=17, expected=(1, 16)) as refused:
         replace(step[0], top_k=17, draft_vocab=120)
     assert str(refused.value) == "The persistent drafter takes top_k from 1 to 16; got 17."
-    # By the tree's own configuration: too few candidates for these nodes.
-    for changed in ({"top_k": 0}, {"depth": 0}, {"total_tokens": 129}):
-        with raises(UsageError, option="total_tokens"):
+    # By the tree's own configuration; without a level there are too few candidates for these nodes.
+    for option, changed in (
+        ("top_k", {"top_k": 0}),
+        ("total_tokens", {"depth": 0}),
+        ("total_tokens", {"total_tokens": 129}),
+    ):
+        with raises(UsageError, option=option):
             replace(step[0], **changed)
     with raises(UsageError, field="total_tokens", found=129):
         replace(step[0], depth=10, total_tokens=129)

@@ -17,7 +17,7 @@ def _stream_kernel(
     x_ptr, stream_ptr, parts, num_rows, num_chunks, region,
     PROGRAMS: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x lie in two halves: columns from SEGMENT on belong to a tensor of their own behind the first."""
+    """Rows of x lie in two halves: columns from SEGMENT on belong to a tensor of their own after the first."""
     offs_m = tl.arange(0, 16).to(tl.int64)
     second = 16 * SEGMENT + offs_m * (K - SEGMENT)
     x = Operand(x_ptr, offs_m * SEGMENT, second, offs_m < num_rows, SEGMENT // TILE.block_k, K)
