@@ -1,5 +1,6 @@
 from .config import SamplingConfig, TreeConfig
-from .drafter.config import Buffers, DrafterConfig
+from .drafter.buffers import Buffers
+from .drafter.config import DrafterConfig
 from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
 from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
 from .generation.output import GenerationOutput

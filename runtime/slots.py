@@ -40,7 +40,11 @@ class ActiveSlots:
         """
         chosen = tuple(sorted(indices))
         if len(set(chosen)) != len(chosen) or not all(0 <= slot < num_slots for slot in chosen):
-            raise UsageError(f"active slots {list(chosen)} must be different and below {num_slots}.")
+            raise UsageError(
+                f"active slots {list(chosen)} must be different and below {num_slots}.",
+                active=list(chosen),
+                slots=num_slots,
+            )
         inverse = [-1] * num_slots
         for place, slot in enumerate(chosen):
             inverse[slot] = place

@@ -59,12 +59,12 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
     """Parameters that differ from ``params`` in one thing each; what cannot fit is left out."""
     from .kernels.launch_params import (
         PROJECTIONS,
-        Tile,
         chunk_inputs,
         fit_split,
         group_rows,
         stage_bytes,
     )
+    from .kernels.weight_stream import Tile
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
@@ -145,7 +145,7 @@ def tune(
         return trial
 
     if attempt("derived", derived).fault:
-        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}")
+        raise DrafterError(f"The derived launch parameters do not work here: {trials[0].fault}", fault=trials[0].fault)
     longest = 0.0
     for name, params in tried.items():
         if left() < longest:
@@ -184,8 +184,8 @@ class GraphTimer:
         from .bench.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
         from .bench.baseline import capture
         from .bench.problem import first_rows, random_head, random_step
-        from .kernels.host import pack_head
         from .kernels.launch import Weights, allocate_buffers, check_finished, launch_drafter
+        from .kernels.packed_head import pack_head
 
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)

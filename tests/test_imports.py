@@ -56,6 +56,7 @@ FLOORS = {
         target
         drafter pairing
         kernels/launch_params
+        kernels/packed_head kernels/workspace
         kernels/host
         kernels/compile_check kernels/launch
         drafter/buffered

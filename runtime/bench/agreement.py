@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import DrafterConfig
 from ..drafter.reference import ReferenceDrafter, scatter_tree
 from ..drafter.weights import HeadWeights
 from ..slots import ActiveSlots
@@ -107,7 +108,7 @@ def tree_of(bufs: Buffers) -> DraftTree:
 
 def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
     """The head a kernel of this configuration really computes with, in fp32: rounded to FP8 where it stores that."""
-    from ..kernels.weight_stream import quantize_rows
+    from ..kernels.packing import quantize_rows
 
     def exact(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(cfg.dtype)

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import DrafterConfig
 from ..drafter.rope import apply_rotary
 from ..drafter.weights import HeadWeights
 from ..tree import Candidates, build_tree, join_levels

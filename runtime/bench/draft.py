@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import DrafterConfig
 from ..drafter.weights import HeadWeights
 from ..kernels.launch import Weights, allocate_buffers, check_finished, launch_drafter
 from .agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of

@@ -14,7 +14,8 @@ from concurrent.futures import ProcessPoolExecutor, wait
 
 import torch
 
-from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import DrafterConfig
 from ..kernels.launch_params import LaunchParams
 from .problem import Dims, first_rows, random_head
 
@@ -24,15 +25,17 @@ Job = tuple[Dims, DrafterConfig, LaunchParams]
 def compile_one(job: Job) -> float:
     """Compile the kernel of one configuration into the cache; seconds it took."""
     from ..kernels import host
+    from ..kernels.packed_head import pack_head
     from ..kernels.persistent import draft_kernel
+    from ..kernels.workspace import allocate_workspace
 
     start = time.perf_counter()
     dims, cfg, params = job
     device = torch.device("meta")
     head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
-    packed = host.pack_head(head, cfg, params)
+    packed = pack_head(head, cfg, params)
     bufs = Buffers.allocate(cfg, device)
-    bufs.workspace.update(host.allocate_workspace(cfg, params, device))
+    bufs.workspace.update(allocate_workspace(cfg, params, device))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
     draft_kernel.warmup(
         grid=(params.num_programs,),

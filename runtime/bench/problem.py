@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..drafter.rope import rotary_embedding
 from ..drafter.weights import HeadWeights
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..drafter.config import Buffers, DrafterConfig
+from ..drafter.buffers import Buffers
+from ..drafter.config import DrafterConfig
 from ..kernels.launch import Weights, check_finished, launch_drafter
 
 

@@ -1,16 +1,13 @@
-"""Dimensions of one draft and the buffers it works in, for the persistent drafter and its reference twin."""
+"""The dimensions of one draft, for the persistent drafter and its reference twin."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from numbers import Integral, Real
-from operator import index
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import TreeConfig
 from ..errors import UnsupportedModelError, UsageError
@@ -74,42 +71,77 @@ class DrafterConfig:
             value: Any = getattr(self, name)
             is_number = isinstance(value, Integral) and not isinstance(value, bool)
             if not is_number or not low <= value <= high:
-                raise UsageError(f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.")
+                raise UsageError(
+                    f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.",
+                    field=name,
+                    found=value,
+                    expected=(low, high),
+                )
             # NumPy's integers become Python's, which are what is compiled for.
             object.__setattr__(self, name, int(value))
         if self.draft_vocab > self.target_vocab:
             raise UsageError(
-                f"draft_vocab = {self.draft_vocab} is more than the target's whole vocabulary of {self.target_vocab}."
+                f"draft_vocab = {self.draft_vocab} is more than the target's whole vocabulary of {self.target_vocab}.",
+                field="draft_vocab",
+                found=self.draft_vocab,
+                expected=self.target_vocab,
             )
         eps: Any = self.norm_eps
         if not isinstance(eps, Real) or not 0 <= float(eps) < math.inf:
-            raise UsageError(f"norm_eps must be a number of at least 0; got {self.norm_eps!r}.")
+            raise UsageError(
+                f"norm_eps must be a number of at least 0; got {self.norm_eps!r}.", field="norm_eps", found=eps
+            )
         if self.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise UsageError(f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.")
+            raise UsageError(
+                f"The persistent drafter computes in bfloat16 or float16; got {self.dtype}.",
+                field="dtype",
+                found=self.dtype,
+            )
         if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
-            raise UsageError(f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.")
+            raise UsageError(
+                f"weight_dtype must be {self.dtype} or float8_e4m3fn; got {self.weight_dtype}.",
+                field="weight_dtype",
+                found=self.weight_dtype,
+            )
         # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
         unit, weights = (32, " with FP8 weights") if self.weight_dtype.itemsize == 1 else (16, "")
         for name in ("hidden", "intermediate", "feature_width"):
             size = getattr(self, name)
             if size % unit:
                 raise UsageError(
-                    f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}."
+                    f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}.",
+                    field=name,
+                    found=size,
+                    expected=unit,
                 )
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2 or (self.num_heads * self.head_dim) % unit:
+        if self.num_heads % self.num_kv_heads:
             raise UsageError(
-                f"{self.num_heads=} must be a multiple of {self.num_kv_heads=}, {self.head_dim=} even, and their "
-                f"product a multiple of {unit}{weights}."
+                f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}.",
+                field="num_heads", found=self.num_heads, expected=self.num_kv_heads,
+            )  # fmt: skip
+        if self.head_dim % 2:
+            raise UsageError(
+                f"head_dim must be even; got {self.head_dim}.", field="head_dim", found=self.head_dim, expected=2
             )
+        if (size := self.num_heads * self.head_dim) % unit:
+            raise UsageError(
+                f"num_heads * head_dim must be a multiple of {unit}{weights}; got {size}.",
+                field="num_heads * head_dim", found=size, expected=unit,
+            )  # fmt: skip
         if self.kind not in ("eagle3", "eagle"):
-            raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.')
+            raise UsageError(f'kind must be "eagle3" or "eagle"; got {self.kind!r}.', field="kind", found=self.kind)
         if self.kind == "eagle" and not self.has_fc:
-            raise UsageError("An EAGLE-1/2 head has fc at every level; got has_fc = False.")
+            raise UsageError(
+                "An EAGLE-1/2 head has fc at every level; got has_fc = False.", field="has_fc", found=False
+            )
         if (self.kind == "eagle" or not self.has_fc) and self.feature_width != self.hidden:
-            which = "EAGLE-1/2" if self.kind == "eagle" else "a head with has_fc = False"
+            which = "an EAGLE-1/2 head" if self.kind == "eagle" else "a head with has_fc = False"
             raise UsageError(
                 f"Features of {which} are as wide as the head: "
-                f"feature_width = {self.feature_width}, hidden = {self.hidden}."
+                f"feature_width = {self.feature_width}, hidden = {self.hidden}.",
+                field="feature_width",
+                found=self.feature_width,
+                expected=self.hidden,
             )
 
     @classmethod
@@ -122,12 +154,20 @@ class DrafterConfig:
         """
         for name in ("input_norm.weight", "fc_norm.0.weight", "self_attn.o_proj.bias", "mlp.gate_proj.bias"):
             if name in head.tensors:
-                raise UnsupportedModelError(f'drafter="triton" does not compute {name}. Use drafter="reference".')
+                raise UnsupportedModelError(
+                    f'drafter="triton" does not compute {name}. Use drafter="reference".', tensor=name
+                )
         for option in ("norm_before_residual", "norm_output", "sliding_window"):
             if getattr(head, option):
-                raise UnsupportedModelError(f'drafter="triton" does not compute {option}. Use drafter="reference".')
+                raise UnsupportedModelError(
+                    f'drafter="triton" does not compute {option}. Use drafter="reference".', option=option
+                )
         if head.activation != "silu":
-            raise UnsupportedModelError(f'drafter="triton" computes silu only, the head has {head.activation}.')
+            raise UnsupportedModelError(
+                f'drafter="triton" computes silu only; the head has {head.activation}. Use drafter="reference".',
+                option="activation",
+                found=head.activation,
+            )
         return cls(
             **head_dimensions(head), draft_vocab=head.draft_vocab,
             depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
@@ -191,150 +231,3 @@ def head_dimensions(head: HeadWeights) -> dict[str, Any]:
         "dtype": head.dtype, "has_fc": has_fc, "has_fc_bias": has_fc and "fc.bias" in w,
         "has_qkv_bias": "self_attn.q_proj.bias" in w,
     }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
-
-    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 16], the token after each new feature
-    (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in
-    the KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
-    State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
-    the kernel's own. Raises `UsageError` for tensors of other shapes, types or devices, and for strided ones.
-    """
-
-    new_tokens: Tensor
-    num_new: Tensor
-    prefix: Tensor
-    active_slots: Tensor
-    active_inverse: Tensor
-    active_count: Tensor
-    keys: Tensor
-    values: Tensor
-    draft_tokens: Tensor
-    parents: Tensor
-    tree_mask: Tensor
-    tree_position_ids: Tensor
-    retrieve_indices: Tensor
-    num_leaves: Tensor
-    tree_rows: int
-    """KV rows that a tree takes behind its prefix: depth * top_k."""
-    target_vocab: int
-    """New tokens are below it."""
-    workspace: dict[str, Tensor]
-    host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
-    ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
-
-    def __post_init__(self) -> None:
-        if self.keys.dim() != 4 or self.retrieve_indices.dim() != 3:
-            raise UsageError(
-                "Buffers hold keys [slots, kv_heads, positions, head_dim] and retrieve_indices [slots, total, depth + "
-                f"2]; got {tuple(self.keys.shape)} and {tuple(self.retrieve_indices.shape)}."
-            )
-        slots, total, width = self.retrieve_indices.shape
-        cache = (slots, *self.keys.shape[1:])
-        for name, (shape, dtype) in _layout(slots, total, width, cache, self.keys.dtype).items():
-            found = getattr(self, name)
-            if found.shape != shape or found.dtype != dtype:
-                raise UsageError(
-                    f"The buffers' {name} must be {dtype} {tuple(shape)}, for {slots} slots and {total} nodes; got "
-                    f"{found.dtype} {tuple(found.shape)}. Buffers.allocate(cfg, device) makes them all."
-                )
-            if found.device != self.keys.device or not found.is_contiguous():
-                raise UsageError(
-                    f"The buffers' {name} must be contiguous on {self.keys.device}; got strides {found.stride()} on "
-                    f"{found.device}."
-                )
-
-    @classmethod
-    def allocate(cls, cfg: DrafterConfig, device: torch.device | str) -> Buffers:
-        """Allocate for a configuration; outputs start as -2, a value no draft writes."""
-        slots = cfg.num_slots
-        cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
-        layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache, cfg.dtype)
-        tensors = {
-            name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
-            for name, (shape, dtype) in layout.items()
-        }
-        bufs = cls(**tensors, tree_rows=cfg.depth * cfg.top_k, target_vocab=cfg.target_vocab, workspace={})
-        bufs.num_new.fill_(1)
-        for name in ("active_slots", "active_inverse"):
-            torch.arange(slots, out=getattr(bufs, name))
-        bufs.active_count.fill_(slots)
-        return bufs
-
-    def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
-        """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
-
-        Raises `UsageError` for no or more than 16 new tokens, ids outside the target's vocabulary, a slot out of range
-        or twice, and a sequence that the KV cache cannot hold together with its tree; nothing is written then.
-        """
-        if not len(active) == len(new_tokens) == len(prefix):
-            raise UsageError(
-                f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
-                f"lists of tokens and {len(prefix)} prefixes."
-            )
-        try:
-            active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
-            new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
-        except TypeError as error:
-            raise UsageError(f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.") from error
-        slots = self.keys.shape[0]
-        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-            raise UsageError(f"active slots {active} must be different and below {slots}.")
-        for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
-            self.check_sequence(slot, tokens, past)
-        blank = [-1] * slots
-        inverse, rows, counts, pasts = list(blank), [[0] * MAX_NEW_TOKENS for _ in blank], [1] * slots, [0] * slots
-        for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
-            inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
-            rows[slot][: len(tokens)] = tokens
-        for target, value in (
-            (self.new_tokens, rows), (self.num_new, counts), (self.prefix, pasts),
-            (self.active_slots, [*active, *blank][:slots]), (self.active_inverse, inverse),
-            (self.active_count, [len(active)]),
-        ):  # fmt: skip
-            target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
-        # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
-        if not self.num_new.is_inference():
-            self.host["new"] = (max(map(len, new_tokens), default=0), self.num_new._version)
-
-    def most_new_tokens(self) -> int | None:
-        """Most new tokens of a sequence, as `set_step` wrote them; None if something else may have written since."""
-        most, version = self.host.get("new", (None, None))
-        return most if version is not None and version == self.num_new._version else None
-
-    def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
-        """Raise `UsageError` unless a slot can take these new tokens behind ``past`` cached pairs."""
-        if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
-            raise UsageError(f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.")
-        wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
-        if wrong:
-            raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.")
-        check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
-
-
-def _layout(
-    slots: int, total: int, path_width: int, cache: tuple[int, ...], dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own."""
-    int32, int64 = torch.int32, torch.int64
-    return {
-        "new_tokens": ((slots, MAX_NEW_TOKENS), int32), "num_new": ((slots,), int32), "prefix": ((slots,), int32),
-        "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32), "active_count": ((1,), int32),
-        "keys": (cache, dtype), "values": (cache, dtype),
-        "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),
-        "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
-        "retrieve_indices": ((slots, total, path_width), int64), "num_leaves": ((slots,), int64),
-    }  # fmt: skip
-
-
-def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:
-    """Raise `UsageError` when a sequence and its tree do not fit the KV cache."""
-    if prefix < 0 or prefix + num_new + tree_rows > positions:
-        raise UsageError(
-            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
-            f"cache of {positions} positions. Allocate more, or end this sequence."
-        )

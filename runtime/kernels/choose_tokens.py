@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ..errors import UsageError
 from . import choice_kernels as kernels
 from .arguments import check_tensors
 from .token_weights import MAX_VOCAB, ONE, distance_weight_ref, score_distance_ref
@@ -243,7 +244,7 @@ def choose_tokens(
         scratch: from `choice_scratch` for these sizes.
 
     Raises:
-        ValueError: tensors of other shapes, types or devices, or a vocabulary beyond 2**19 - 1.
+        UsageError: tensors of other shapes, types or devices, or a vocabulary beyond 2**19 - 1.
     """
     _check(logits, active_slots, active_count, draft_tokens, parents, positions, state, out, scratch)
     nodes = out.shape[1]
@@ -302,14 +303,15 @@ def _check(
 ) -> None:
     """Refuse tensors that do not fit each other."""
     if out.dim() != 2 or logits.dim() != 2 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(
+        raise UsageError(
             f"logits must be bfloat16, float16 or float32 [places * nodes, vocab] and out [places, nodes]; got "
-            f"{logits.dtype} {list(logits.shape)} and {list(out.shape)}"
+            f"{logits.dtype} {list(logits.shape)} and {list(out.shape)}.",
+            tensor="logits",
         )
     places, nodes = out.shape
     vocab = logits.shape[1]
     if not 1 <= vocab < MAX_VOCAB:
-        raise ValueError(f"vocab must be 1..{MAX_VOCAB - 1}, got {vocab}")
+        raise UsageError(f"vocab must be 1 to {MAX_VOCAB - 1}; got {vocab}.", vocab=vocab)
     rows, words, slots = places * nodes, num_words(vocab), active_slots.numel()
     trees = (torch.int64, (slots, nodes))
     check_tensors(
@@ -344,7 +346,7 @@ def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: 
         seen: int32 [slots, ceil(vocab / 32)].
 
     Raises:
-        ValueError: tensors of other shapes, types or devices.
+        UsageError: tensors of other shapes, types or devices.
     """
     slots = active_slots.numel()
     check_tensors(

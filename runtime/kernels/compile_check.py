@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from ..drafter.config import DrafterConfig
+from .ancestor_attention import KVCache
 from .host import compile_options, kernel_constants
 from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
-from .persistent import draft_kernel
+from .persistent import Features, HeadTensors, StepInputs, draft_kernel
+from .tree_build import TreeOutputs
+from .workspace import BUFFERS, Workspace, element_types
 
 LLAMA_8B = DrafterConfig(
     kind="eagle3", hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, feature_width=12288,
@@ -38,38 +42,63 @@ SMOLLM2 = replace(
 )  # fmt: skip
 
 
-def signature(cfg: DrafterConfig, constants: dict[str, Any]) -> dict[str, str]:
-    """Triton types of every argument of the kernel."""
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv"}
-    model, weight = "*" + short[cfg.dtype], "*" + short[cfg.weight_dtype]
-    groups = [
-        (model, "tap x_raw embed norm_in norm_hidden norm_post norm_out fc_bias qkv_bias key value"),
-        (weight, "stream x"),
-        ("*fp32", "scale cos sin partial hidden middle qkv squares_post squares_out scratch best_max best_sum score "
-        "frontier_score part_stat part_acc factor"),
-        ("*i64", "best_key child_key draft_tokens parents position retrieve num_leaves"),
-        ("*i1", "tree_mask"),
-    ]  # fmt: skip
-    types = {f"{name}_ptr": kind for kind, names in groups for name in names.split()}
-    result = {}
+TRITON_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+def signature(cfg: DrafterConfig) -> dict[str, Any]:
+    """Triton types of every argument of the kernel: of groups, a group of types."""
+    by_dtype = {dtype: f"*{name}" for dtype, name in TRITON_TYPES.items()}
+    model, weight = by_dtype[cfg.dtype], by_dtype[cfg.weight_dtype]
+    types = element_types(cfg)
+    groups = {
+        "features": Features(model, "i32", "i32"),
+        "tap_offset_1": "i64",
+        "tap_offset_2": "i64",
+        "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
+        "head": HeadTensors(
+            stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,
+            norm_post=model, norm_out=model, fc_bias=model, qkv_bias=model, cos="*fp32", sin="*fp32",
+            draft_vocab="i32", stride_embedding="i32",
+        ),
+        "cache": KVCache(model, model, "i32", "i32"),
+        "ws": Workspace(*(by_dtype[types[buffer.dtype]] for buffer in BUFFERS)),
+        "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
+    }  # fmt: skip
+    return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
+
+
+def flatten(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Run-time arguments, or their types, in the order of the compiled kernel's parameters: (name, value)."""
+    flat: list[tuple[str, Any]] = []
     for name in draft_kernel.arg_names:
-        if name in constants:
-            result[name] = "constexpr"
-        else:
-            wide = "i64" if name.startswith("tap_offset") else "i32"
-            result[name] = types.get(name, "*i32" if name.endswith("_ptr") else wide)
-    return result
+        group = arguments.get(name, "constexpr")
+        if isinstance(group, tuple):
+            flat += [(f"{name}.{field}", value) for field, value in zip(_names(group), group, strict=True)]
+        elif not isinstance(group, str) or group != "constexpr":
+            flat.append((name, group))
+    return flat
+
+
+def _names(group: Any) -> tuple[str, ...]:
+    """The fields of a named tuple."""
+    names: tuple[str, ...] = group._fields
+    return names
 
 
 def compile_to_ptx(cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> CompiledKernel:
-    """Compile for ``chip``; ``asm["ptx"]`` takes the kernel's arguments but for its constants, in their order."""
-    constants = kernel_constants(cfg, params, cfg.draft_vocab)
-    types = signature(cfg, constants)
+    """Compile for ``chip``; the kernel in ``asm["ptx"]`` takes `flatten`'s arguments."""
+    types = signature(cfg)
     aligned = {
-        (index,): [["tt.divisibility", 16]]
-        for index, name in enumerate(draft_kernel.arg_names)
-        if types[name].startswith("*") or name.startswith("stride")
+        (draft_kernel.arg_names.index(group), place): [["tt.divisibility", 16]]
+        for group, fields in types.items()
+        if isinstance(fields, tuple)
+        for place, (name, kind) in enumerate(zip(_names(fields), fields, strict=True))
+        if kind.startswith("*") or name.startswith("stride")
     }
+    constants = kernel_constants(cfg, params, cfg.draft_vocab)
     by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
     target = GPUTarget("cuda", chip.capability, 32)

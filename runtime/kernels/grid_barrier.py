@@ -52,7 +52,7 @@ _NOW_ASM = tl.constexpr("mov.u64 $0, %globaltimer;")
 TIMED = tl.constexpr(False)
 """Whether barriers leave time stamps; `eagle_slim.runtime.bench.stages` sets it before anything is compiled."""
 STAMPS_AT = tl.constexpr(16)
-"""Where stamps lie behind the state, in int32: int64 [rounds + 1, programs, 2], nanoseconds of arrival and leaving."""
+"""Where stamps begin after the state, in int32. int64 [rounds + 1, programs, 2]: nanoseconds of arrival, of leaving."""
 
 
 @triton.jit

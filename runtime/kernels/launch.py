@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..config import TreeConfig
-from ..drafter.config import MAX_NEW_TOKENS, Buffers, DrafterConfig, check_room, head_dimensions
+from ..drafter.buffers import Buffers, check_room
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig, head_dimensions
 from ..drafter.reference import NewPairs, ReferenceDrafter, check_tree_fits
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError
@@ -23,8 +24,8 @@ from ..target.cache import SlotRows
 from ..tree import DraftTree
 
 if TYPE_CHECKING:
-    from .host import PackedHead
     from .launch_params import TunedCache
+    from .packed_head import PackedHead
 
 BACKENDS = ("triton", "reference")
 
@@ -43,7 +44,7 @@ _BLANK = {
 class Weights:
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
-    Raises `UsageError` for an ``order`` that is none of this head's rows, and for what another head was packed to.
+    Raises `UsageError` for an ``order`` of other rows than this head's, and for the packed weights of another head.
     """
 
     head: HeadWeights
@@ -53,12 +54,15 @@ class Weights:
 
     def __post_init__(self) -> None:
         if not isinstance(self.head, HeadWeights):
-            raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.")
+            raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.", part="head")
         _check_order(self.head, self.order)
         if self.packed is not None and self.packed.draft_vocab != self.head.draft_vocab:
             raise UsageError(
                 f"{self.packed.draft_vocab} LM-head rows are packed, the head has {self.head.draft_vocab}; take "
-                "Weights.pack(head, cfg)."
+                "Weights.pack(head, cfg).",
+                field="draft_vocab",
+                found=self.packed.draft_vocab,
+                expected=self.head.draft_vocab,
             )
 
     @classmethod
@@ -77,14 +81,17 @@ class Weights:
         the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its ``hits`` and ``misses`` count. Raises
         `UsageError` for a configuration or an order of another head, and draft ids that the target does not have.
         """
-        from .host import chip_of, pack_head
+        from .host import chip_of
         from .launch_params import is_strict
+        from .packed_head import pack_head
 
         _check_head(cfg, head)
         _check_order(head, order)
         ids = head.draft_to_target
         if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
-            raise UsageError(f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.")
+            raise UsageError(
+                f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.", tensor="draft_to_target"
+            )
         cache = open_tuned_cache() if cache is None else cache
         params = cache.lookup(cfg, chip_of(head.device), strict or is_strict())
         return cls(head, pack_head(_contiguous(head), cfg, params, order), order)
@@ -99,7 +106,7 @@ class Weights:
 
     def with_positions(self, num_positions: int) -> Weights:
         """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache."""
-        from .host import rotary_tables
+        from .packed_head import rotary_tables
 
         assert self.packed is not None, "pack() comes first"
         cos, sin = rotary_tables(self.head, num_positions)
@@ -109,7 +116,8 @@ class Weights:
 def open_tuned_cache() -> TunedCache:
     """Open the cache of launch parameters that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships.
 
-    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file that is none.
+    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file of another
+    kind.
     """
     from .launch_params import default_cache
 
@@ -137,13 +145,20 @@ def launch_drafter(
     unknown backend; `DrafterError` where the kernel cannot run.
     """
     if backend not in BACKENDS:
-        raise UsageError(f"backend = {backend!r} is unknown; expected {' or '.join(BACKENDS)}.")
+        raise UsageError(
+            f"backend = {backend!r} is unknown; expected {' or '.join(BACKENDS)}.", option="backend", found=backend
+        )
     _check_parts(cfg, weights, bufs)
     taps = _check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
-        raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.")
+        raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.", tensor="features")
     if weights.head.draft_vocab < cfg.draft_vocab:
-        raise UsageError(f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.")
+        raise UsageError(
+            f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.",
+            field="draft_vocab",
+            found=cfg.draft_vocab,
+            expected=weights.head.draft_vocab,
+        )
     if backend == "reference":
         _check_step(taps[0].shape[1], bufs)
         _launch_reference(cfg, X, weights.first_rows(cfg.draft_vocab), bufs)
@@ -156,7 +171,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed."""
     bufs = Buffers.allocate(cfg, weights.head.device)
     if weights.packed is not None:
-        from .host import allocate_workspace
+        from .workspace import allocate_workspace
 
         bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, weights.head.device))
     return bufs
@@ -188,22 +203,33 @@ def prefill_drafter(
     _check_parts(cfg, weights, bufs)
     if not isinstance(X, Tensor):
         if not isinstance(X, (tuple, list)) or len(X) != 3 or not all(isinstance(tap, Tensor) for tap in X):
-            raise UsageError(f"A prompt's features are one tensor, or a tuple of three; got {type(X).__name__}.")
+            raise UsageError(
+                f"A prompt's features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features"
+            )
         X = torch.cat(tuple(X), -1)
     if not 0 <= slot < cfg.num_slots:
-        raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).")
+        raise UsageError(
+            f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).", slot=slot
+        )
     if not isinstance(next_tokens, Tensor) or next_tokens.is_floating_point():
-        raise UsageError(f"Next tokens are an int64 tensor [seq]; got {getattr(next_tokens, 'dtype', next_tokens)}.")
+        raise UsageError(
+            f"Next tokens are an int64 tensor [seq]; got {getattr(next_tokens, 'dtype', next_tokens)}.",
+            tensor="next_tokens",
+        )
     if next_tokens.dim() != 1 or X.shape != (len(next_tokens), cfg.feature_width):
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}] and next tokens [seq]; got {tuple(X.shape)} and "
-            f"{tuple(next_tokens.shape)}."
+            f"{tuple(next_tokens.shape)}.",
+            tensor="features",
+            found=(tuple(X.shape), tuple(next_tokens.shape)),
         )
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
     next_tokens = next_tokens.to(bufs.keys.device, torch.int64)
     wrong = next_tokens[(next_tokens < 0) | (next_tokens >= cfg.target_vocab)].tolist()
     if wrong:
-        raise UsageError(f"Slot {slot}: token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.")
+        raise UsageError(
+            f"Slot {slot}: token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.", slot=slot, token=wrong[0]
+        )
     drafter = _reference_on(cfg, weights.head, bufs)
     drafter.lengths[slot] = start
     drafter.prefill(slot, X, next_tokens)
@@ -213,20 +239,30 @@ def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequenc
     taps = (X,) if isinstance(X, Tensor) else X
     separate = not isinstance(X, Tensor)
     if not isinstance(taps, (tuple, list)) or not all(isinstance(tap, Tensor) for tap in taps):
-        raise UsageError(f"Features are one tensor, or a tuple of three; got {type(X).__name__}.")
+        raise UsageError(f"Features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features")
     if (separate and len(taps) != 3) or len({(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps}) != 1:
-        raise UsageError("Features are one tensor, or three of equal shape, strides and dtype on one device.")
+        raise UsageError(
+            "Features are one tensor, or three of equal shape, strides and dtype on one device.", tensor="features"
+        )
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc):
-        raise UsageError("Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.")
+        raise UsageError(
+            "Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.", tensor="features"
+        )
     shape, width = taps[0].shape, cfg.feature_width // len(taps)
     slots = cfg.num_slots
     if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= MAX_NEW_TOKENS or shape[2] != width:
         raise UsageError(
             f"Features must be [{slots} slots, 1 to {MAX_NEW_TOKENS} new tokens, {cfg.feature_width}]; got "
-            f"{[tuple(tap.shape) for tap in taps]}."
+            f"{[tuple(tap.shape) for tap in taps]}.",
+            tensor="features",
+            found=tuple(shape),
         )
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
-        raise UsageError(f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.")
+        raise UsageError(
+            f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.",
+            tensor="features",
+            found=taps[0].dtype,
+        )
     return taps
 
 
@@ -240,14 +276,15 @@ def _check_order(head: HeadWeights, order: Tensor | None) -> None:
     if order is None:
         return
     if not isinstance(order, Tensor):
-        raise UsageError(f"order must be an int64 tensor; got {type(order).__name__}.")
+        raise UsageError(f"order must be an int64 tensor; got {type(order).__name__}.", tensor="order")
     if order.device.type == "meta":
         return
     rows = torch.arange(head.draft_vocab, device=order.device)
     if order.dtype != torch.int64 or order.shape != rows.shape or not torch.equal(order.sort().values, rows):
         raise UsageError(
             f"order must be int64 and hold each of the {head.draft_vocab} rows of the LM head once; got {order.dtype} "
-            f"{tuple(order.shape)}."
+            f"{tuple(order.shape)}.",
+            tensor="order",
         )
 
 
@@ -256,7 +293,10 @@ def _check_head(cfg: DrafterConfig, head: HeadWeights) -> None:
         if value != getattr(cfg, name):
             raise UsageError(
                 f"The head has {name} = {value}, the configuration {getattr(cfg, name)}; make it with "
-                "DrafterConfig.of(head, ...)."
+                "DrafterConfig.of(head, ...).",
+                field=name,
+                found=value,
+                expected=getattr(cfg, name),
             )
 
 
@@ -264,7 +304,11 @@ def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     """Refuse parts of another configuration: the kernel would read and write beyond them."""
     for part, kind in ((cfg, DrafterConfig), (weights, Weights), (bufs, Buffers)):
         if not isinstance(part, kind):
-            raise UsageError(f"A draft takes a DrafterConfig, Weights and Buffers; got {type(part).__name__}.")
+            raise UsageError(
+                f"A draft takes a DrafterConfig, Weights and Buffers; got {type(part).__name__}.",
+                part=type(part).__name__,
+                expected=kind.__name__,
+            )
     # Looked at once: the same parts come at every step.
     parts = (cfg, weights.head, weights.packed, len(bufs.workspace))
     known = bufs.host.get("fits")
@@ -275,12 +319,16 @@ def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     if weights.packed is not None and weights.packed.stream.dtype != cfg.weight_dtype:
         raise UsageError(
             f"The weights are packed in {weights.packed.stream.dtype}, the configuration has weight_dtype = "
-            f"{cfg.weight_dtype}; take Weights.pack(head, cfg)."
+            f"{cfg.weight_dtype}; take Weights.pack(head, cfg).",
+            field="weight_dtype",
+            found=weights.packed.stream.dtype,
+            expected=cfg.weight_dtype,
         )
     if weights.packed is not None and weights.packed.cos.shape[0] < cfg.max_positions:
         raise UsageError(
             f"The weights are packed for {weights.packed.cos.shape[0]} positions, the configuration has "
-            f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions})."
+            f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions}).",
+            field="max_positions",
         )
     bufs.host["fits"] = parts
 
@@ -293,20 +341,28 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     for name, shape in wanted.items():
         found = tuple(getattr(bufs, name).shape)
         if found != shape:
-            raise UsageError(f"The buffers hold {name} {found}, the configuration needs {shape}; {allocate}")
+            raise UsageError(
+                f"The buffers hold {name} {found}, the configuration needs {shape}; {allocate}",
+                tensor=name,
+                found=found,
+                expected=shape,
+            )
     if (bufs.keys.dtype, bufs.keys.device) != (cfg.dtype, weights.head.device):
         raise UsageError(
             f"The buffers hold keys in {bufs.keys.dtype} on {bufs.keys.device}, the configuration needs {cfg.dtype} "
-            f"where the weights are, on {weights.head.device}; {allocate}"
+            f"where the weights are, on {weights.head.device}; {allocate}",
+            tensor="keys",
         )
     if bufs.tree_rows != cfg.depth * cfg.top_k or bufs.target_vocab != cfg.target_vocab:
         raise UsageError(
             f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
-            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}; {allocate}"
+            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}; {allocate}",
+            tree_rows=bufs.tree_rows,
+            target_vocab=bufs.target_vocab,
         )
     if weights.packed is None or not bufs.workspace:
         return
-    from .host import allocate_workspace
+    from .workspace import allocate_workspace
 
     for name, like in allocate_workspace(cfg, weights.packed.params, "meta").items():
         tensor = bufs.workspace.get(name)
@@ -315,7 +371,9 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UsageError(
                 f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}; "
-                f"{allocate}"
+                f"{allocate}",
+                buffer=name,
+                expected=(like.dtype, tuple(like.shape)),
             )
 
 
@@ -324,11 +382,18 @@ def _check_step(width: int, bufs: Buffers) -> None:
     slots, count = len(bufs.num_new), int(bufs.active_count)
     active = bufs.active_slots[: max(0, count)].tolist()
     if not 0 <= count <= slots or len(set(active)) != count or not all(0 <= slot < slots for slot in active):
-        raise UsageError(f"The {count} active slots {active} must be different and below {slots}.")
+        raise UsageError(
+            f"The {count} active slots {active} must be different and below {slots}.", active=active, slots=slots
+        )
     num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
     for slot in active:
         if num_new[slot] > width:
-            raise UsageError(f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.")
+            raise UsageError(
+                f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.",
+                slot=slot,
+                num_new=num_new[slot],
+                width=width,
+            )
         bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])
 
 
@@ -344,14 +409,24 @@ def _launch_triton(
     cfg: DrafterConfig, X: Tensor | Sequence[Tensor], width: int, weights: Weights, bufs: Buffers
 ) -> None:
     if weights.packed is None:
-        raise DrafterError("backend='triton' needs packed weights: Weights.pack(head, cfg).")
+        raise DrafterError(
+            "backend='triton' needs packed weights: Weights.pack(head, cfg).",
+            backend="triton",
+            missing="packed weights",
+        )
     if not bufs.workspace:
-        raise DrafterError("backend='triton' needs a workspace: allocate_buffers(cfg, weights).")
+        raise DrafterError(
+            "backend='triton' needs a workspace: allocate_buffers(cfg, weights).", backend="triton", missing="workspace"
+        )
     device = bufs.keys.device
     if device.type == "cpu":
         _check_step(width, bufs)
     elif (bufs.most_new_tokens() or 0) > width:
-        raise UsageError(f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.")
+        raise UsageError(
+            f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.",
+            num_new=bufs.most_new_tokens(),
+            width=width,
+        )
     from .host import launch
 
     try:
@@ -363,7 +438,9 @@ def _launch_triton(
             raise
         raise DrafterError(
             f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
-            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter."
+            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
+            backend="triton",
+            device=str(device),
         ) from error
 
 
@@ -384,7 +461,7 @@ def _launch_reference(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], head: He
 
 
 class TritonDrafter:
-    """The persistent kernel behind the interface of `drafter.Drafter`.
+    """The persistent kernel as a `drafter.Drafter`.
 
     ``weight_dtype`` float8_e4m3fn stores the matrices in FP8 (sm_89 and later). Raises `DrafterError`,
     `UnsupportedModelError` or `UsageError` when the head or the device is outside the kernel's limits.
@@ -441,7 +518,10 @@ class TritonDrafter:
             if width > MAX_NEW_TOKENS or not 1 <= count <= width:
                 raise UsageError(
                     f"Slot {slot}: {count} new tokens with features of {width}; a draft takes 1 to {MAX_NEW_TOKENS}, "
-                    "and a feature for each."
+                    "and a feature for each.",
+                    slot=slot,
+                    num_new=count,
+                    width=width,
                 )
             check_room(slot, self.lengths[slot], count, bufs.tree_rows, bufs.keys.shape[2])
         features[:, :width].copy_(pairs.features)
@@ -465,5 +545,5 @@ class TritonDrafter:
 
     def _ready(self) -> tuple[Weights, Buffers, Tensor]:
         if self._packed is None or self._bufs is None or self._features is None:
-            raise UsageError("allocate() comes before prefill() and draft().")
+            raise UsageError("allocate() comes before prefill() and draft().", missing="allocate")
         return self._packed, self._bufs, self._features

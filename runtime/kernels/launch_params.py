@@ -17,21 +17,13 @@ from typing import Any
 
 from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..errors import DrafterError
-from .weight_stream import chunk_size, rows_per_program
+from .packing import chunk_size, rows_per_program
+from .weight_stream import Tile
 
 PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""
 MAX_SPLIT = 4
 """Most programs to a group: the terms of `projections.sum_parts`."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One product: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
-
-    block_n: int
-    block_k: int
-    stages: int
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,7 @@ class LaunchParams:
     def __post_init__(self) -> None:
         """Raise `DrafterError` for what the kernel would compute wrongly."""
         if not all(1 <= split <= MAX_SPLIT for split in self.split.values()):
-            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.")
+            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.", split=self.split)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -142,7 +134,11 @@ def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
     """
     fp8 = cfg.weight_dtype.itemsize == 1
     if fp8 and 0 < chip.capability < 89:
-        raise DrafterError(f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.")
+        raise DrafterError(
+            f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.",
+            field="weight_dtype",
+            chip=chip.name,
+        )
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
     owned = {
         "layer": max(group_rows(cfg, name, split[name], chip.num_sms) for name in PROJECTIONS),
@@ -191,7 +187,7 @@ def _choose_tile(cfg: DrafterConfig, name: str, owned: int, inputs: list[int], c
     largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
     block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
     if block_k == 0:
-        raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.")
+        raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.", tile=name)
     budget = int(chip.shared_bytes * 0.9)
     while block_k > 32 and budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1)) < 4:
         block_k //= 2
@@ -216,7 +212,7 @@ def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
 class TunedCache:
     """Tuned parameters by `cache_key`, in one JSON file; counts its hits and misses.
 
-    Raises `DrafterError` for a file that is none; one that does not exist is empty.
+    Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -231,8 +227,9 @@ class TunedCache:
                 LaunchParams.from_json(values)
         except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
             raise DrafterError(
-                f"{path} is no cache of launch parameters ({type(error).__name__}: {error}). Name a file that python "
-                "-m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED)."
+                f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
+                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
+                path=path,
             ) from error
 
     def lookup(self, cfg: DrafterConfig, chip: Chip, strict: bool = False) -> LaunchParams:
@@ -246,7 +243,9 @@ class TunedCache:
         if strict:
             raise DrafterError(
                 f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
-                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off."
+                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off.",
+                key=key,
+                path=self.path,
             )
         return choose_launch(cfg, chip)
 

@@ -12,11 +12,16 @@ Bytes moved: the LM head once. Limits: k <= 16, draft vocabulary >= k, logits wi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..errors import UsageError
+from .packing import assign_rows, chunk_size, cut_tiles, rows_per_program
 from .selection import (
     LANES,
     LOWEST_KEY,
@@ -31,20 +36,82 @@ from .selection import (
     sum_of_row,
     take_best,
 )
-from .weight_stream import (
-    assign_rows,
-    chunk_size,
-    cut_tiles,
-    hidden_zero,
-    rows_per_program,
-    stream_matmul,
-    unaligned_zero,
-)
+from .weight_stream import Operand, Tile, hidden_zero, stream_matmul, unaligned_zero
 
 SELECT_ROWS = tl.constexpr(16)
 """Nodes selected at a time: with 8 warps, two to a warp."""
 LIST_BATCH = tl.constexpr(16)
 """Programs' lists come in multiples of this; those beyond the programs are empty."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many are chosen, and the sizes of the lists that they are chosen from."""
+
+    top_k: int
+    max_k: int
+    """Places in a list: a power of two that holds ``top_k``."""
+    group_rows: int
+    """Rows of nodes come in groups of so many."""
+    block_m: int
+    """Rows of nodes, a power of two: lists of one program."""
+    programs: int
+    """Power of two that holds the programs."""
+    pairs: int
+    """Power of two that holds ``max_k`` lists of ``max_k`` places."""
+
+    @classmethod
+    def of(cls, top_k: int, group_rows: int, block_m: int, num_programs: int) -> Selection:
+        """Sizes for ``num_programs`` programs, which select from at most 16 lists of 16 places."""
+        threads = int(THREADS.value)
+        return cls(
+            top_k, places(top_k), group_rows, block_m, max(threads, triton.next_power_of_2(num_programs)), threads
+        )
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """How a program's LM-head rows are stored and read."""
+
+    rows: int
+    """Rows of one stored tile."""
+    num_chunks: int
+    scaled: bool
+    """Rows have a scale each."""
+    several: bool
+    """There is more than one tile."""
+    tile: Tile
+
+
+class HeadRows(NamedTuple):
+    """This program's rows of the LM head."""
+
+    weight: Any
+    """Region [tiles, num_chunks, rows, block_k]."""
+    scale: Any
+    """fp32 [rows of this program], read when scaled."""
+    ids: Any
+    """int32 [rows of this program]: id of each row."""
+    num_rows: Any
+    """Rows in use."""
+
+
+class Nodes(NamedTuple):
+    """Which rows of x are nodes in use: the first ``rows`` of each of the first ``groups`` groups."""
+
+    groups: Any
+    rows: Any
+
+
+class Lists(NamedTuple):
+    """The best of one program, of each node: or of all programs, one after the other."""
+
+    keys: Any
+    """int64 [nodes, max_k]: `order_key` of the best so far, then `LOWEST_KEY`."""
+    maxima: Any
+    """fp32 [nodes]: the largest logit."""
+    sums: Any
+    """fp32 [nodes]: the sum of exp(logit - maximum)."""
 
 
 @triton.jit
@@ -59,19 +126,14 @@ def scratch_place(row, column, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def update_best(
-    scratch_ptr,  # fp32 [BLOCK_M, BLOCK_N], this program's
+    scratch_ptr,  # fp32 [block_m, BLOCK_N], this program's
     row_ids_ptr,  # int32: id of each column of the tile
     num_columns,
-    keys_ptr,  # int64 [rows, MAX_K] of this program: `order_key` of the best so far, then `LOWEST_KEY`
-    max_ptr,  # fp32 [rows]
-    sum_ptr,  # fp32 [rows]
+    lists,  # `Lists` of this program
     first_row,  # of SELECT_ROWS nodes
-    num_groups,
-    rows_in_group,
+    nodes,  # `Nodes`
     tile_start,  # first row of this tile; at 0 there is nothing to fold into
-    TOP_K: tl.constexpr,
-    MAX_K: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
+    SELECT: tl.constexpr,  # `Selection`
     BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr,  # whether there is more than one tile
 ):
@@ -80,12 +142,13 @@ def update_best(
     Logits are taken as [BLOCK_N / LANES, SELECT_ROWS * LANES]: a thread to each of the second dimension, the first in
     its registers. Wider accesses would regroup them, hence a zero of unknown alignment.
     """
+    MAX_K: tl.constexpr = SELECT.max_k
     zero = unaligned_zero()
     numbers = tl.arange(0, SELECT_ROWS * LANES)
     thread = numbers + zero
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
-    in_use = (row // GROUP_ROWS < num_groups) & (row % GROUP_ROWS < rows_in_group)
+    in_use = (row // SELECT.group_rows < nodes.groups) & (row % SELECT.group_rows < nodes.rows)
     element = tl.arange(0, BLOCK_N // LANES)
     column = element[:, None] * LANES + lane[None, :]
     real = in_use[None, :] & (column < num_columns)
@@ -94,110 +157,101 @@ def update_best(
     place = element[:, None] * (SELECT_ROWS * LANES) + thread[None, :]
     logits = tl.load(group_ptr + place, mask=real, other=float("-inf"))
     folds = in_use & (tile_start > 0)
-    old_max = tl.load(max_ptr + row, mask=folds, other=float("-inf"))
-    old_sum = tl.load(sum_ptr + row, mask=folds, other=0.0)
+    old_max = tl.load(lists.maxima + row, mask=folds, other=float("-inf"))
+    old_sum = tl.load(lists.sums + row, mask=folds, other=0.0)
     new_max = tl.maximum(old_max, max_of_row(tl.max(logits, axis=0)))
     # A row of -inf only would make -inf - -inf; subtracting 0 instead leaves exp(-inf) = 0.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     new_sum = old_sum * tl.exp(old_max - shift) + sum_of_row(tl.sum(tl.exp(logits - shift[None, :]), axis=0))
-    tl.store(max_ptr + row, new_max, mask=in_use & (lane == 0))
-    tl.store(sum_ptr + row, new_sum, mask=in_use & (lane == 0))
+    tl.store(lists.maxima + row, new_max, mask=in_use & (lane == 0))
+    tl.store(lists.sums + row, new_sum, mask=in_use & (lane == 0))
 
     kept = in_use & (lane < MAX_K)
     old_key = tl.full(lane.shape, LOWEST_KEY, tl.int64)
     if FOLD:
-        old_key = tl.load(keys_ptr + row * MAX_K + lane, mask=kept & (tile_start > 0), other=LOWEST_KEY)
-    best = take_best(tl.where(real, order_key(logits, ids), LOWEST_KEY), old_key, lane, TOP_K, FOLD)
-    tl.store(keys_ptr + row * MAX_K + lane, best, mask=kept)
+        old_key = tl.load(lists.keys + row * MAX_K + lane, mask=kept & (tile_start > 0), other=LOWEST_KEY)
+    best = take_best(tl.where(real, order_key(logits, ids), LOWEST_KEY), old_key, lane, SELECT.top_k, FOLD)
+    tl.store(lists.keys + row * MAX_K + lane, best, mask=kept)
 
 
 @triton.jit
-def clear_lists(keys_ptr, BLOCK_M: tl.constexpr, MAX_K: tl.constexpr):
-    """Empty the lists of one program, [BLOCK_M, MAX_K]."""
-    offs = tl.arange(0, BLOCK_M * MAX_K)
-    tl.store(keys_ptr + offs, tl.full([BLOCK_M * MAX_K], LOWEST_KEY, tl.int64))
+def lists_at(lists, place, SELECT: tl.constexpr):
+    """`Lists` from the ``place``-th on; a program has ``block_m`` of them."""
+    return Lists(lists.keys + place * SELECT.max_k, lists.maxima + place, lists.sums + place)
+
+
+@triton.jit
+def clear_lists(keys_ptr, SELECT: tl.constexpr):
+    """Empty the lists of one program, [block_m, max_k]."""
+    SIZE: tl.constexpr = SELECT.block_m * SELECT.max_k
+    offs = tl.arange(0, SIZE)
+    tl.store(keys_ptr + offs, tl.full([SIZE], LOWEST_KEY, tl.int64))
 
 
 @triton.jit
 def stream_topk(
     x_ptr,
-    x_row,  # int64 [BLOCK_M]
-    row_scale,  # fp32 [BLOCK_M]: multiplies each row's logits (the folded RMSNorm), 1.0 for none
-    mask_m,
-    num_groups,  # rows of x come in groups of GROUP_ROWS; groups in use
-    rows_in_group,  # rows in use of each group
-    w_ptr,  # this program's LM-head region [tiles, NUM_CHUNKS, TILE, BLOCK_K]
-    w_scale_ptr,  # fp32 [rows of this program], used when SCALED
-    ids_ptr,  # int32 [rows of this program]: id of each row
-    num_rows,  # rows of this program in use
-    scratch_ptr,
-    keys_ptr,
-    max_ptr,
-    sum_ptr,
-    TILE: tl.constexpr,  # rows of one stored tile, at most BLOCK_N
-    NUM_CHUNKS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    MAX_K: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    SCALED: tl.constexpr,
-    FOLD: tl.constexpr,
+    row_scale,  # fp32 [block_m]: multiplies each row's logits (the folded RMSNorm), 1.0 for none
+    x_row,  # int64 [block_m]: where each row of x starts
+    mask_m,  # int1 [block_m]: rows in use
+    nodes,  # `Nodes`: the same, counted
+    head,  # `HeadRows`
+    scratch_ptr,  # fp32 [block_m, block_n], this program's
+    lists,  # `Lists` of this program
+    SELECT: tl.constexpr,  # `Selection`
+    HEAD: tl.constexpr,  # `HeadTiles`
 ):
     """Fill this program's best keys, maxima and sums for every node in use; a program without rows has empty lists."""
+    TILE: tl.constexpr = HEAD.tile
+    BLOCK_N: tl.constexpr = TILE.block_n
+    HIDDEN: tl.constexpr = HEAD.num_chunks * TILE.block_k
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
-    offs_m = tl.arange(0, BLOCK_M) + zero
-    if num_rows <= 0:
-        clear_lists(keys_ptr, BLOCK_M, MAX_K)
-    for n0 in tl.range(0, num_rows, TILE, disable_licm=True):
-        left = tl.minimum(num_rows - n0, TILE)
+    offs_m = tl.arange(0, SELECT.block_m) + zero
+    if head.num_rows <= 0:
+        clear_lists(lists.keys, SELECT)
+    for n0 in tl.range(0, head.num_rows, HEAD.rows, disable_licm=True):
+        left = tl.minimum(head.num_rows - n0, HEAD.rows)
         acc = stream_matmul(
-            x_ptr, x_row, x_row, mask_m, w_ptr + n0 * (NUM_CHUNKS * BLOCK_K), left, TILE * BLOCK_K,
-            0, NUM_CHUNKS + zero, NUM_CHUNKS, NUM_CHUNKS * BLOCK_K, False, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
+            Operand(x_ptr, x_row, x_row, mask_m, HEAD.num_chunks, HIDDEN), head.weight + n0 * HIDDEN, left,
+            HEAD.rows * TILE.block_k, 0, HEAD.num_chunks + zero, False, TILE,
         )  # fmt: skip
-        if SCALED:
-            acc *= tl.load(w_scale_ptr + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
+        if HEAD.scaled:
+            acc *= tl.load(head.scale + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
         tl.debug_barrier()
         place = scratch_place(offs_m[None, :], offs_n[:, None], BLOCK_N)
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
-        for first in tl.range(0, (num_groups - 1) * GROUP_ROWS + rows_in_group, SELECT_ROWS, disable_licm=True):
-            update_best(
-                scratch_ptr, ids_ptr + n0, left, keys_ptr, max_ptr, sum_ptr, first, num_groups, rows_in_group, n0,
-                TOP_K, MAX_K, GROUP_ROWS, BLOCK_N, FOLD,
-            )  # fmt: skip
+        num_rows = (nodes.groups - 1) * SELECT.group_rows + nodes.rows
+        for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):
+            update_best(scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, BLOCK_N, HEAD.several)
         tl.debug_barrier()
 
 
 @triton.jit
 def merge_best(
-    keys_ptr,  # int64: this node's list of program 0
-    max_ptr,
-    sum_ptr,
-    owner_ptr,  # int32 [MAX_K]: scratch of this program
+    lists,  # `Lists`, from this node's list of program 0 on
+    owner_ptr,  # int32 [max_k]: scratch of this program
     num_lists,  # programs that own at least one row
-    STRIDE_LIST: tl.constexpr,  # elements from one program's list to the next
-    STRIDE_STAT: tl.constexpr,
-    CTAS: tl.constexpr,  # power of two, at least the number of programs
-    TOP_K: tl.constexpr,
-    MAX_K: tl.constexpr,
-    PAIRS: tl.constexpr,  # power of two, at least MAX_K squared
+    SELECT: tl.constexpr,  # `Selection`
 ):
     """Merge all programs' lists of one node.
 
-    Returns rank (TOP_K or more unless among the best), value and id of the pairs that can be among the best, int32,
-    fp32 and int32 [PAIRS], and the log-sum-exp.
+    Returns rank (top_k or more unless among the best), value and id of the pairs that can be among the best, int32,
+    fp32 and int32 [pairs], and the log-sum-exp.
     """
+    TOP_K: tl.constexpr = SELECT.top_k
+    MAX_K: tl.constexpr = SELECT.max_k
+    PAIRS: tl.constexpr = SELECT.pairs
+    STRIDE_LIST: tl.constexpr = SELECT.block_m * MAX_K
+    keys_ptr = lists.keys
     zero = hidden_zero()
-    program = tl.arange(0, CTAS) + zero
+    program = tl.arange(0, SELECT.programs) + zero
     mask = program < num_lists
     first = tl.load(keys_ptr + program * STRIDE_LIST, mask=mask, other=LOWEST_KEY)
-    maxima = tl.load(max_ptr + program * STRIDE_STAT, mask=mask, other=float("-inf"))
-    sums = tl.load(sum_ptr + program * STRIDE_STAT, mask=mask, other=0.0)
+    maxima = tl.load(lists.maxima + program * SELECT.block_m, mask=mask, other=float("-inf"))
+    sums = tl.load(lists.sums + program * SELECT.block_m, mask=mask, other=0.0)
     top = tl.max(maxima, axis=0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     lse = shift + tl.log(tl.sum(sums * tl.exp(maxima - shift), axis=0))
@@ -227,46 +281,38 @@ def merge_best(
 
 @triton.jit
 def _stream_kernel(
-    x_ptr, w_ptr, ids_ptr, scratch_ptr, keys_ptr, max_ptr, sum_ptr,
-    num_rows_x, num_rows_w, stride_x,
-    ROWS: tl.constexpr, TILE: tl.constexpr, NUM_CHUNKS: tl.constexpr, TOP_K: tl.constexpr, MAX_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr, w_ptr, ids_ptr, scratch_ptr, lists, num_rows_x, num_rows_w, stride_x,
+    ROWS: tl.constexpr, SELECT: tl.constexpr, HEAD: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     num_ctas = tl.num_programs(0)
+    BLOCK_M: tl.constexpr = SELECT.block_m
+    HIDDEN: tl.constexpr = HEAD.num_chunks * HEAD.tile.block_k
     offs_m = tl.arange(0, BLOCK_M)
     mine = (num_rows_w - pid + num_ctas - 1) // num_ctas
-    lists = pid.to(tl.int64) * BLOCK_M
-    w_base = w_ptr + pid.to(tl.int64) * ROWS * NUM_CHUNKS * BLOCK_K
+    first_list = pid.to(tl.int64) * BLOCK_M
+    head = HeadRows(w_ptr + pid.to(tl.int64) * ROWS * HIDDEN, w_ptr, ids_ptr + pid * ROWS, mine)
     stream_topk(
-        x_ptr, offs_m.to(tl.int64) * stride_x, tl.full([BLOCK_M], 1.0, tl.float32), offs_m < num_rows_x,
-        1, num_rows_x, w_base, w_ptr, ids_ptr + pid * ROWS, mine, scratch_ptr + lists * BLOCK_N,
-        keys_ptr + lists * MAX_K, max_ptr + lists, sum_ptr + lists,
-        TILE, NUM_CHUNKS, TOP_K, MAX_K, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_M,
-        STAGES, False, ROWS > TILE,
+        x_ptr, tl.full([BLOCK_M], 1.0, tl.float32), offs_m.to(tl.int64) * stride_x, offs_m < num_rows_x,
+        Nodes(1, num_rows_x), head, scratch_ptr + first_list * HEAD.tile.block_n,
+        lists_at(lists, first_list, SELECT), SELECT, HEAD,
     )  # fmt: skip
 
 
 @triton.jit
-def _merge_kernel(
-    keys_ptr, max_ptr, sum_ptr, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr,
-    num_lists, BLOCK_M: tl.constexpr, CTAS: tl.constexpr, TOP_K: tl.constexpr, MAX_K: tl.constexpr,
-    PAIRS: tl.constexpr,
-):  # fmt: skip
+def _merge_kernel(lists, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr, num_lists, SELECT: tl.constexpr):
+    TOP_K: tl.constexpr = SELECT.top_k
     row = tl.program_id(0)
-    rank, value, index, lse = merge_best(
-        keys_ptr + row * MAX_K, max_ptr + row, sum_ptr + row, owner_ptr + row * MAX_K,
-        num_lists, BLOCK_M * MAX_K, BLOCK_M, CTAS, TOP_K, MAX_K, PAIRS,
-    )  # fmt: skip
+    owner = owner_ptr + row * SELECT.max_k
+    rank, value, index, lse = merge_best(lists_at(lists, row, SELECT), owner, num_lists, SELECT)
     tl.store(out_values_ptr + row * TOP_K + rank, value, mask=rank < TOP_K)
     tl.store(out_ids_ptr + row * TOP_K + rank, index, mask=rank < TOP_K)
     tl.store(out_lse_ptr + row, lse)
 
 
-def merge_blocks(num_programs: int) -> dict[str, int]:
-    """Sizes of what `merge_best` ranks: programs, and pairs of at most 16 of them and 16 ranks."""
-    threads = int(THREADS.value)
-    return {"CTAS": max(threads, triton.next_power_of_2(num_programs)), "PAIRS": threads}
+def places(top_k: int) -> int:
+    """Places in a list of the ``top_k`` best: a power of two."""
+    return max(2, int(triton.next_power_of_2(top_k)))
 
 
 def len_lists(num_programs: int) -> int:
@@ -293,51 +339,53 @@ def lm_head_topk(
 
     ``x`` [rows, hidden] and ``weight`` [draft_vocab, hidden] of one dtype (bf16, fp16 or fp32), rows <= 256, hidden a
     multiple of 16, 1 <= top_k <= min(16, draft_vocab). ``num_programs``: default one per SM. Packs the weight on each
-    call; a drafter packs once. Raises `ValueError` for other shapes.
+    call; a drafter packs once. Raises `UsageError` for other shapes.
     """
     if x.dim() != 2 or weight.dim() != 2:
-        raise ValueError(f"x and weight must be matrices; got {tuple(x.shape)} and {tuple(weight.shape)}")
+        raise UsageError(
+            f"x and weight must be matrices; got {tuple(x.shape)} and {tuple(weight.shape)}.", expected="matrices"
+        )
     x = x.contiguous()
     rows, hidden = x.shape
     vocab = weight.shape[0]
     block_k = chunk_size(hidden, block_k)
     if weight.shape[1] != hidden or weight.dtype != x.dtype or weight.device != x.device:
-        raise ValueError(
+        raise UsageError(
             f"x {tuple(x.shape)} {x.dtype} on {x.device} and weight {tuple(weight.shape)} {weight.dtype} on "
-            f"{weight.device} do not match"
-        )
+            f"{weight.device} do not match.",
+            expected="hidden, dtype and device of x", tensor="weight",
+        )  # fmt: skip
     if not 1 <= top_k <= min(16, vocab) or not 1 <= rows <= 256 or block_k == 0:
-        raise ValueError(f"{top_k=} must be 1..min(16, {vocab}), {rows=} 1..256, {hidden=} a multiple of 16")
+        raise UsageError(
+            f"{top_k=} must be 1 to min(16, {vocab}), {rows=} 1 to 256, {hidden=} a multiple of 16.",
+            top_k=top_k, rows=rows, hidden=hidden,
+        )  # fmt: skip
     if num_programs is None:
         num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    max_k = max(2, triton.next_power_of_2(top_k))
     block_m = max(16, triton.next_power_of_2(rows))
+    select = Selection.of(top_k, block_m, block_m, num_programs)
     num_warps = 8 if x.is_cuda else 1
     tile, rows_each = head_tiles(vocab, num_programs, block_n)
     packed = cut_tiles(assign_rows(weight, num_programs, dealt=True, rows=rows_each), tile, block_k)
     all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
     row_ids = assign_rows(all_ids, num_programs, dealt=True, rows=rows_each).contiguous()
-    lists = (num_programs, block_m, max_k)
-    keys = empty_lists(*lists, device=x.device)
-    maxima = torch.empty(lists[:2], dtype=torch.float32, device=x.device)
-    sums = torch.empty(lists[:2], dtype=torch.float32, device=x.device)
+    lists = Lists(
+        empty_lists(num_programs, block_m, select.max_k, x.device),
+        torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
+        torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
+    )
     scratch = torch.empty(num_programs, block_m, block_n, dtype=torch.float32, device=x.device)
     _stream_kernel[(num_programs,)](
-        x, packed, row_ids, scratch, keys, maxima, sums, rows, vocab, x.stride(0),
-        ROWS=rows_each, TILE=tile, NUM_CHUNKS=hidden // block_k, TOP_K=top_k, MAX_K=max_k,
-        BLOCK_N=block_n, BLOCK_K=block_k, BLOCK_M=block_m, STAGES=3, num_warps=num_warps,
+        x, packed, row_ids, scratch, lists, rows, vocab, x.stride(0), rows_each, select,
+        HeadTiles(tile, hidden // block_k, False, rows_each > tile, Tile(block_n, block_k, 3)), num_warps=num_warps,
     )  # fmt: skip
     out = (
         torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
         torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
         torch.empty(rows, dtype=torch.float32, device=x.device),
     )
-    owner = torch.empty(rows, max_k, dtype=torch.int32, device=x.device)
-    _merge_kernel[(rows,)](
-        keys, maxima, sums, owner, *out, min(num_programs, vocab),
-        BLOCK_M=block_m, **merge_blocks(num_programs), TOP_K=top_k, MAX_K=max_k,
-        num_warps=num_warps,
-    )  # fmt: skip
+    owner = torch.empty(rows, select.max_k, dtype=torch.int32, device=x.device)
+    _merge_kernel[(rows,)](lists, owner, *out, min(num_programs, vocab), select, num_warps=num_warps)
     return out
 
 

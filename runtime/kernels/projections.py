@@ -1,8 +1,8 @@
 """The layer's projections (fc, qkv, o, down): matrix products cut by rows and by columns.
 
 A program that owned whole rows would read all of the operand for few rows of weights: with 132 programs, 31 rows of
-8 KB against 10 nodes of 8 KB, through an L2 that is no faster than it must be. So ``split`` programs form a group that
-owns ``group_rows`` rows, and each of them multiplies its share of the columns::
+8 KB against 10 nodes of 8 KB, through an L2 that is hardly faster than the memory. So ``split`` programs form a group
+that owns ``group_rows`` rows, and each of them multiplies its share of the columns::
 
     partial sums: [groups] [split] [group_rows] [BLOCK_M]   fp32, in the L2
 
@@ -10,50 +10,80 @@ After a barrier each program adds up its own block of rows, part by part in a fi
 on timing. A group of one needs no barrier over the grid: its rows are the block that it adds up.
 """
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .weight_stream import hidden_zero, store_activation, stream_matmul
 
 
+class Parts(NamedTuple):
+    """The partial sums of one projection."""
+
+    sums: Any
+    """fp32 [groups, split, group_rows, BLOCK_M]."""
+    split: Any
+    """Programs to a group."""
+    group_rows: Any
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each program adds up of a projection."""
+
+    features: int
+    """Outputs of the projection, of all programs."""
+    rows: int
+    """Outputs of one program."""
+    block: int
+    """Outputs that it adds up at a time."""
+
+
 @triton.jit
 def stream_parts(
-    x_ptr, x_row_0, x_row_1, mask_m,  # see `weight_stream.stream_matmul`
+    x,  # `weight_stream.Operand`
     region_ptr,  # this program's region: its units one after the other
-    partial_ptr, split, group_rows,
-    num_chunks,  # in_features / BLOCK_K, of all parts together
-    segment, row_size,
-    NUM_CTAS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    parts,  # `Parts`
+    num_chunks,  # in_features / block_k, of all parts together
+    PROGRAMS: tl.constexpr,
+    TILE: tl.constexpr,  # `weight_stream.Tile`
+):
     """Multiply this program's share and leave its partial sums. Fewer programs than parts do several in turn."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
+    BLOCK_M: tl.constexpr = x.mask.shape[0]
+    split = parts.split
+    group_rows = parts.group_rows
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
     offs_m = tl.arange(0, BLOCK_M) + zero
-    num_units = tl.maximum(NUM_CTAS // split, 1) * split
+    num_units = tl.maximum(PROGRAMS // split, 1) * split
     part_chunks = (num_chunks + split - 1) // split
-    for index in tl.range(tl.program_id(0), num_units, NUM_CTAS, disable_licm=True):
+    for index in tl.range(tl.program_id(0), num_units, PROGRAMS, disable_licm=True):
         unit = index + zero
         part = unit % split
         first_chunk = part * num_chunks // split
-        unit_ptr = region_ptr + unit // NUM_CTAS * part_chunks * group_rows * BLOCK_K
+        unit_ptr = region_ptr + unit // PROGRAMS * part_chunks * group_rows * BLOCK_K
         for n0 in tl.range(0, group_rows, BLOCK_N, disable_licm=True):
             acc = stream_matmul(
-                x_ptr, x_row_0, x_row_1, mask_m, unit_ptr + n0 * BLOCK_K, group_rows - n0, group_rows * BLOCK_K,
-                first_chunk, (part + 1) * num_chunks // split - first_chunk, segment, row_size,
-                True, BLOCK_N, BLOCK_K, BLOCK_M, STAGES,
+                x, unit_ptr + n0 * BLOCK_K, group_rows - n0, group_rows * BLOCK_K,
+                first_chunk, (part + 1) * num_chunks // split - first_chunk, True, TILE,
             )  # fmt: skip
             row = unit * group_rows + n0 + offs_n
-            mask = (n0 + offs_n < group_rows)[:, None] & mask_m[None, :]
-            tl.store(partial_ptr + row[:, None] * BLOCK_M + offs_m[None, :], acc, mask=mask)
+            mask = (n0 + offs_n < group_rows)[:, None] & x.mask[None, :]
+            tl.store(parts.sums + row[:, None] * BLOCK_M + offs_m[None, :], acc, mask=mask)
 
 
 @triton.jit
-def sum_parts(partial_ptr, feature, offs_m, mask, split, group_rows, BLOCK_M: tl.constexpr):
+def sum_parts(parts, feature, offs_m, mask):
     """fp32 [features, BLOCK_M]: the product, from all parts of a group."""
-    first = feature // group_rows * (split * group_rows) + feature % group_rows
-    place = partial_ptr + first[:, None] * BLOCK_M + offs_m[None, :]
-    stride = group_rows * BLOCK_M
-    num_parts = split + offs_m[None, :] * 0
+    BLOCK_M: tl.constexpr = offs_m.shape[0]
+    first = feature // parts.group_rows * (parts.split * parts.group_rows) + feature % parts.group_rows
+    place = parts.sums + first[:, None] * BLOCK_M + offs_m[None, :]
+    stride = parts.group_rows * BLOCK_M
+    num_parts = parts.split + offs_m[None, :] * 0
     part_0 = tl.load(place, mask=mask, other=0.0)
     part_1 = tl.load(place + stride, mask=mask & (num_parts > 1), other=0.0)
     part_2 = tl.load(place + 2 * stride, mask=mask & (num_parts > 2), other=0.0)
@@ -63,22 +93,30 @@ def sum_parts(partial_ptr, feature, offs_m, mask, split, group_rows, BLOCK_M: tl
 
 @triton.jit
 def finish_rows(
-    partial_ptr, split, group_rows, mask_m, scale_ptr, row_factor, bias_ptr, out_ptr, operand_ptr, operand_factor,
-    N: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, HAS_BIAS: tl.constexpr, OPERAND: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """fc and qkv: out fp32 [rows, N] is the product, times each row's ``row_factor``, plus the bias.
-
-    With OPERAND also stored, times ``operand_factor`` [BLOCK_M], as operand of the next product.
-    """
+    parts,  # `Parts`
+    mask_m,  # int1 [BLOCK_M]: rows in use
+    row_factor,  # fp32 [BLOCK_M]: multiplies each row
+    scale_ptr,  # fp32 [rows of this program], read when SCALED
+    bias_ptr,  # [features], read when HAS_BIAS
+    out_ptr,  # fp32 [BLOCK_M, features]
+    operand,  # `weight_stream.NextOperand`, written when OPERAND
+    SHARE: tl.constexpr,  # `Share`
+    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """fc and qkv: out is the product, times each row's factor, plus the bias."""
+    N: tl.constexpr = SHARE.features
+    R: tl.constexpr = SHARE.rows
+    BLOCK_R: tl.constexpr = SHARE.block
     zero = hidden_zero()
-    offs_m = tl.arange(0, BLOCK_M) + zero
+    offs_m = tl.arange(0, mask_m.shape[0]) + zero
     offs_r = tl.arange(0, BLOCK_R) + zero
     for r0 in tl.range(0, R, BLOCK_R, disable_licm=True):
         feature = tl.program_id(0) * R + r0 + offs_r
         mine = (r0 + offs_r < R) & (feature < N)
         mask = mine[:, None] & mask_m[None, :]
-        acc = sum_parts(partial_ptr, feature, offs_m, mask, split, group_rows, BLOCK_M) * row_factor[None, :]
+        acc = sum_parts(parts, feature, offs_m, mask) * row_factor[None, :]
         if SCALED:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
         if HAS_BIAS:
@@ -86,20 +124,29 @@ def finish_rows(
         tl.store(out_ptr + offs_m[None, :] * N + feature[:, None], acc, mask=mask)
         if OPERAND:
             row = offs_m.to(tl.int64)[None, :]
-            store_activation(operand_ptr, row, feature[:, None], acc * operand_factor[None, :], mask, N)
+            store_activation(operand.ptr, row, feature[:, None], acc * operand.factor[None, :], mask, N)
 
 
 @triton.jit
 def finish_residual(
-    partial_ptr, split, group_rows, mask_m, scale_ptr,
-    residual_ptr, residual_row, sum_ptr, operand_ptr, norm_ptr, operand_factor, squares_ptr,
-    N: tl.constexpr, R: tl.constexpr, SCALED: tl.constexpr, HAS_NORM: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """o and down: add the residual; write the sum (fp32), its squares, and it times the next norm's weight.
-
-    ``operand_factor`` brings the rows of that operand to order one where they are stored as FP8 pairs.
-    """
+    parts,  # `Parts`
+    mask_m,  # int1 [BLOCK_M]: rows in use
+    scale_ptr,  # fp32 [rows of this program], read when SCALED
+    residual_ptr,  # fp32 [rows, features]
+    residual_row,  # [BLOCK_M]: row of the residual that belongs to each row
+    sum_ptr,  # fp32 [BLOCK_M, features]: the new residual
+    norm_ptr,  # [features]: weight of the RMSNorm that follows, read when HAS_NORM
+    operand,  # `weight_stream.NextOperand`
+    squares_ptr,  # fp32 [programs, BLOCK_M]: each program's part of the sum of squares
+    SHARE: tl.constexpr,  # `Share`
+    SCALED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """o and down: the product plus the residual, as it is and, times the norm's weight, as operand."""
+    N: tl.constexpr = SHARE.features
+    R: tl.constexpr = SHARE.rows
+    BLOCK_R: tl.constexpr = SHARE.block
+    BLOCK_M: tl.constexpr = mask_m.shape[0]
     zero = hidden_zero()
     pid = tl.program_id(0) + zero
     offs_m = tl.arange(0, BLOCK_M) + zero
@@ -113,12 +160,12 @@ def finish_residual(
         weight = 1.0
         if HAS_NORM:
             weight = tl.load(norm_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
-        acc = sum_parts(partial_ptr, feature, offs_m, mask, split, group_rows, BLOCK_M)
+        acc = sum_parts(parts, feature, offs_m, mask)
         if SCALED:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
         acc += residual
         squares += tl.sum(acc * acc, axis=0)
         tl.store(sum_ptr + offs_m[None, :] * N + feature[:, None], acc, mask=mask)
-        normed = acc * weight * operand_factor[None, :]
-        store_activation(operand_ptr, offs_m.to(tl.int64)[None, :], feature[:, None], normed, mask, N)
+        normed = acc * weight * operand.factor[None, :]
+        store_activation(operand.ptr, offs_m.to(tl.int64)[None, :], feature[:, None], normed, mask, N)
     tl.store(squares_ptr + pid * BLOCK_M + offs_m, squares)

@@ -1,28 +1,53 @@
-"""Weights laid out as one stream per program, and the matrix product that reads them.
+"""The matrix product of the persistent drafter, which reads each program's stream of weights (`packing`).
 
-A persistent drafter is bound by reading weights. Each program (one CTA per SM) owns a part of every matrix, and
-everything it will read lies in its own linear stream, in the order in which it is read::
-
-    region of one matrix:  [in_features / BLOCK_K] [rows of this program] [BLOCK_K]
-
-so each step of a product reads one contiguous piece. Weights are the left operand of `tl.dot`, the drafted nodes the
-right one.
-
-Gate and up are cut by rows: program p has rows ``p * R`` to ``p * R + R - 1`` of both. The layer's other matrices are
-cut by rows and by columns (`projections`). Rows of the LM head are dealt round robin (row r to program
-``r % programs`` as its row ``r // programs``), so that any prefix of them is balanced too: one packed LM head serves
-every smaller draft vocabulary.
+Weights are the left operand of `tl.dot`, the drafted nodes the right one. In front of FP8 weights the right operand is
+a pair of e4m3 numbers for each value (`store_activation`).
 """
 
-from __future__ import annotations
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _ZERO_ASM = tl.constexpr("mov.u32 $0, 0;")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One product: ``block_n`` rows and ``block_k`` columns of weights at a time, ``stages`` of them in flight."""
+
+    block_n: int
+    block_k: int
+    stages: int
+
+
+class Operand(NamedTuple):
+    """The rows of x in a product: [BLOCK_M] rows, each in one piece or in two.
+
+    A row's chunks before ``segment`` lie from ``row`` on, those from there on from ``next_row`` on.
+    """
+
+    ptr: Any
+    row: Any
+    """int64 [BLOCK_M]: where each row starts, in values."""
+    next_row: Any
+    """int64 [BLOCK_M]: where its second piece starts."""
+    mask: Any
+    """int1 [BLOCK_M]: rows in use."""
+    segment: Any
+    """Chunks of the first piece."""
+    row_size: Any
+    """Values in a stored row."""
+
+
+class NextOperand(NamedTuple):
+    """Where a phase leaves the operand of the next product, and what it multiplies each row by."""
+
+    ptr: Any
+    factor: Any
+    """fp32 [BLOCK_M]: brings rows to order one where they are stored as FP8 pairs."""
 
 
 @triton.jit
@@ -123,108 +148,35 @@ def operand_sum(x_ptr, acc):
 
 @triton.jit
 def stream_matmul(
-    x_ptr,
-    x_row_0,  # int64 [BLOCK_M]: where each row starts, in values
-    x_row_1,  # where it goes on from chunk ``segment`` on, when SEGMENTED
-    mask_m,  # int1 [BLOCK_M]
+    x,  # `Operand`
     w_ptr,  # this program's region, at its first row of this tile
     num_rows,  # rows of this tile
     slab,  # elements from one chunk to the next
     first_chunk,  # of x
     num_chunks,
-    segment,
-    row_size,  # values in a stored row of x
-    SEGMENTED: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STAGES: tl.constexpr,
+    SEGMENTED: tl.constexpr,  # whether rows of x have a second piece
+    TILE: tl.constexpr,  # `Tile`
 ):
-    """fp32 [BLOCK_N, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` chunks of BLOCK_K."""
+    """fp32 [block_n, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` chunks of block_k."""
+    BLOCK_N: tl.constexpr = TILE.block_n
+    BLOCK_K: tl.constexpr = TILE.block_k
     zero = hidden_zero()
     offs_k = tl.arange(0, BLOCK_K) + zero
     offs_n = tl.arange(0, BLOCK_N) + zero
     w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
     mask_w = (offs_n < num_rows)[:, None]
-    mask_x = operand_mask(x_ptr, mask_m)
-    x_start = x_ptr + first_chunk * BLOCK_K
-    first = operand_rows(x_ptr, x_row_0, row_size)
+    mask_x = operand_mask(x.ptr, x.mask)
+    x_start = x.ptr + first_chunk * BLOCK_K
+    first = operand_rows(x.ptr, x.row, x.row_size)
     second = first
     if SEGMENTED:
-        second = operand_rows(x_ptr, x_row_1, row_size) - segment * BLOCK_K
+        second = operand_rows(x.ptr, x.next_row, x.row_size) - x.segment * BLOCK_K
     acc = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-    for k in tl.range(0, num_chunks, num_stages=STAGES):
+    for k in tl.range(0, num_chunks, num_stages=TILE.stages):
         x_row = first
         if SEGMENTED:
-            x_row = tl.where(first_chunk + k < segment, first, second)
+            x_row = tl.where(first_chunk + k < x.segment, first, second)
         w = tl.load(w_ptr + k * slab + w_offs, mask=mask_w, other=0.0)
-        x = tl.load(x_start + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
-        acc = operand_dot(w, x, acc)
-    return operand_sum(x_ptr, acc)
-
-
-def rows_per_program(num_rows: int, num_programs: int) -> int:
-    """Rows that each program owns, the last ones of some programs being padding."""
-    return -(-num_rows // num_programs)
-
-
-def chunk_size(in_features: int, largest: int) -> int:
-    """Largest power of two from 16 to ``largest`` that divides ``in_features``; 0 where 16 does not."""
-    size = largest
-    while size >= 16 and in_features % size:
-        size //= 2
-    return size if size >= 16 else 0
-
-
-def assign_rows(tensor: Tensor, num_programs: int, dealt: bool = False, rows: int | None = None) -> Tensor:
-    """Give each program its rows: [out, ...] to [programs, rows, ...]; missing rows are zero. Any dtype.
-
-    ``rows``: rows per program, at least `rows_per_program`.
-    Example: 5 rows over 2 programs, in blocks: 0 1 2 | 3 4 -; dealt: 0 2 4 | 1 3 -.
-    """
-    rows = rows_per_program(tensor.shape[0], num_programs) if rows is None else rows
-    padded = torch.zeros(rows * num_programs, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
-    padded[: tensor.shape[0]] = tensor
-    if dealt:
-        return padded.view(rows, num_programs, *tensor.shape[1:]).transpose(0, 1)
-    return padded.view(num_programs, rows, *tensor.shape[1:])
-
-
-def cut_chunks(assigned: Tensor, block_k: int) -> Tensor:
-    """Lay rows out in reading order: [programs, rows, in] to [programs, in / block_k, rows, block_k]. Any dtype."""
-    chunked: Tensor = assigned.view(torch.uint8).unflatten(2, (-1, block_k * assigned.element_size()))
-    return chunked.transpose(1, 2).contiguous().view(assigned.dtype)
-
-
-def cut_parts(assigned: Tensor, split: int, block_k: int, num_programs: int) -> Tensor:
-    """Cut each group's rows by columns and deal the parts to programs, see `projections`.
-
-    [groups, rows, in] to [programs, units, chunks, rows, block_k]: part s of group g is unit ``g * split + s``, which
-    lies with program ``unit % programs`` as its number ``unit // programs``. Of C chunks, part s has those from
-    ``s * C // split`` to ``(s + 1) * C // split``; parts of fewer chunks than others end in zeros. Any dtype.
-    """
-    cut = cut_chunks(assigned, block_k).view(torch.uint8)
-    groups, total = cut.shape[:2]
-    units = -(-groups * split // num_programs)
-    parts = torch.zeros(units * num_programs, -(-total // split), *cut.shape[2:], dtype=torch.uint8, device=cut.device)
-    for part in range(split):
-        chunks = cut[:, part * total // split : (part + 1) * total // split]
-        parts[part : groups * split : split, : chunks.shape[1]] = chunks
-    dealt: Tensor = parts.unflatten(0, (units, num_programs)).transpose(0, 1).contiguous()
-    return dealt.view(assigned.dtype)
-
-
-def cut_tiles(assigned: Tensor, tile_rows: int, block_k: int) -> Tensor:
-    """As `cut_chunks`, tile by tile: [programs, tiles * tile_rows, in] to [programs, tiles, in / block_k, ...]."""
-    tiles = [cut_chunks(tile, block_k) for tile in assigned.split(tile_rows, dim=1)]
-    return torch.stack(tiles, dim=1)
-
-
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to e4m3 with one fp32 scale per output row: (float8_e4m3fn [out, in], float32 [out]).
-
-    ``scale = max|row| / 448`` (448 is the largest e4m3 value); a row of zeros has scale 1.
-    """
-    peak = weight.float().abs().amax(dim=1)
-    scale = torch.where(peak > 0, peak / 448.0, torch.ones_like(peak))
-    return (weight.float() / scale[:, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+        chunk = tl.load(x_start + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
+        acc = operand_dot(w, chunk, acc)
+    return operand_sum(x.ptr, acc)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.kernels.host import allocate_workspace, pack_head
 from eagle_slim.runtime.kernels.launch import Weights
 from eagle_slim.runtime.kernels.launch_params import Chip, LaunchParams, choose_launch
+from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from kernels.replaying import FIELDS, run
 from support.drafting import problem, random_head
 

@@ -18,9 +18,10 @@ import torch
 from eagle_slim.runtime.bench.problem import MODELS, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.kernels import host
-from eagle_slim.runtime.kernels.host import allocate_workspace, pack_head
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from kernels.compiled_programs import launcher
 from kernels.replaying import run
 

@@ -18,15 +18,13 @@ os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
 from eagle_slim.runtime.kernels import host
-from eagle_slim.runtime.kernels.compile_check import compile_to_ptx, signature
+from eagle_slim.runtime.kernels.compile_check import compile_to_ptx, flatten
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
 from kernels.cases import CASES, draft
 from kernels.ptx_machine import PtxError, execute
 
-INPUTS = frozenset({
-    "tap", "new_token", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "stream", "scale",
-    "row_id", "embed", "norm_in", "norm_hidden", "norm_post", "norm_out", "fc_bias", "qkv_bias", "cos", "sin",
-})  # fmt: skip
+INPUTS = ("features", "step", "head")
+"""Groups of tensors that the kernel may only read."""
 FAULTS: dict[str, Callable[[str], str]] = {
     "release": lambda ptx: ptx.replace("red.release", "red.relaxed"),
     "acquire": lambda ptx: ptx.replace("ld.acquire", "ld.relaxed"),
@@ -45,11 +43,9 @@ def launcher(
     def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
         compiled = compile_to_ptx(cfg, chip, packed.params)
         ptx = fault(compiled.asm["ptx"])
-        constants = host.kernel_constants(cfg, packed.params, packed.draft_vocab)
-        types = signature(cfg, constants)
-        arguments = host.kernel_arguments(cfg, features, packed, bufs)
-        ordered = [arguments[name] for name, kind in types.items() if kind != "constexpr"]
-        inputs = [tensor for name, tensor in arguments.items() if name.removesuffix("_ptr") in INPUTS]
+        arguments = flatten(host.kernel_arguments(cfg, features, packed, bufs))
+        ordered = [value for _, value in arguments]
+        inputs = [value for name, value in arguments if name.split(".")[0] in INPUTS and torch.is_tensor(value)]
         # Triton adds two pointers to scratch memory, which this kernel does not use.
         execute(
             ptx,

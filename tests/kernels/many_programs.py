@@ -19,6 +19,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from eagle_slim.runtime.kernels import host, persistent
+from eagle_slim.runtime.kernels.compile_check import flatten
 from eagle_slim.runtime.kernels.launch_params import Chip
 from kernels.cases import CASES, draft
 from triton.runtime.interpreter import interpreter_builder
@@ -34,7 +35,7 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
     meeting = FORK.Barrier(programs)
     arguments = host.kernel_arguments(cfg, features, packed, bufs)
     constants = host.kernel_constants(cfg, packed.params, packed.draft_vocab)
-    for value in arguments.values():
+    for _, value in flatten(arguments):
         if isinstance(value, torch.Tensor):
             value.share_memory_()
 

@@ -15,7 +15,8 @@ from eagle_slim.runtime.bench.agreement import (
     tree_of,
 )
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.kernels.launch import Weights, check_finished, launch_drafter
 from eagle_slim.runtime.tree import DraftTree

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.kernels.ancestor_attention import ancestor_attention, ancestor_attention_ref
+from kernels.example_tree import CHAINS
 from kernels.tolerances import OP_ATOL
+from support.raising import raises
 from torch import Tensor
 
 MAX_DEPTH = 8
@@ -37,7 +40,7 @@ def setup(
         "values": torch.randn(cache).to(dtype), "cos": angles.cos(), "sin": angles.sin(),
         "chain": random_chain(slots, level, top_k), "prefix": prefix, "num_new": num_new,
     }  # fmt: skip
-    # Rows that nothing may read: everything behind the rows in use.
+    # Rows that nothing may read: everything after the rows in use.
     for slot in range(slots):
         end = int(prefix[slot] + (num_new[slot] + (level - 1) * top_k if level else 0))
         for name in ("keys", "values"):
@@ -77,34 +80,32 @@ def test_equals_the_definition(
 
 
 def test_a_node_sees_its_ancestors_only(device: str) -> None:
-    """The worked example: slots 0 1 | 2 3; a node with chain [0, 3] sees slots 0 and 3, never 1 or 2."""
+    """The worked example: slots 0 1 | 2 3 hold A B | C E; G, with chain [0, 2], sees A and C, never B or E."""
     given = setup(1, 2, 1, 16, 2, 3, torch.float32, device)
     chain, prefix, num_new = given["chain"], given["prefix"], given["num_new"]
-    chain[0, 0, :2] = torch.tensor([0, 3])  # type: ignore[index]
-    chain[0, 1, :2] = torch.tensor([1, 2])  # type: ignore[index]
+    chain[0, :2, :2] = torch.tensor([CHAINS["G"], CHAINS["I"]])  # type: ignore[index]
     first = int(prefix[0] + num_new[0])  # type: ignore[index]
 
-    def node_0(changed_slot: int | None) -> Tensor:
+    def g(changed_slot: int | None) -> Tensor:
         copy = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
         if changed_slot is not None:
             copy["values"][0, :, first + changed_slot] += 5  # type: ignore[index]
         return ancestor_attention(**copy, num_parts=2, block_t=16)[0, 0]  # type: ignore[arg-type]
 
-    untouched = node_0(None)
-    assert torch.equal(node_0(1), untouched)
-    assert torch.equal(node_0(2), untouched)
-    assert not torch.equal(node_0(0), untouched)
-    assert not torch.equal(node_0(3), untouched)
+    untouched = g(None)
+    seen = [slot for slot in range(4) if not torch.equal(g(slot), untouched)]
+    assert seen == CHAINS["G"]
 
 
 def test_refused(device: str) -> None:
     given = setup(2, 4, 2, 16, 3, 1, torch.float32, device)
-    for change, said in (
-        ({"values": given["values"].transpose(1, 2).contiguous().transpose(1, 2)}, "values must be .* contiguous"),  # type: ignore[union-attr]
-        ({"qkv": given["qkv"].half()}, r"qkv must be torch.float32 \[2, 16, 128\].* got torch.float16"),  # type: ignore[union-attr]
-        ({"cos": given["cos"][:, :4].contiguous()}, r"cos must be .*, 8\], contiguous"),  # type: ignore[index]
-        ({"heads": 3}, "heads=3"),
-        ({"level": 99}, "level=99"),
+    half = {"expected": (torch.float32, (2, 16, 128)), "found": (torch.float16, (2, 16, 128))}
+    for change, facts in (
+        ({"values": given["values"].transpose(1, 2).contiguous().transpose(1, 2)}, {"tensor": "values"}),  # type: ignore[union-attr]
+        ({"qkv": given["qkv"].half()}, {"tensor": "qkv", **half}),  # type: ignore[union-attr]
+        ({"cos": given["cos"][:, :4].contiguous()}, {"tensor": "cos"}),  # type: ignore[index]
+        ({"heads": 3}, {"heads": 3}),
+        ({"level": 99}, {"level": 99}),
     ):
-        with pytest.raises(ValueError, match=said):
+        with raises(UsageError, **facts):
             ancestor_attention(**{**given, **change})  # type: ignore[arg-type]

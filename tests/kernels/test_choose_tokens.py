@@ -10,6 +10,7 @@ import pytest
 import torch
 from eagle_slim.runtime.bench import choose_tokens as choose_tokens_bench
 from eagle_slim.runtime.config import SamplingConfig
+from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.generation import sampling
 from eagle_slim.runtime.generation.options import build_processors
 from eagle_slim.runtime.kernels.choose_tokens import (
@@ -23,6 +24,7 @@ from eagle_slim.runtime.kernels.choose_tokens import (
 )
 from eagle_slim.runtime.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, random_case, row_case
+from support.raising import raises
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -324,10 +326,10 @@ def test_refused() -> None:
         (8, out.long(), "out"),
         (9, choice_scratch(1, 5, 50, "cpu"), "best_score"),
     ]:
-        with pytest.raises(ValueError, match=named):
+        with raises(UsageError, tensor=named):
             choose_tokens(*arguments[:place], wrong, *arguments[place + 1 :])
     wide = torch.zeros(1, 1 << 19)
-    with pytest.raises(ValueError, match="vocab must be"):
+    with raises(UsageError, vocab=1 << 19):
         choose_tokens(wide, *arguments[1:8], out[:1, :1], scratch)
 
 

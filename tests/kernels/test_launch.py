@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.slots import ActiveSlots
 from support.drafting import random_head
+from support.raising import raises
 from torch import Tensor
+
+Facts = dict[str, object]
 
 HEAD = random_head()
 TREE = TreeConfig(depth=3, top_k=4, total_tokens=20)
@@ -76,35 +80,35 @@ def test_no_active_slot(bufs: Buffers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("step", "message"),
-    [(([0, 1], [[1]], [0, 0]), "2 slots, 1 lists of tokens"), (([0], [[-1]], [0]), "token id -1"),
-     (([0], [[2, HEAD.embedding.shape[0]]], [0]), "token id 300; the target has 0 to 299"),
-     (([0], [[1.5]], [0]), "are integers"), (([0], [1], [0]), "a list for each slot"),
-     (([0], [[1]], [0.0]), "are integers")],
+    ("step", "facts"),
+    [(([0, 1], [[1]], [0, 0]), {"slots": 2, "lists": 1}), (([0], [[-1]], [0]), {"slot": 0, "token": -1}),
+     (([0], [[2, HEAD.embedding.shape[0]]], [0]), {"slot": 0, "token": 300}),
+     (([0], [[1.5]], [0]), {"expected": "integers"}), (([0], [1], [0]), {"expected": "integers"}),
+     (([0], [[1]], [0.0]), {"expected": "integers"})],
 )  # fmt: skip
-def test_steps_that_are_none(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], message: str) -> None:
+def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
     before = bufs.new_tokens.clone()
-    with pytest.raises(UsageError, match=message):
+    with raises(UsageError, **facts):
         bufs.set_step(*step)
     assert torch.equal(bufs.new_tokens, before)
 
 
 def test_fewer_features_than_new_tokens(bufs: Buffers) -> None:
     bufs.set_step([1], [[1, 2, 3]], [0])
-    with pytest.raises(UsageError, match="Slot 1 has 3 new tokens, but features of 2"):
+    with raises(UsageError, slot=1, num_new=3, width=2):
         draft(bufs, FEATURES[:, :2])
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [("num_new", 17, "Slot 0 has 17 new tokens, but features of 16"), ("num_new", 0, "1 to 16 new tokens, got 0"),
-     ("prefix", 40, "Slot 0: 40 cached pairs, 1 new and 12 tree rows exceed"), ("prefix", -1, "-1 cached pairs"),
-     ("new_tokens", 300, "token id 300"), ("active_slots", 7, "must be different and below 3"),
-     ("active_slots", -1, "must be different and below 3"), ("active_count", 4, "The 4 active slots")],
+    ("field", "value", "facts"),
+    [("num_new", 17, {"slot": 0, "num_new": 17, "width": 16}), ("num_new", 0, {"slot": 0, "num_new": 0}),
+     ("prefix", 40, {"slot": 0, "prefix": 40, "num_new": 1}), ("prefix", -1, {"prefix": -1}),
+     ("new_tokens", 300, {"token": 300}), ("active_slots", 7, {"active": [7, 1, 2], "slots": 3}),
+     ("active_slots", -1, {"active": [-1, 1, 2], "slots": 3}), ("active_count", 4, {"active": [0, 1, 2]})],
 )  # fmt: skip
-def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, message: str) -> None:
+def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, facts: Facts) -> None:
     getattr(bufs, field)[0] = value
-    with pytest.raises(UsageError, match=message):
+    with raises(UsageError, **facts):
         draft(bufs)
     assert bufs.draft_tokens.eq(-2).all()
 
@@ -116,32 +120,37 @@ def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, m
     ids=["one row", "a number", "none", "numpy", "no tokens", "another device", "another type", "no taps"],
 )  # fmt: skip
 def test_features_of_other_forms(bufs: Buffers, features: object) -> None:
-    with pytest.raises(UsageError, match="Features"):
+    with raises(UsageError, tensor="features"):
         draft(bufs, features)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64), r"new_tokens must be torch.int32 \(3, 16\)"),
-     ("values", torch.zeros(3, 1, 44, 16), r"values must be .* \(3, 2, 44, 16\)"),
-     ("parents", torch.zeros(3, 3, dtype=torch.int64), r"parents must be torch.int64 \(3, 20\)"),
-     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3), "keys must be contiguous"),
-     ("keys", torch.zeros(3, 2, 44), r"keys \[slots, kv_heads, positions, head_dim\]"),
-     ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), "contiguous on cpu")],
+    ("name", "tensor", "facts"),
+    [("new_tokens", torch.zeros(3, 16, dtype=torch.int64), {"expected": (torch.int32, (3, 16))}),
+     ("values", torch.zeros(3, 1, 44, 16), {"expected": (torch.float32, (3, 2, 44, 16))}),
+     ("parents", torch.zeros(3, 3, dtype=torch.int64), {"expected": (torch.int64, (3, 20))}),
+     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3), {"expected": "contiguous"}),
+     ("keys", torch.zeros(3, 2, 44), {}),
+     ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), {"expected": "contiguous"})],
 )  # fmt: skip
-def test_buffers_that_are_none(bufs: Buffers, name: str, tensor: Tensor, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts: Facts) -> None:
+    with raises(UsageError, tensor=name, **facts):
         replace(bufs, **{name: tensor})
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
-     ("draft_vocab", 301), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8"), ("has_fc", False)],
+     ("draft_vocab", 301), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8")],
 )  # fmt: skip
-def test_configurations_that_are_none(field: str, value: object) -> None:
-    with pytest.raises(UsageError, match=field):
+def test_configurations_out_of_range(field: str, value: object) -> None:
+    with raises(UsageError, field=field):
         replace(CFG, **{field: value})
+
+
+def test_a_head_without_fc_has_features_of_its_own_width() -> None:
+    with raises(UsageError, field="feature_width", found=192, expected=64):
+        replace(CFG, has_fc=False)
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -159,9 +168,9 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
 
 def test_an_eagle_1_configuration_has_features_as_wide_as_the_head() -> None:
     eagle = replace(CFG, kind="eagle", feature_width=64)
-    with pytest.raises(UsageError, match="feature_width = 192, hidden = 64"):
+    with raises(UsageError, field="feature_width", found=192, expected=64):
         replace(CFG, kind="eagle")
-    with pytest.raises(UsageError, match="fc at every level"):
+    with raises(UsageError, field="has_fc"):
         replace(eagle, has_fc=False)
 
 
@@ -170,70 +179,78 @@ def tensors_without(name: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [({"embedding": torch.zeros(300, 32)}, r"embedding must be \[target_vocab, 64\]; got \(300, 32\)"),
-     ({"lm_head": torch.zeros(120, 32)}, r"lm_head must be \[draft_vocab, 64\]"),
-     ({"draft_to_target": torch.arange(119)}, r"draft_to_target must be int64 \[120\]"),
-     ({"draft_to_target": torch.arange(120, device="meta")}, "draft_to_target is on meta, lm_head on cpu"),
-     ({"tensors": tensors_without("norm.weight")}, "norm.weight is missing among the tensors of this eagle3 head"),
-     ({"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}}, "norm.weight is torch.float16 on cpu"),
-     ({"tensors": {**HEAD.tensors, "fc.weight": torch.ones(64, 128)}}, r"fc.weight must be \(64, 192\)"),
-     ({"num_kv_heads": 4}, r"self_attn.k_proj.weight must be \(64, 128\) .* got \(32, 128\)")],
+    ("changed", "facts"),
+    [({"embedding": torch.zeros(300, 32)}, {"tensor": "embedding", "found": (300, 32)}),
+     ({"lm_head": torch.zeros(120, 32)}, {"tensor": "lm_head", "found": (120, 32)}),
+     ({"draft_to_target": torch.arange(119)}, {"tensor": "draft_to_target", "expected": 120}),
+     ({"draft_to_target": torch.arange(120, device="meta")}, {"tensor": "draft_to_target", "found": "meta"}),
+     ({"tensors": tensors_without("norm.weight")}, {"tensor": "norm.weight", "missing": True}),
+     ({"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}},
+      {"tensor": "norm.weight", "found": torch.float16}),
+     ({"tensors": {**HEAD.tensors, "fc.weight": torch.ones(64, 128)}}, {"tensor": "fc.weight", "found": (64, 128)}),
+     ({"num_kv_heads": 4}, {"tensor": "self_attn.k_proj.weight", "found": (32, 128)})],
 )  # fmt: skip
-def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts) -> None:
+    with raises(UsageError, **facts):
         replace(HEAD, **changed)
 
 
-OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], str]] = {
-    "tree": (lambda: (replace(CFG, total_tokens=12), WEIGHTS), "draft_tokens .3, 20., the configuration needs .3, 12"),
-    "depth": (lambda: (replace(CFG, depth=2), WEIGHTS), "retrieve_indices"),
-    "positions": (lambda: (replace(CFG, max_positions=500), WEIGHTS), "keys"),
-    "top_k": (lambda: (replace(CFG, top_k=5), WEIGHTS), "depth \\* top_k = 15"),
-    "intermediate": (lambda: (replace(CFG, intermediate=64), WEIGHTS), "intermediate = 96, the configuration 64"),
-    "epsilon": (lambda: (replace(CFG, norm_eps=1e-6), WEIGHTS), "norm_eps"),
-    "biases": (lambda: (replace(CFG, has_qkv_bias=True), WEIGHTS), "has_qkv_bias = False"),
-    "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), "target_vocab"),
-    "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), "dtype = torch.float16"),
-    "no weights": (lambda: (CFG, HEAD), "takes a DrafterConfig, Weights and Buffers; got HeadWeights"),  # type: ignore
-    "head": (lambda: (CFG, Weights(random_head(hidden=32))), "hidden = 32, the configuration 64"),
-    "kind": (lambda: (CFG, Weights(random_head(kind="eagle"))), "kind = eagle"),
+OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
+    "tree": (
+        lambda: (replace(CFG, total_tokens=12), WEIGHTS),
+        {"tensor": "draft_tokens", "found": (3, 20), "expected": (3, 12)},
+    ),
+    "depth": (lambda: (replace(CFG, depth=2), WEIGHTS), {"tensor": "retrieve_indices"}),
+    "positions": (lambda: (replace(CFG, max_positions=500), WEIGHTS), {"tensor": "keys"}),
+    "top_k": (lambda: (replace(CFG, top_k=5), WEIGHTS), {"tree_rows": 12}),
+    "intermediate": (
+        lambda: (replace(CFG, intermediate=64), WEIGHTS),
+        {"field": "intermediate", "found": 96, "expected": 64},
+    ),
+    "epsilon": (lambda: (replace(CFG, norm_eps=1e-6), WEIGHTS), {"field": "norm_eps"}),
+    "biases": (lambda: (replace(CFG, has_qkv_bias=True), WEIGHTS), {"field": "has_qkv_bias", "found": False}),
+    "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), {"field": "target_vocab"}),
+    "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), {"field": "dtype", "found": torch.float16}),
+    "no weights": (lambda: (CFG, HEAD), {"part": "HeadWeights", "expected": "Weights"}),  # type: ignore
+    "head": (lambda: (CFG, Weights(random_head(hidden=32))), {"field": "hidden", "found": 32, "expected": 64}),
+    "kind": (lambda: (CFG, Weights(random_head(kind="eagle"))), {"field": "kind", "found": "eagle"}),
 }
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_parts_of_another_configuration(bufs: Buffers, other: str) -> None:
-    build, message = OTHERS[other]
+    build, facts = OTHERS[other]
     cfg, weights = build()
-    with pytest.raises(UsageError, match=message):
+    with raises(UsageError, **facts):
         launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
-    with pytest.raises(UsageError, match=message):
+    with raises(UsageError, **facts):
         prefill_drafter(cfg, FEATURES[0], torch.zeros(16, dtype=torch.int64), weights, bufs, 0)
 
 
 @pytest.mark.parametrize(
-    ("features", "tokens", "slot", "message"),
-    [(FEATURES[0], 16, 3, "Slot 3 is not among the 3"), (FEATURES[0], 16, -1, "Slot -1"),
-     (FEATURES[0], 5, 0, r"got \(16, 192\) and \(5,\)"), (FEATURES[0, :, :9], 16, 0, r"\[seq, 192\]")],
+    ("features", "tokens", "slot", "facts"),
+    [(FEATURES[0], 16, 3, {"slot": 3}), (FEATURES[0], 16, -1, {"slot": -1}),
+     (FEATURES[0], 5, 0, {"tensor": "features", "found": ((16, 192), (5,))}),
+     (FEATURES[0, :, :9], 16, 0, {"tensor": "features", "found": ((16, 9), (16,))})],
 )  # fmt: skip
-def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: int, slot: int, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
+def test_prompts_that_do_not_fit(bufs: Buffers, features: Tensor, tokens: int, slot: int, facts: Facts) -> None:
+    with raises(UsageError, **facts):
         prefill_drafter(CFG, features, torch.zeros(tokens, dtype=torch.int64), WEIGHTS, bufs, slot)
 
 
 def test_prompts_with_ids_that_the_target_lacks(bufs: Buffers) -> None:
     before = bufs.keys.clone()
     for wrong in (-1, 300):
-        with pytest.raises(UsageError, match=f"Slot 1: token id {wrong}; the target has 0 to 299"):
+        with raises(UsageError, slot=1, token=wrong):
             prefill_drafter(CFG, FEATURES[0, :2], torch.tensor([5, wrong]), WEIGHTS, bufs, 1)
-    with pytest.raises(UsageError, match="an int64 tensor"):
+    with raises(UsageError, tensor="next_tokens"):
         prefill_drafter(CFG, FEATURES[0, :2], torch.tensor([5.0, 1.0]), WEIGHTS, bufs, 1)
     assert torch.equal(bufs.keys, before)
 
 
 def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     for wrong in ([], [FEATURES[0]], FEATURES[0].numpy()):
-        with pytest.raises(UsageError, match="one tensor, or a tuple of three"):
+        with raises(UsageError, tensor="features"):
             prefill_drafter(CFG, wrong, torch.arange(16), WEIGHTS, bufs, 0)  # type: ignore[arg-type]
     tokens = torch.arange(16)
     prefill_drafter(CFG, FEATURES[0], tokens, WEIGHTS, bufs, 0)
@@ -250,12 +267,12 @@ def test_the_public_names() -> None:
     assert all(hasattr(runtime, name) for name in runtime.__all__)
 
 
-def test_slots_that_are_none() -> None:
+def test_slots_out_of_range() -> None:
     for wrong in ([0, 0], [3], [-1]):
-        with pytest.raises(UsageError, match="must be different and below 3"):
+        with raises(UsageError, active=sorted(wrong), slots=3):
             ActiveSlots.of(wrong, 3)
 
 
 def test_a_head_without_key_heads() -> None:
-    with pytest.raises(UsageError, match="num_kv_heads from 1 to 4; got 0"):
+    with raises(UsageError, field="num_kv_heads", found=0, expected=(1, 4)):
         replace(CFG, num_kv_heads=0)

@@ -6,41 +6,40 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from eagle_slim.runtime.kernels.projections import finish_residual, finish_rows, stream_parts
-from eagle_slim.runtime.kernels.weight_stream import assign_rows, cut_parts, rows_per_program
+from eagle_slim.runtime.kernels.packing import assign_rows, cut_parts, rows_per_program
+from eagle_slim.runtime.kernels.projections import Parts, Share, finish_residual, finish_rows, stream_parts
+from eagle_slim.runtime.kernels.weight_stream import NextOperand, Operand, Tile
 from kernels.tolerances import OP_ATOL
 
 
 @triton.jit
 def _stream_kernel(
-    x_ptr, stream_ptr, partial_ptr, num_rows, split, group_rows, num_chunks, region,
-    NUM_CTAS: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr, stream_ptr, parts, num_rows, num_chunks, region,
+    PROGRAMS: tl.constexpr, K: tl.constexpr, SEGMENT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x lie in two halves: columns from SEGMENT on belong to a tensor of their own behind the first."""
+    """Rows of x lie in two halves: columns from SEGMENT on belong to a tensor of their own after the first."""
     offs_m = tl.arange(0, 16).to(tl.int64)
-    stream_parts(
-        x_ptr, offs_m * SEGMENT, 16 * SEGMENT + offs_m * (K - SEGMENT), offs_m < num_rows,
-        stream_ptr + tl.program_id(0) * region, partial_ptr, split, group_rows, num_chunks, SEGMENT // BLOCK_K, K,
-        NUM_CTAS, BLOCK_N, BLOCK_K, 16, 2,
-    )  # fmt: skip
+    second = 16 * SEGMENT + offs_m * (K - SEGMENT)
+    x = Operand(x_ptr, offs_m * SEGMENT, second, offs_m < num_rows, SEGMENT // TILE.block_k, K)
+    stream_parts(x, stream_ptr + tl.program_id(0) * region, parts, num_chunks, PROGRAMS, TILE)
 
 
 @triton.jit
 def _finish_kernel(
-    partial_ptr, out_ptr, operand_ptr, residual_ptr, norm_ptr, squares_ptr, num_rows, split, group_rows,
-    N: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_R: tl.constexpr,
+    parts, out_ptr, operand_ptr, residual_ptr, norm_ptr, squares_ptr, num_rows,
+    SHARE: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, 16)
     factor = tl.full([16], 2.0, tl.float32)
     if RESIDUAL:
         finish_residual(
-            partial_ptr, split, group_rows, offs_m < num_rows, partial_ptr, residual_ptr, 15 - offs_m, out_ptr,
-            operand_ptr, norm_ptr, factor, squares_ptr, N, R, False, True, BLOCK_R, 16,
+            parts, offs_m < num_rows, out_ptr, residual_ptr, 15 - offs_m, out_ptr, norm_ptr,
+            NextOperand(operand_ptr, factor), squares_ptr, SHARE, False, True,
         )  # fmt: skip
     else:
         finish_rows(
-            partial_ptr, split, group_rows, offs_m < num_rows, partial_ptr, factor, norm_ptr, out_ptr, operand_ptr,
-            factor, N, R, False, True, True, BLOCK_R, 16,
+            parts, offs_m < num_rows, factor, out_ptr, norm_ptr, out_ptr, NextOperand(operand_ptr, factor),
+            SHARE, False, True, True,
         )  # fmt: skip
 
 
@@ -68,15 +67,15 @@ def test_equals_the_product(case: tuple[int, int, int, int, int], residual: bool
     partial = torch.full((groups * split * group_rows, 16), float("nan"), device=device)
     halves = torch.cat([x[:, :segment].flatten(), x[:, segment:].flatten()]).to(device)
     _stream_kernel[(programs,)](
-        halves, packed, partial, num_nodes, split, group_rows, columns // block_k, packed[0].numel(),
-        NUM_CTAS=programs, K=columns, SEGMENT=segment, BLOCK_N=32, BLOCK_K=block_k,
+        halves, packed, Parts(partial, split, group_rows), num_nodes, columns // block_k, packed[0].numel(),
+        PROGRAMS=programs, K=columns, SEGMENT=segment, TILE=Tile(32, block_k, 2),
     )  # fmt: skip
     out, operand, squares = torch.zeros(16, rows), torch.zeros(16, rows), torch.zeros(programs, 16)
     out, operand, squares = out.to(device), operand.to(device), squares.to(device)
     other, norm = torch.randn(16, rows), torch.randn(rows)
     _finish_kernel[(programs,)](
-        partial, out, operand, other.to(device), norm.to(device), squares, num_nodes, split, group_rows,
-        N=rows, R=rows_per_program(rows, programs), RESIDUAL=residual, BLOCK_R=16,
+        Parts(partial, split, group_rows), out, operand, other.to(device), norm.to(device), squares, num_nodes,
+        SHARE=Share(rows, rows_per_program(rows, programs), 16), RESIDUAL=residual,
     )  # fmt: skip
     product = x @ weight.T
     wanted = product + other.flip(0) if residual else 2 * product + norm

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.kernels.tree_build import build_tree_on_device
 from eagle_slim.runtime.tree import Candidates, build_tree, level_offset, select_frontier
+from kernels.example_tree import PARENTS, ROOT, SCORES, TOKENS
+from support.raising import raises
 
 FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
 
@@ -21,10 +24,8 @@ def on_device(roots: torch.Tensor, candidates: Candidates, tree: TreeConfig, dev
 
 def test_worked_example(device: str) -> None:
     """The example of `runtime.tree`: letters are 10, 11, ...; the root is 7."""
-    scores = torch.tensor([[-0.5, -1.5, -1.5, -2.0, -1.75, -5.5, -2.0, -4.5, -2.75, -3.75]])
-    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]])
-    candidates = Candidates(torch.arange(10, 20)[None], scores, parents)
-    built = on_device(torch.tensor([7]), candidates, TreeConfig(2, 2, 7), device)
+    candidates = Candidates(TOKENS[None], SCORES[None], PARENTS[None])
+    built = on_device(torch.tensor([ROOT]), candidates, TreeConfig(2, 2, 7), device)
     assert built["draft_tokens"].tolist() == [[7, 10, 11, 12, 13, 14, 16]]
     assert built["parents"].tolist() == [[-1, 0, 0, 1, 1, 2, 3]]
     assert built["tree_position_ids"].tolist() == [[0, 1, 1, 2, 2, 2, 3]]
@@ -32,7 +33,7 @@ def test_worked_example(device: str) -> None:
     assert (built["retrieve_indices"][0, 3:] == -1).all()
     assert built["num_leaves"].tolist() == [3]
     assert built["tree_mask"][0, 0, 6].tolist() == [True, True, False, True, False, False, True]
-    without_g = on_device(torch.tensor([7]), candidates, TreeConfig(2, 2, 6), device)
+    without_g = on_device(torch.tensor([ROOT]), candidates, TreeConfig(2, 2, 6), device)
     assert without_g["draft_tokens"].tolist() == [[7, 10, 11, 12, 13, 14]]
 
 
@@ -82,13 +83,14 @@ def test_refused() -> None:
     some = torch.zeros(1, 12, dtype=torch.int32)
     roots = torch.zeros(1, dtype=torch.int32)
     for total in (1, 14, 129):
-        with pytest.raises(ValueError, match=f"total_tokens={total}"):
+        with raises(UsageError, total_tokens=total, candidates=12):
             build_tree_on_device(roots, some, some.float(), some, total, 4)
     strided = torch.zeros(12, 2, dtype=torch.int32).t()
-    with pytest.raises(ValueError, match=r"tokens must be torch.int32 \[2, 12\], contiguous, .* strides \[1, 2\]"):
+    with raises(UsageError, tensor="tokens") as refused:
         build_tree_on_device(torch.zeros(2, dtype=torch.int32), strided, strided.float(), strided, 5, 4)
-    with pytest.raises(ValueError, match=r"scores must be torch.float32 \[1, 12\].* got torch.int32"):
+    assert "tokens must be torch.int32 [2, 12], contiguous, on cpu" in str(refused.value)
+    with raises(UsageError, tensor="scores", expected=(torch.float32, (1, 12)), found=(torch.int32, (1, 12))):
         build_tree_on_device(roots, some, some, some, 5, 4)
     many = torch.zeros(1, 4097, dtype=torch.int32)
-    with pytest.raises(ValueError, match="at most 4096"):
+    with raises(UsageError, candidates=4097):
         build_tree_on_device(roots, many, many.float(), many, 60, 4)

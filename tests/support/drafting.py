@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import Buffers, DrafterConfig
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, prefill_drafter

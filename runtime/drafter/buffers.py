@@ -1,0 +1,186 @@
+"""The tensors that a draft works in, allocated once: inputs, KV cache and outputs, for the kernel and the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .config import MAX_NEW_TOKENS, DrafterConfig
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
+
+    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 16], the token after each new feature
+    (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in
+    the KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
+    State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
+    the kernel's own. Raises `UsageError` for tensors of other shapes, types or devices, and for strided ones.
+    """
+
+    new_tokens: Tensor
+    num_new: Tensor
+    prefix: Tensor
+    active_slots: Tensor
+    active_inverse: Tensor
+    active_count: Tensor
+    keys: Tensor
+    values: Tensor
+    draft_tokens: Tensor
+    parents: Tensor
+    tree_mask: Tensor
+    tree_position_ids: Tensor
+    retrieve_indices: Tensor
+    num_leaves: Tensor
+    tree_rows: int
+    """KV rows that a tree takes after its prefix: depth * top_k."""
+    target_vocab: int
+    """New tokens are below it."""
+    workspace: dict[str, Tensor]
+    host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
+    ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
+
+    def __post_init__(self) -> None:
+        if self.keys.dim() != 4 or self.retrieve_indices.dim() != 3:
+            raise UsageError(
+                "Buffers hold keys [slots, kv_heads, positions, head_dim] and retrieve_indices [slots, total, depth + "
+                f"2]; got {tuple(self.keys.shape)} and {tuple(self.retrieve_indices.shape)}.",
+                tensor="keys" if self.keys.dim() != 4 else "retrieve_indices",
+            )
+        slots, total, width = self.retrieve_indices.shape
+        cache = (slots, *self.keys.shape[1:])
+        for name, (shape, dtype) in _layout(slots, total, width, cache, self.keys.dtype).items():
+            found = getattr(self, name)
+            if found.shape != shape or found.dtype != dtype:
+                raise UsageError(
+                    f"The buffers' {name} must be {dtype} {tuple(shape)}, for {slots} slots and {total} nodes; got "
+                    f"{found.dtype} {tuple(found.shape)}. Buffers.allocate(cfg, device) makes them all.",
+                    tensor=name,
+                    expected=(dtype, shape),
+                    found=(found.dtype, tuple(found.shape)),
+                )
+            if found.device != self.keys.device or not found.is_contiguous():
+                raise UsageError(
+                    f"The buffers' {name} must be contiguous on {self.keys.device}; got strides {found.stride()} on "
+                    f"{found.device}.",
+                    tensor=name,
+                    expected="contiguous",
+                )
+
+    @classmethod
+    def allocate(cls, cfg: DrafterConfig, device: torch.device | str) -> Buffers:
+        """Allocate for a configuration; outputs start as -2, a value no draft writes."""
+        slots = cfg.num_slots
+        cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
+        layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache, cfg.dtype)
+        tensors = {
+            name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
+            for name, (shape, dtype) in layout.items()
+        }
+        bufs = cls(**tensors, tree_rows=cfg.depth * cfg.top_k, target_vocab=cfg.target_vocab, workspace={})
+        bufs.num_new.fill_(1)
+        for name in ("active_slots", "active_inverse"):
+            torch.arange(slots, out=getattr(bufs, name))
+        bufs.active_count.fill_(slots)
+        return bufs
+
+    def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
+        """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
+
+        Raises `UsageError`, before anything is written, for no or more than 16 new tokens, ids outside the target's
+        vocabulary, a slot out of range or given twice, and a sequence that does not fit the KV cache with its tree.
+        """
+        if not len(active) == len(new_tokens) == len(prefix):
+            raise UsageError(
+                f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
+                f"lists of tokens and {len(prefix)} prefixes.",
+                slots=len(active),
+                lists=len(new_tokens),
+                prefixes=len(prefix),
+            )
+        try:
+            active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
+            new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
+        except TypeError as error:
+            raise UsageError(
+                f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.", expected="integers"
+            ) from error
+        slots = self.keys.shape[0]
+        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+            raise UsageError(
+                f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
+            )
+        for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
+            self.check_sequence(slot, tokens, past)
+        blank = [-1] * slots
+        inverse, rows, counts, pasts = list(blank), [[0] * MAX_NEW_TOKENS for _ in blank], [1] * slots, [0] * slots
+        for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
+            inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
+            rows[slot][: len(tokens)] = tokens
+        for target, value in (
+            (self.new_tokens, rows), (self.num_new, counts), (self.prefix, pasts),
+            (self.active_slots, [*active, *blank][:slots]), (self.active_inverse, inverse),
+            (self.active_count, [len(active)]),
+        ):  # fmt: skip
+            target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
+        # Tensors made in inference mode have no version; what is written to them later would go unnoticed.
+        if not self.num_new.is_inference():
+            self.host["new"] = (max(map(len, new_tokens), default=0), self.num_new._version)
+
+    def most_new_tokens(self) -> int | None:
+        """Most new tokens of a sequence, as `set_step` wrote them; None if something else may have written since."""
+        most, version = self.host.get("new", (None, None))
+        return most if version is not None and version == self.num_new._version else None
+
+    def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
+        """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
+        if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
+            raise UsageError(
+                f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.",
+                slot=slot,
+                num_new=len(tokens),
+            )
+        wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
+        if wrong:
+            raise UsageError(
+                f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.",
+                slot=slot,
+                token=wrong[0],
+            )
+        check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
+
+
+def _layout(
+    slots: int, total: int, path_width: int, cache: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own."""
+    int32, int64 = torch.int32, torch.int64
+    return {
+        "new_tokens": ((slots, MAX_NEW_TOKENS), int32), "num_new": ((slots,), int32), "prefix": ((slots,), int32),
+        "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32), "active_count": ((1,), int32),
+        "keys": (cache, dtype), "values": (cache, dtype),
+        "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),
+        "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
+        "retrieve_indices": ((slots, total, path_width), int64), "num_leaves": ((slots,), int64),
+    }  # fmt: skip
+
+
+def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:
+    """Raise `UsageError` when a sequence and its tree do not fit the KV cache."""
+    if prefix < 0 or prefix + num_new + tree_rows > positions:
+        raise UsageError(
+            f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
+            f"cache of {positions} positions. Allocate more, or end this sequence.",
+            slot=slot,
+            prefix=prefix,
+            num_new=num_new,
+            positions=positions,
+        )

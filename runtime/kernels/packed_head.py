@@ -1,0 +1,174 @@
+"""A head's weights as the persistent drafter reads them: one stream for each program, and what lies beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..drafter.config import DrafterConfig
+from ..drafter.weights import HeadWeights
+from .frontier import MAX_DEPTH
+from .launch_params import PROJECTIONS, LaunchParams, group_rows, in_features, num_groups, out_features
+from .lm_topk import head_tiles
+from .packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
+
+
+@dataclass(frozen=True)
+class PackedHead:
+    """A head's matrices as streams, one per program, and the small tensors that the kernel reads beside them."""
+
+    stream: Tensor
+    """weight dtype [programs * stream_size]."""
+    scales: Tensor
+    """float32 [programs, rows]: one per row of the stream; [1] when the weights are not FP8."""
+    row_ids: Tensor
+    """int32 [programs, head rows]: target id of each LM-head row."""
+    embedding: Tensor
+    norms: dict[str, Tensor]
+    fc_bias: Tensor
+    qkv_bias: Tensor
+    cos: Tensor
+    sin: Tensor
+    params: LaunchParams
+    draft_vocab: int
+    """LM-head rows packed; a launch may use the first N of them."""
+
+
+@dataclass(frozen=True)
+class PerMatrix:
+    """One number for each matrix of the stream; ``mlp`` is gate and up, side by side."""
+
+    fc: int
+    qkv: int
+    o: int
+    mlp: int
+    down: int
+    head: int
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """Where each matrix lies in a program's stream, and how many rows of it a program and a group own."""
+
+    offsets: PerMatrix
+    """In elements."""
+    rows: PerMatrix
+    """Of one program."""
+    scales: PerMatrix
+    """Number of each matrix's first scale: a program has one scale for each row, in the stream's order."""
+    split: PerMatrix
+    """Programs to a group; 1 for what is cut by rows alone."""
+    group_rows: PerMatrix
+    """Rows of a group; 0 for what is cut by rows alone."""
+    size: int
+    """Elements of the stream."""
+    num_scales: int
+    """Scales of one program."""
+    tile_rows: int
+    """Rows of one stored tile of the LM head."""
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> StreamLayout:
+        """Lay out a head whose LM head has ``draft_vocab`` rows."""
+        programs = params.num_programs
+        rows = {name: rows_per_program(size, programs) for name, size in out_features(cfg).items()}
+        tile_rows, rows["head"] = head_tiles(draft_vocab, programs, params.tiles["head"].block_n)
+        grouped = {name: group_rows(cfg, name, params.split[name], programs) for name in PROJECTIONS}
+        offsets, scales, size, num_scales = {}, {}, 0, 0
+        for name, inputs in in_features(cfg).items():
+            if name in PROJECTIONS:
+                split, block_k = params.split[name], params.tiles["layer"].block_k
+                units = -(-num_groups(split, programs) * split // programs)
+                stored = units * -(-inputs // block_k // split) * block_k * grouped[name]
+                stored *= cfg.has_fc if name == "fc" else 1
+            else:
+                stored = rows[name] * (2 if name == "mlp" else 1) * inputs
+            offsets[name], scales[name] = size, num_scales
+            size += -(-stored // 128) * 128
+            num_scales += rows[name] * (2 if name == "mlp" else 1)
+        alone = {"mlp": 1, "head": 1}
+        return cls(
+            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**params.split, **alone),
+            PerMatrix(**grouped, mlp=0, head=0), size, num_scales, tile_rows,
+        )  # fmt: skip
+
+
+def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order: Tensor | None = None) -> PackedHead:
+    """Lay a head out for the kernel.
+
+    ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
+    packed (`DraftVocab` in rank order); default the head's own order.
+    """
+    w, programs, tiles = head.tensors, params.num_programs, params.tiles
+    device = head.device
+    empty = torch.zeros(1, dtype=cfg.dtype, device=device)
+    order = torch.arange(head.draft_vocab, device=device) if order is None else order
+    projections = [f"self_attn.{x}_proj" for x in "qkv"]
+    matrices = {
+        "fc": [w["fc.weight"]] if cfg.has_fc else [],
+        "qkv": [torch.cat([w[f"{name}.weight"] for name in projections])],
+        "o": [w["self_attn.o_proj.weight"]],
+        "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
+        "down": [w["mlp.down_proj.weight"]],
+        "head": [head.lm_head[order]],
+    }
+    layout = StreamLayout.of(cfg, params, head.draft_vocab)
+    element = cfg.weight_dtype.itemsize
+    stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
+    by_program = stream.view(torch.uint8).view(programs, layout.size * element)
+    scales = []
+    for name in matrices:
+        parts = []
+        for matrix in matrices[name]:
+            matrix = matrix.to(cfg.dtype)
+            if cfg.weight_dtype != cfg.dtype:
+                matrix, scale = quantize_rows(matrix)
+                # The kernel halves the inputs of down (`gated_mlp`).
+                scale = scale * 2 if name == "down" else scale
+                scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
+            if name in PROJECTIONS:
+                split = params.split[name]
+                grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
+                parts.append(cut_parts(grouped, split, tiles["layer"].block_k, programs))
+            elif name == "mlp":
+                parts.append(cut_chunks(assign_rows(matrix, programs), tiles["mlp"].block_k))
+            else:
+                assigned = assign_rows(matrix, programs, True, layout.rows.head)
+                parts.append(cut_tiles(assigned, layout.tile_rows, tiles["head"].block_k))
+        if parts:
+            # gate and up go side by side within each chunk, so that one piece of the stream serves both.
+            packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
+            packed = packed.reshape(programs, -1).view(torch.uint8)
+            first = getattr(layout.offsets, name) * element
+            by_program[:, first : first + packed.shape[1]] = packed
+        elif cfg.weight_dtype != cfg.dtype:
+            scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
+    cos, sin = rotary_tables(head, cfg.max_positions)
+    biases = [w[f"{name}.bias"] for name in projections] if cfg.has_qkv_bias else []
+    return PackedHead(
+        stream=stream,
+        scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
+        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True, layout.rows.head).contiguous(),
+        embedding=head.embedding.to(cfg.dtype),
+        norms={
+            "in": w.get("input_layernorm.weight", empty),
+            "hidden": w.get("hidden_norm.weight", empty),
+            "post": w["post_attention_layernorm.weight"],
+            "out": w.get("norm.weight", empty),
+        },
+        fc_bias=w["fc.bias"] if cfg.has_fc_bias else empty,
+        qkv_bias=torch.cat(biases) if biases else empty,
+        cos=cos,
+        sin=sin,
+        params=params,
+        draft_vocab=head.draft_vocab,
+    )
+
+
+def rotary_tables(head: HeadWeights, num_positions: int) -> tuple[Tensor, Tensor]:
+    """Cos and sin of every position of a KV cache and of the deepest tree above it: fp32 [positions, head_dim / 2]."""
+    cos, sin = head.rotary.tables(num_positions + MAX_DEPTH)
+    half = head.head_dim // 2
+    return cos[:, :half].contiguous(), sin[:, :half].contiguous()

@@ -1,0 +1,161 @@
+"""Rows that become operands of products: embeddings, features and taps, and the factor of their RMSNorm.
+
+    factor[r] = 1 / sqrt(mean(x[r]^2) + eps)
+
+RMSNorm is linear but for this one factor per row. `write_row` and `write_taps` write a row where the next product reads
+it; `norm_factor` has the factor from the sums of squares that `projections.finish_residual` left, one part of each
+program. In front of FP8 weights taps are divided by a number of their own, as pairs of e4m3 numbers hold values of
+order one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import UsageError
+from .arguments import check_tensors
+from .weight_stream import hidden_zero, store_activation
+
+
+@dataclass(frozen=True)
+class RowShape:
+    """A row of ``segments`` pieces of ``size`` values each."""
+
+    size: int
+    segments: int = 1
+    eps: float = 0.0
+    """Added to the mean of squares, where a row is normalised."""
+
+    @property
+    def block(self) -> int:
+        """Power of two that holds a piece."""
+        return int(triton.next_power_of_2(self.size))
+
+
+@triton.jit
+def write_row(source_ptr, x_ptr, factor_ptr, row, norm_ptr, NORMED: tl.constexpr, SHAPE: tl.constexpr):
+    """Write one row as an operand, through RMSNorm when NORMED, and its RMSNorm factor."""
+    SIZE: tl.constexpr = SHAPE.size
+    offs = tl.arange(0, SHAPE.block) + hidden_zero()
+    mask = offs < SIZE
+    x = tl.load(source_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + SHAPE.eps)
+    tl.store(factor_ptr + row, factor)
+    if NORMED:
+        x = x * factor * tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    store_activation(x_ptr, row.to(tl.int64), offs, x, mask, SIZE)
+
+
+@triton.jit
+def load_tap(source_ptr, offset_1, offset_2, part, offs, SIZE: tl.constexpr):
+    """One of up to three pieces of a row, which lie anywhere: fp32, 0 beyond SIZE."""
+    start = offset_1 if part == 1 else (offset_2 if part == 2 else 0)
+    return tl.load(source_ptr + start + offs, mask=offs < SIZE, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def write_taps(
+    source_ptr, offset_1, offset_2, x_ptr, row, factor_ptr, SHAPE: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    """Write one row of pieces as an operand; SCALED: divided by ``max|row| / 256``, which is stored at ``factor_ptr``.
+
+    ``offset_1`` and ``offset_2``: where the second and third piece begin, in values from the first.
+    """
+    SEGMENTS: tl.constexpr = SHAPE.segments
+    SIZE: tl.constexpr = SHAPE.size
+    BLOCK: tl.constexpr = SHAPE.block
+    offs = tl.arange(0, BLOCK) + hidden_zero()
+    divisor = 1.0
+    if SCALED:
+        peak = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(SEGMENTS):
+            peak = tl.maximum(peak, tl.abs(load_tap(source_ptr, offset_1, offset_2, part, offs, SIZE)))
+        divisor = tl.max(peak, axis=0) / 256.0
+        divisor = tl.where(divisor > 0, divisor, 1.0)
+        tl.store(factor_ptr, divisor)
+    for part in tl.static_range(SEGMENTS):
+        x = load_tap(source_ptr, offset_1, offset_2, part, offs, SIZE) / divisor
+        store_activation(x_ptr, row.to(tl.int64), part * SIZE + offs, x, offs < SIZE, SEGMENTS * SIZE)
+
+
+@triton.jit
+def norm_factor(squares_ptr, mask_m, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
+    """RMSNorm's factor of each row from the programs' partial sums of squares [PROGRAMS, BLOCK_M]: fp32 [BLOCK_M]."""
+    BLOCK_M: tl.constexpr = mask_m.shape[0]
+    CHUNK: tl.constexpr = 4096 // BLOCK_M
+    zero = hidden_zero()
+    offs_p = tl.arange(0, CHUNK) + zero
+    offs_m = tl.arange(0, BLOCK_M) + zero
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for first in tl.static_range(0, PROGRAMS, CHUNK):
+        mask = ((first + offs_p) < PROGRAMS)[:, None] & mask_m[None, :]
+        part = tl.load(squares_ptr + (first + offs_p)[:, None] * BLOCK_M + offs_m[None, :], mask=mask, other=0.0)
+        total += tl.sum(part, axis=0)
+    return tl.rsqrt(total / SHAPE.size + SHAPE.eps)
+
+
+@triton.jit
+def _taps_kernel(
+    source_ptr, offset_1, offset_2, x_ptr, factor_ptr, stride, SHAPE: tl.constexpr, SCALED: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    write_taps(source_ptr + row * stride, offset_1, offset_2, x_ptr, row, factor_ptr + row, SHAPE, SCALED)
+
+
+@triton.jit
+def _factor_kernel(
+    squares_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr
+):  # fmt: skip
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < num_rows
+    tl.store(out_ptr + offs_m, norm_factor(squares_ptr, mask_m, PROGRAMS, SHAPE), mask=mask_m)
+
+
+def tap_operands_ref(taps: tuple[Tensor, ...], scaled: bool) -> tuple[Tensor, Tensor]:
+    """Definition: (fp32 [rows, all taps], each row's divisor fp32 [rows]: ``max|row| / 256``, or 1)."""
+    joined = torch.cat([tap.float() for tap in taps], -1)
+    peak = joined.abs().amax(-1) / 256
+    divisor = torch.where(peak > 0, peak, 1.0) if scaled else torch.ones_like(peak)
+    return joined / divisor[:, None], divisor
+
+
+def tap_operands(taps: tuple[Tensor, ...], scaled: bool) -> tuple[Tensor, Tensor]:
+    """Join one tap or three, [rows, size] of one dtype, as operands: `tap_operands_ref` on the device, fp32.
+
+    Raises `UsageError` for taps of different shapes or types, and for two.
+    """
+    first = taps[0]
+    if len(taps) not in (1, 3):
+        raise UsageError(f"Features are one tap or three; got {len(taps)}.", taps=len(taps))
+    named = {f"tap_{index}": (tap, first.dtype, tuple(first.shape)) for index, tap in enumerate(taps)}
+    check_tensors(first.device, **named)
+    rows, size = first.shape
+    offsets = [(tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (*taps, first, first)[1:3]]
+    x = torch.empty(rows, len(taps) * size, device=first.device)
+    divisor = torch.ones(rows, device=first.device)
+    _taps_kernel[(rows,)](first, *offsets, x, divisor, first.stride(0), RowShape(size, len(taps)), scaled)
+    return x, divisor
+
+
+def norm_factors_ref(squares: Tensor, size: int, eps: float) -> Tensor:
+    """Definition: fp32 [rows] from each program's part of the sum of squares, fp32 [programs, rows]."""
+    return torch.rsqrt(squares.sum(0) / size + eps)
+
+
+def norm_factors(squares: Tensor, size: int, eps: float) -> Tensor:
+    """Compute `norm_factors_ref` on the device. Raises `UsageError` for other tensors and for more than 256 rows."""
+    programs, rows = squares.shape
+    check_tensors(squares.device, squares=(squares, torch.float32, (programs, rows)))
+    if not 1 <= rows <= 256:
+        raise UsageError(f"{rows=} must be 1 to 256.", rows=rows)
+    block_m = max(16, triton.next_power_of_2(rows))
+    padded = squares.new_full((programs, block_m), float("nan"))
+    padded[:, :rows] = squares
+    out = squares.new_empty(rows)
+    _factor_kernel[(1,)](padded, out, rows, programs, block_m, RowShape(size, eps=eps))
+    return out

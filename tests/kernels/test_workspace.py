@@ -1,0 +1,44 @@
+"""The table of the workspace is what is allocated, what the kernel is handed, and what the documentation prints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.runtime.bench.stages import phases
+from eagle_slim.runtime.kernels.compile_check import LLAMA_8B, SMOLLM2
+from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.kernels.workspace import BUFFERS, SIZES, Workspace, allocate_workspace, sizes, table
+
+DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
+FP8 = replace(LLAMA_8B, weight_dtype=torch.float8_e4m3fn)
+EAGLE = replace(SMOLLM2, kind="eagle", feature_width=SMOLLM2.hidden)
+
+
+def test_the_documentation_prints_it() -> None:
+    assert table() in DOCS.read_text(encoding="utf-8"), "python -m eagle_slim.runtime.kernels.workspace prints it anew"
+
+
+def test_every_name_is_explained() -> None:
+    used = {name for buffer in BUFFERS for name in buffer.shape} - {"2"}
+    assert used <= set(SIZES)
+    assert set(SIZES) | {"2"} == set(sizes(LLAMA_8B, choose_launch(LLAMA_8B, KNOWN_CHIPS[90])))
+
+
+def test_phases_are_those_that_are_timed() -> None:
+    grouped = dict.fromkeys(("fc", "qkv", "o", "down"), 4)
+    known = {*phases(LLAMA_8B, grouped), *phases(EAGLE, grouped), "tree", "all"}
+    for buffer in BUFFERS:
+        assert {*buffer.written.split(", "), *buffer.read.split(", ")} <= known, buffer.name
+
+
+@pytest.mark.parametrize("cfg", [LLAMA_8B, FP8, EAGLE], ids=["bf16", "fp8", "eagle"])
+def test_all_is_allocated_and_poisoned(cfg: object) -> None:
+    tensors = allocate_workspace(cfg, choose_launch(cfg, KNOWN_CHIPS[90]), "cpu")  # type: ignore[arg-type]
+    assert tuple(tensors) == Workspace._fields
+    for buffer in BUFFERS:
+        tensor = tensors[buffer.name]
+        if tensor.dtype.is_floating_point:
+            assert tensor.flatten()[-100:].float().isnan().all()
