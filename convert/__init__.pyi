@@ -1,5 +1,4 @@
 from .artifact.artifact import Artifact
-from .artifact.manifest import Manifest
 from .audit.verify import Check, Verification, verify_artifact
 from .conversion.convert import Conversion, convert_head
 from .conversion.vocab_choice import VocabRequest
@@ -13,9 +12,12 @@ from .errors import (
     SourceError,
     UnsupportedHeadError,
 )
-from .head.open import DraftHead, LazyTensors, open_head
+from .head.draft_head import DraftHead
+from .head.open import open_head
+from .head.tensors import LazyTensors
+from .hub.push import push_folder
+from .manifest import Manifest
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
-from .sources.hub import push_folder
 from .weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [

@@ -223,7 +223,7 @@ def _count(
 
 
 def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:
-    from .sources.hub import push_folder
+    from .hub.push import push_folder
 
     note(f"uploading {conversion.folder} to {repo_id}")
     return push_folder(conversion.folder, repo_id, private=private)

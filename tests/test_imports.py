@@ -28,7 +28,7 @@ ALLOWED = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
-    "huggingface_hub": r"convert/sources/hub\.py",
+    "huggingface_hub": r"convert/hub/.*",
     "triton": r"runtime/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

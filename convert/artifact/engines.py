@@ -16,7 +16,7 @@ from typing import Literal
 from eagle_slim.vocab_tools.errors import UsageError
 
 from ..head import config as head_config
-from ..head.open import DraftHead
+from ..head.draft_head import DraftHead
 from ..weights import names
 
 Severity = Literal["error", "warning", "note"]
@@ -111,7 +111,6 @@ class HeadFacts:
         num_taps = 0
         if head.kind == "eagle3" and names.FC in head.tensors:
             num_taps = head.tensors.shape(names.FC)[1] // head.target_hidden_size
-        bias = names.FC_BIAS in head.tensors and bool(head.tensors.get(names.FC_BIAS).any())
         return cls(
             kind=head.kind,
             config=head.config if config is None else config,
@@ -120,7 +119,7 @@ class HeadFacts:
             target_vocab=head.target_vocab,
             num_taps=num_taps,
             target_layers=target_layers,
-            nonzero_fc_bias=bias,
+            nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
         )
 
     @property

@@ -740,20 +740,22 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
     assert done.coverage is None
 
 
-def test_target_named_by_the_head(tmp_path, target):
+def test_target_named_by_the_head(tmp_path):
     from eagle_slim.convert.conversion.target import choose_target
 
     opened = open_head(write_eagle3(tmp_path / "head", spelling="speculators"))
-    choice = choose_target(None, "some/head", opened, "base/model")
+    choice = choose_target(None, opened)
     assert (choice.name, choice.reason) == ("org/target", "named in the head's config.json")
     plain = open_head(write_eagle3(tmp_path / "plain"))
-    assert choose_target(None, "some/head", plain, "base/model").name == "base/model"
+    assert choose_target(None, plain) is None
+    (tmp_path / "plain" / "README.md").write_text("---\nbase_model: base/model\n---\n")
+    plain = open_head(tmp_path / "plain")
+    assert choose_target(None, plain).name == "base/model"
     # A path of the machine that trained the head means nothing here; one that is there does.
-    trained_elsewhere = replace(opened, target_name="/home/them/models/target")
-    assert choose_target(None, "some/head", trained_elsewhere, "base/model").name == "base/model"
-    assert choose_target(None, "some/head", replace(opened, target_name=str(tmp_path)), None).name == str(tmp_path)
-    assert choose_target(None, "some/head", plain, None) is None
-    assert choose_target("mine", "some/head", opened, None).name == "mine"
+    trained_elsewhere = replace(plain, target_name="/home/them/models/target")
+    assert choose_target(None, trained_elsewhere).name == "base/model"
+    assert choose_target(None, replace(opened, target_name=str(tmp_path))).name == str(tmp_path)
+    assert choose_target("mine", opened).name == "mine"
 
 
 def test_default_names():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from eagle_slim.convert import Artifact, SourceError, VocabRequest, convert_head, open_head, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.convert.sources.hub import open_head_source
+from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
 from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
 from support.hub_server import HubServer, connected

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
-from eagle_slim.convert.sources.hub import open_head_source, push_folder, resolve, target_files
+from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.sources.source import open_head_source, resolve, target_files
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
@@ -355,7 +356,7 @@ def test_a_hub_in_trouble(hub: HubServer, home: Path) -> None:
 def test_environment_of_another_process(hub: HubServer, tmp_path: Path) -> None:
     """HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE as everywhere."""
     script = (
-        "import sys; from eagle_slim.convert.sources.hub import open_head_source as o; print(o('org/gated').folder)"
+        "import sys; from eagle_slim.convert.sources.source import open_head_source as o; print(o('org/gated').folder)"
     )
     command = [sys.executable, "-c", script]
     run = subprocess.run(command, env=hub.env(tmp_path, "hf_good"), capture_output=True, text=True, timeout=60)

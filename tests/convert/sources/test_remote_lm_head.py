@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
-from eagle_slim.convert.sources import hub as source
-from eagle_slim.convert.sources import range_reads as remote
-from eagle_slim.convert.sources.hub import open_target_lm_head, target_files
+from eagle_slim.convert.hub import range_reads as remote
+from eagle_slim.convert.sources.source import target_files
+from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
+from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
 
@@ -264,7 +265,7 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from eagle_slim.convert.sources.hub import open_target_lm_head
+from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
 head = open_target_lm_head(sys.argv[1])
 print(head.files[0].path)
 """
@@ -291,5 +292,5 @@ def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
     hub.reset_counts()
     done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert torch.equal(source.open_weights_file(Path(done.stdout.strip())).read("lm_head.weight")[0], LM_HEAD)
+    assert torch.equal(open_checkpoint(done.stdout.strip()).tensor("lm_head.weight"), LM_HEAD)
     assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + 20_000
