@@ -4,7 +4,7 @@ At any moment of a `kill -9` or a power cut the old result or the new one is at 
 killed run leaves behind is a hidden sibling, `.NAME.<8 hex digits>.eagle-slim-tmp` (a half-written or a replaced
 result) or `.NAME.<8 hex digits>.eagle-slim-old` (see below). Each is locked with flock(2) by the process that works on
 it, and the kernel drops the lock when that process dies; so the next run on the same name takes every lock that it can
-get, and removes what is behind it.
+get, and removes what each protects.
 
 A folder is replaced by exchanging both names in one step (renameat2 with RENAME_EXCHANGE). Where the kernel or the file
 system cannot, the old folder is renamed aside, then the new one into place; a process killed between the two leaves no
@@ -125,21 +125,29 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
 def _check_output(out: Path, force: bool, marker: str | None) -> None:
     place = _nearest(out.parent)
     if not place.is_dir():
-        raise OutputError(f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.")
+        raise OutputError(
+            f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.",
+            path=str(out),
+            errno=errno.ENOTDIR,
+        )
     if not os.access(place, os.W_OK | os.X_OK):
         read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
         refusal = OSError(errno.EROFS if read_only else errno.EACCES, "", str(place))
-        raise OutputError(f"{out}: cannot be written: {_reason(refusal, out)}")
+        raise _refusal(refusal, out)
     if not os.path.lexists(out):
         return
     if not force:
         raise _exists(out)
     if not out.is_dir():
-        raise OutputExistsError(f"{out}: is a file; a folder is to be written here.\nChoose another name.")
+        raise OutputExistsError(
+            f"{out}: is a file; a folder is to be written here.\nChoose another name.", path=str(out), found="file"
+        )
     if marker is not None and not (out / marker).is_file() and any(out.iterdir()):
         raise OutputExistsError(
             f"{out}: not replaced: it holds files but no {marker}, so this program did not write it.\n"
-            "Choose another name, or remove the folder yourself."
+            "Choose another name, or remove the folder yourself.",
+            path=str(out),
+            marker=marker,
         )
 
 
@@ -149,7 +157,10 @@ def require_space(folder: Path | str, size_bytes: int) -> None:
     if free < size_bytes:
         raise OutputError(
             f"{folder}: the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
-            "Free some space, or write to another disk."
+            "Free some space, or write to another disk.",
+            path=str(folder),
+            needed=size_bytes,
+            free=free,
         )
 
 
@@ -187,7 +198,7 @@ def clean_leftovers(out: Path | str) -> None:
 def _real(path: Path | str) -> Path:
     real = Path(os.path.realpath(expand_home(path)))
     if not real.name:
-        raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.")
+        raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.", path=str(path))
     return real
 
 
@@ -243,7 +254,8 @@ def _flock(fd: int) -> None:
     except OSError as error:
         raise OutputError(
             f"this file system cannot lock files (flock: {error.strerror}), which safe writing needs.\n"
-            "Write to a local disk and copy the result."
+            "Write to a local disk and copy the result.",
+            errno=error.errno,
         ) from error
 
 
@@ -348,7 +360,9 @@ def _sync_path(path: str) -> None:
 
 
 def _exists(out: Path) -> OutputExistsError:
-    return OutputExistsError(f"{out}: exists already.\nGive --force to replace it, or another name.")
+    return OutputExistsError(
+        f"{out}: exists already.\nGive --force to replace it, or another name.", path=str(out), option="--force"
+    )
 
 
 @contextmanager
@@ -362,7 +376,7 @@ def _explained(out: Path, temporary: Path | None = None) -> Iterator[None]:
         )
         if not ours and error.errno not in _DISK_ERRORS:
             raise
-        raise OutputError(f"{out}: cannot be written: {_reason(error, out)}") from error
+        raise _refusal(error, out) from error
 
 
 def _nearest(place: Path) -> Path:
@@ -370,6 +384,10 @@ def _nearest(place: Path) -> Path:
     while not place.exists():
         place = place.parent
     return place
+
+
+def _refusal(error: OSError, out: Path) -> OutputError:
+    return OutputError(f"{out}: cannot be written: {_reason(error, out)}", path=str(out), errno=error.errno)
 
 
 def _reason(error: OSError, out: Path) -> str:

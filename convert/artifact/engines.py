@@ -203,10 +203,12 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
     """
     for engine in engines:
         if engine not in ENGINES:
-            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}")
+            raise UsageError(
+                f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.", option="--engine", found=engine
+            )
     if version is not None:
         if len(engines) != 1:
-            raise UsageError("--engine-version goes with exactly one --engine")
+            raise UsageError("--engine-version goes with exactly one --engine.", option="--engine-version")
         _numbers(version)
 
 
@@ -512,7 +514,7 @@ def _window_unknown(head: HeadFacts, alternative: str | None = None) -> Iterator
             alternative = f"{'serve it with vLLM or' if head.kind == 'eagle3' else 'generate with'} eagle-generate"
         yield (
             "warning",
-            f"the layer's sliding window of {head.sliding_window} tokens is not known: behind that many tokens it "
+            f"the layer's sliding window of {head.sliding_window} tokens is not known: after that many tokens it "
             "attends to more than it was trained with, so fewer drafts are accepted",
             alternative.format(before=head.sliding_window - 1),
         )
@@ -616,7 +618,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     """The release part of a version, padded: '0.32.0+cpu' and '0.32' are both (0, 32, 0, 0)."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     if match is None:
-        raise UsageError(f"--engine-version: expected a version number such as 0.32.0, found {version!r}")
+        raise UsageError(
+            f"--engine-version: expected a version number such as 0.32.0, found {version!r}.",
+            option="--engine-version",
+            found=version,
+        )
     parts = [int(part) for part in match[1].split(".")]
     return tuple(parts[:4] + [0] * (4 - len(parts)))
 

@@ -293,7 +293,7 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OutputError as error:
         headline = str(error).partition("\n")[0]
-        raise SourceError(f"{headline}\n{advice}", path=str(folder), **error.facts) from error
+        raise SourceError(f"{headline}\n{advice}", **{**error.facts, "path": str(folder)}) from error
     except OSError as error:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
         raise SourceError(

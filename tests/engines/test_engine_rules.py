@@ -16,6 +16,7 @@ from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
+from support.raising import raises
 
 CONFIG = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -177,11 +178,11 @@ def test_a_version_outside_the_proven_range_is_a_warning(version: str, outside: 
 
 
 def test_unknown_engines_and_versions_are_usage_errors() -> None:
-    with pytest.raises(UsageError, match=r"expected one of vllm, sglang.*'ollama'"):
+    with raises(UsageError, option="--engine", found="ollama"):
         check_engine(EAGLE3, "ollama")
-    with pytest.raises(UsageError, match="'latest'"):
+    with raises(UsageError, option="--engine-version", found="latest"):
         check_engine(EAGLE3, "vllm", version="latest")
-    with pytest.raises(UsageError, match="exactly one"):
+    with raises(UsageError, option="--engine-version"):
         require_engines(["vllm", "sglang"], "0.32.0")
 
 

@@ -10,6 +10,7 @@ from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
 from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
 from support.hub_server import HubServer, connected
+from support.raising import raises
 
 BY_ID = VocabRequest(order="ids")
 
@@ -128,7 +129,7 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
 
 def test_gated_target_says_what_to_do(hub, tmp_path):
     hub.repo("org/target").gated = True
-    with connected(hub, tmp_path / "home"), pytest.raises(SourceError, match="HF_TOKEN"):
+    with connected(hub, tmp_path / "home"), raises(SourceError, status=401, gated=True, repo_id="org/target"):
         convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
     assert not (tmp_path / "slim").exists()
     with connected(hub, tmp_path / "home", token="hf_good"):
