@@ -40,12 +40,14 @@ class Finding:
             condition; "note": nothing is wrong, but it was not tried.
         problem: what happens, as a clause.
         alternative: what to do instead.
+        is_about_version: whether it is about the engine's version rather than the head.
     """
 
     engine: str
     severity: Severity
     problem: str
     alternative: str
+    is_about_version: bool = False
 
     def __str__(self) -> str:
         return f"{ENGINES[self.engine].title}: {self.problem}; {self.alternative}"
@@ -583,14 +585,16 @@ def _version_findings(key: str, engine: Engine, version: str | None, installed_o
     if version is None:
         version = _installed_version(engine.distributions)
     if engine.proven is None:
-        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]
+        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH, True)]
     first, last = engine.proven
     span = first if first == last else f"{first} to {last}"
     if version is None:
         if installed_only:
             return []
         return [
-            Finding(key, "note", f"not installed here; proven with {span} ({engine.proof})", "see docs/engines.md"),
+            Finding(
+                key, "note", f"not installed here; proven with {span} ({engine.proof})", "see docs/engines.md", True
+            ),
         ]
     if _numbers(first) <= _numbers(version) <= _numbers(last):
         return []
@@ -601,6 +605,7 @@ def _version_findings(key: str, engine: Engine, version: str | None, installed_o
             "warning",
             f"version {version}{origin} is outside the proven range {span} ({engine.proof})",
             f"use the proven version, or {_WATCH}",
+            True,
         )
     ]
 
