@@ -153,7 +153,9 @@ class RuleChecks:
         manifest, config = self.found.need_manifest(), self.found.need_config()
         problems = []
         if "bias" in config:
-            problems.append("bias: must be absent, vLLM and SGLang build attention biases that nothing fills")
+            problems.append(
+                "bias: must be absent, vLLM and SGLang would build attention biases and leave them uninitialised"
+            )
         if manifest.kind == "eagle3":
             expected: dict[str, Any] = {
                 "architectures": [flavoured_architecture("eagle3", manifest.flavour, ARCHITECTURE)],

@@ -1,7 +1,7 @@
 """`verify_artifact`: every rule of the format, every byte against the manifest, and the source where it is at hand.
 
 Each check stands alone, so that one fault does not hide another. A check that another fault makes impossible, or that
-needs something that is not at hand, is skipped with its reason. The reasons behind the rules are in FORMAT.md.
+needs something that is not at hand, is skipped with its reason. FORMAT.md gives the reasons for the rules.
 """
 
 from __future__ import annotations

@@ -112,7 +112,8 @@ def open_inputs(
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
     if target.revision is not None and (choice is None or choice.name is None):
         raise UsageError(
-            f"--target-revision {target.revision} is of no target: name the repository with --target.",
+            f"--target-revision {target.revision}: no target is named that it could be a revision of.\n"
+            "Name the repository with --target.",
             option="--target-revision",
         )
     needs_rows = head.kind == "eagle3" and not head.has_lm_head

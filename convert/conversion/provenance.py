@@ -1,4 +1,4 @@
-"""What a manifest says of the making of an artifact: head, target, LM head, tokenizer, vocabulary, what was read."""
+"""How an artifact was made, for its manifest: head, target, LM head, tokenizer, vocabulary, and what was read."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _vocabulary(vocab: DraftVocab) -> dict[str, Any]:
     found = dict(vocab.provenance)
     if "sources" in found:
         found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
-    # Warnings stand in the manifest's own list.
+    # Warnings have a list of their own in the manifest.
     return {key: value for key, value in found.items() if key != "warnings"}
 
 

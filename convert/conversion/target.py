@@ -197,7 +197,8 @@ def open_tokenizer(
     """
     if given is None and revision is not None:
         raise UsageError(
-            f"--tokenizer-revision {revision} is of no tokenizer: name the repository with --tokenizer.",
+            f"--tokenizer-revision {revision}: no tokenizer is named that it could be a revision of.\nName the "
+            "repository with --tokenizer.",
             option="--tokenizer-revision",
         )
     own = target.source.folder if target is not None and _has_tokenizer(target.source.folder) else None

@@ -74,7 +74,7 @@ class VocabRequest:
         used = [name for name, is_used in given.items() if is_used]
         if len(used) > 1:
             raise UsageError(
-                f"{' and '.join(used)} exclude each other: each says by itself which tokens are kept.", options=used
+                f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.", options=used
             )
         if self.order not in (None, "ids"):
             raise UsageError(
@@ -116,8 +116,8 @@ class Ranking:
         request: where the order comes from.
         tokenizer: of the target, or None for a token map alone.
         counts: that made the order; None for a token map or id order.
-        measured: counts with a held-out part to measure coverage on, and how that was done; None where there is none.
-        recorded_tokenizer: where the order is the head's own, what its manifest says of the tokenizer it was made for.
+        measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
+        recorded_tokenizer: where the order is the head's own, the tokenizer part of its manifest.
     """
 
     head: DraftHead

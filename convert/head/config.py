@@ -1,7 +1,7 @@
 """Configuration of a draft head: every published form in, one flat Llama-style config.json out.
 
 Reads the flat form of SafeAILab, SGLang, SpecForge and ModelOpt, the nested form of speculators, and both ways in which
-transformers spells RoPE. What it changes, and which engine each change is for, stands beside the rule.
+transformers spells RoPE. What it changes, and which engine each change is for, is said beside the rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import MismatchError, UnsupportedHeadError
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 
 # Keys that must not reach the output: paths of the machine that trained the head, code references, and the EAGLE-1/2
-# flag `bias` that makes vLLM and SGLang build attention biases which nothing fills.
+# flag `bias` that makes vLLM and SGLang build attention biases and leave them uninitialised.
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "bias", "dtype", "torch_dtype", "quantization_config", "rope_parameters")
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
 
@@ -50,9 +50,9 @@ _NORM_FLAGS = {
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
 
-    What only the tensors know (vocabularies, dtype, and `attention_bias`, None here, where no key says it) is left to
-    `open_head`. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that
-    of the flat form (false).
+    What only the tensors tell (vocabularies, dtype, and `attention_bias`, None here where no key says it) `open_head`
+    adds. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that of the
+    flat form (false).
 
     Raises:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
@@ -157,13 +157,13 @@ def tap_layers(
     if shifted is not None and top is None:
         flag = ",".join(map(str, shifted))
         return shifted, (
-            f"{AUX_LAYER_KEY} stands only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
+            f"{AUX_LAYER_KEY} is set only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
             f"does not; --tap-layers {flag} writes both keys so that they agree"
         )
     if top is not None and shifted is None:
         flag = ",".join(map(str, top))
         return top, (
-            f"{AUX_LAYER_KEY} stands only at top level, where SGLang does not read it; --tap-layers {flag} writes both "
+            f"{AUX_LAYER_KEY} is set only at top level, where SGLang does not read it; --tap-layers {flag} writes both "
             "keys so that engines agree"
         )
     return top, None
@@ -284,7 +284,7 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
     """Spell RoPE as `rope_theta` and `rope_scaling`, null for no scaling.
 
     transformers 5 writes all of it into `rope_parameters`, and reads `rope_scaling` as another name of that; a base or
-    a partial rotation in there counts more than one at top level.
+    a partial rotation in there overrides one at top level.
     """
     parameters = _rope_of_the_layer(config.get("rope_parameters"), config, where)
     scaling = _rope_of_the_layer(config.get("rope_scaling"), config, where)

@@ -68,7 +68,7 @@ def open_head(
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
-    """The head's config.json, with a quantisation that stands in a file of its own (ModelOpt) put where others keep it.
+    """The head's config.json, with a quantisation that ModelOpt keeps in a file of its own put where others keep it.
 
     Raises:
         CheckpointError: config.json is missing or not a JSON object.

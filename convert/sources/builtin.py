@@ -55,7 +55,7 @@ def embedded_head() -> Path:
 
 
 def embedded_counts() -> Path:
-    """File of the token counts behind the built-in ranking (`TokenCounts`, over the target's own answers)."""
+    """File of the token counts that give the built-in ranking (`TokenCounts`, over the target's own answers)."""
     return _default_data() / "counts.safetensors"
 
 
