@@ -1,6 +1,6 @@
 from .artifact.artifact import Artifact
 from .audit.verify import Check, Verification, verify_artifact
-from .conversion.convert import Conversion, convert_head
+from .conversion.convert import Conversion, Planned, PreparedConversion, convert_head, prepare_conversion
 from .conversion.vocab_choice import VocabRequest
 from .errors import (
     ArtifactError,
@@ -34,6 +34,8 @@ __all__ = [
     "MismatchError",
     "OutputError",
     "OutputExistsError",
+    "Planned",
+    "PreparedConversion",
     "SourceError",
     "UnsupportedHeadError",
     "Verification",
@@ -44,6 +46,7 @@ __all__ = [
     "export_embedded_target",
     "open_checkpoint",
     "open_head",
+    "prepare_conversion",
     "push_folder",
     "verify_artifact",
 ]

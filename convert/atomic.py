@@ -31,7 +31,7 @@ from eagle_slim.vocab_tools.files import expand_home
 
 from .errors import OutputError, OutputExistsError
 
-__all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "require_space"]
+__all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "free_bytes", "require_space"]
 
 _TEMPORARY = ".eagle-slim-tmp"
 _REPLACED = ".eagle-slim-old"
@@ -54,7 +54,7 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         A new sibling of `out`, on the same file system.
 
     Raises:
-        OutputExistsError: `out` exists and `force` is false, or it is not a folder that may be replaced.
+        OutputExistsError: `out` exists, is not an empty folder, and `force` is false; or it may not be replaced.
         OutputError: it cannot be written: disk full, read-only, or not permitted.
     """
     out = _real(out)
@@ -136,13 +136,14 @@ def _check_output(out: Path, force: bool, marker: str | None) -> None:
         raise _refusal(refusal, out)
     if not os.path.lexists(out):
         return
-    if not force:
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if not force and not is_empty:
         raise _exists(out)
     if not out.is_dir():
         raise OutputExistsError(
             f"{out}: is a file; a folder is to be written here.\nChoose another name.", path=str(out), found="file"
         )
-    if marker is not None and not (out / marker).is_file() and any(out.iterdir()):
+    if marker is not None and not (out / marker).is_file() and not is_empty:
         raise OutputExistsError(
             f"{out}: not replaced: it holds files but no {marker}, so this program did not write it.\n"
             "Choose another name, or remove the folder yourself.",
@@ -153,8 +154,7 @@ def _check_output(out: Path, force: bool, marker: str | None) -> None:
 
 def require_space(folder: Path | str, size_bytes: int) -> None:
     """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
-    free = shutil.disk_usage(_nearest(_real(folder))).free
-    if free < size_bytes:
+    if (free := free_bytes(folder)) < size_bytes:
         raise OutputError(
             f"{folder}: the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
             "Free some space, or write to another disk.",
@@ -162,6 +162,11 @@ def require_space(folder: Path | str, size_bytes: int) -> None:
             needed=size_bytes,
             free=free,
         )
+
+
+def free_bytes(folder: Path | str) -> int:
+    """Bytes that are free on the disk of `folder`, or of its nearest parent that exists."""
+    return shutil.disk_usage(_nearest(_real(folder))).free
 
 
 def clean_leftovers(out: Path | str) -> None:
@@ -233,7 +238,7 @@ def _locked_file(path: Path) -> tuple[Path, BinaryIO]:
 def _try_lock(path: Path) -> int | None:
     """Return a descriptor that holds the lock of a file or folder, or None if another process has it or it is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:

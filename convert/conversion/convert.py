@@ -7,8 +7,8 @@ each size (`write.py`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -17,15 +17,15 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking.rank import check_coverage
 
 from ..artifact.artifact import Artifact
-from ..atomic import check_output
+from ..atomic import check_output, free_bytes, require_space
 from ..head.vocab_map import D2tForm
 from ..manifest import MANIFEST_NAME, Flavour, Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
 from ..weights.paths import clean_subfolder
-from .inputs import Named, Reading, check_sizes, open_inputs
+from .inputs import Inputs, Named, Reading, check_sizes, open_inputs
 from .vocab_choice import Say, VocabRequest, make_ranking
-from .write import write_slim
+from .write import bytes_per_draft_step, write_slim
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.corpus import CorpusSource
@@ -154,6 +154,155 @@ def convert_head(
         CorpusError, TokenizerError, VocabularyError: the vocabulary (see vocab_tools/errors.py).
         OutputError: the result cannot be written.
     """
+    prepared = prepare_conversion(
+        head,
+        draft_vocab=draft_vocab,
+        coverage=coverage,
+        vocabulary=vocabulary,
+        target=target,
+        tokenizer=tokenizer,
+        revision=revision,
+        subfolder=subfolder,
+        target_revision=target_revision,
+        tokenizer_revision=tokenizer_revision,
+        out=out,
+        force=force,
+        flavour=flavour,
+        d2t_form=d2t_form,
+        tap_layers=tap_layers,
+        offline=offline,
+        say=say,
+    )
+    return prepared.convert(count)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One artifact as far as it is known before anything is counted or written.
+
+    Attributes:
+        folder: where it will be.
+        draft_vocab: rows it will have; None where a coverage finds the size.
+        num_forced: ids that are in whatever their rank; None where only the ranking tells.
+        rows_before: rows of the LM head that the draft model has.
+        bytes_before, bytes_after: weights that one draft step reads, LM head included; the latter is about the disk
+            space that is needed, too, and None where the size is not known.
+        free_bytes: free on the disk of `folder`.
+    """
+
+    folder: Path
+    draft_vocab: int | None
+    num_forced: int | None
+    rows_before: int
+    bytes_before: int
+    bytes_after: int | None
+    free_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `eagle-convert --dry-run --json` prints it."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+@dataclass(frozen=True)
+class PreparedConversion:
+    """A conversion of which everything but the counting and the writing is done and checked.
+
+    Attributes:
+        inputs: opened, compared with each other, and at hand.
+        request: where the ranking comes from.
+        sizes: rows of each artifact.
+        coverage: instead of a size.
+        titles, folders: of each artifact.
+        num_forced: as `check_sizes` found them.
+        force: replace artifacts that are there.
+        say: told what is being done.
+    """
+
+    inputs: Inputs
+    request: VocabRequest
+    sizes: Sequence[DraftVocabSize | None]
+    coverage: float | None
+    titles: Sequence[str]
+    folders: Sequence[Path]
+    num_forced: Mapping[DraftVocabSize | None, int | None]
+    force: bool
+    say: Say
+
+    @property
+    def plans(self) -> tuple[Planned, ...]:
+        """What will be written."""
+        head = self.inputs.head
+        found = []
+        for size, folder in zip(self.sizes, self.folders, strict=True):
+            rows = head.target_vocab if size == "full" else size
+            found.append(
+                Planned(
+                    folder,
+                    rows,
+                    self.num_forced[size],
+                    head.draft_vocab,
+                    bytes_per_draft_step(head, head.draft_vocab),
+                    None if rows is None else bytes_per_draft_step(head, rows),
+                    free_bytes(folder),
+                )
+            )
+        return tuple(found)
+
+    def convert(
+        self, count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts] | None = None
+    ) -> tuple[Conversion, ...]:
+        """Rank the vocabulary and write the artifacts; arguments and errors as `convert_head`."""
+        ranking = None
+        if any(size != "full" for size in self.sizes):
+            ranking = make_ranking(
+                self.inputs.head,
+                self.request,
+                self.inputs.tokenizer,
+                embedded=self.inputs.is_builtin,
+                offline=self.inputs.reading.offline,
+                count=count or _count,
+                say=self.say,
+            )
+        elif not self.request.is_default or self.request.force_ids:
+            self.say(
+                "--draft-vocab full keeps every row in its place: counts, maps, text and forced ids change nothing"
+            )
+        # All of them before the first is written: a size that does not fit leaves nothing behind.
+        vocabs = [
+            None if size == "full" or ranking is None else ranking.cut(size, self.coverage) for size in self.sizes
+        ]
+        done = []
+        for vocab, title, folder in zip(vocabs, self.titles, self.folders, strict=True):
+            self.say(f"writing {folder}")
+            done.append(Conversion(*write_slim(self.inputs, ranking, vocab, folder, title, self.force)))
+        return tuple(done)
+
+
+def prepare_conversion(
+    head: str | Path | None = None,
+    *,
+    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None,
+    coverage: float | None = None,
+    vocabulary: VocabRequest | None = None,
+    target: str | Path | None = None,
+    tokenizer: str | Path | None = None,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    target_revision: str | None = None,
+    tokenizer_revision: str | None = None,
+    out: str | Path | None = None,
+    force: bool = False,
+    flavour: Flavour = "default",
+    d2t_form: D2tForm = "auto",
+    tap_layers: Sequence[int] | None = None,
+    offline: bool = False,
+    say: Say = lambda message: None,
+) -> PreparedConversion:
+    """Do everything of `convert_head` that comes before counting and writing; arguments and errors are the same.
+
+    Whatever can end a conversion is looked at here: the output, the head, the target's LM head, the tokenizer, the
+    sizes, and the space on the disk.
+    """
     if flavour not in get_args(Flavour):
         raise UsageError(
             f"flavour: expected one of {', '.join(get_args(Flavour))}, found {flavour!r}.",
@@ -178,27 +327,10 @@ def convert_head(
         is_builtin=head is None,
         say=say,
     )
-    check_sizes(inputs, request, sizes)
-    ranking = None
-    if any(size != "full" for size in sizes):
-        ranking = make_ranking(
-            inputs.head,
-            request,
-            inputs.tokenizer,
-            embedded=inputs.is_builtin,
-            offline=offline,
-            count=count or _count,
-            say=say,
-        )
-    elif not request.is_default or request.force_ids:
-        say("--draft-vocab full keeps every row in its place: counts, maps, text and forced ids change nothing")
-    # All of them before the first is written: a size that does not fit leaves nothing behind.
-    vocabs = [None if size == "full" or ranking is None else ranking.cut(size, coverage) for size in sizes]
-    done = []
-    for vocab, title, folder in zip(vocabs, titles, folders, strict=True):
-        say(f"writing {folder}")
-        done.append(Conversion(*write_slim(inputs, ranking, vocab, folder, title, force)))
-    return tuple(done)
+    num_forced = check_sizes(inputs, request, sizes)
+    prepared = PreparedConversion(inputs, request, sizes, coverage, titles, folders, num_forced, force, say)
+    require_space(folders[0], sum(plan.bytes_after or 0 for plan in prepared.plans))
+    return prepared
 
 
 def _sizes(

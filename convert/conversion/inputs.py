@@ -26,6 +26,8 @@ from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
+    from ..sources.lm_head import TargetLMHead
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -65,6 +67,7 @@ class Inputs:
         reading: how it was read.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
+        lm_head: the target's LM head, where the rows come from it.
         tokenizer: of the target, where it is at hand.
         is_builtin: whether the head is the built-in one.
     """
@@ -74,6 +77,7 @@ class Inputs:
     reading: Reading
     choice: targets.TargetChoice | None
     target: targets.Target | None
+    lm_head: TargetLMHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
 
@@ -134,22 +138,38 @@ def open_inputs(
         opened = targets.open_target(choice, target.revision, reading.offline)
         targets.check_head_fits(head, opened)
     loaded = targets.open_tokenizer(tokenizer.text, tokenizer.revision, opened, head.target_vocab, reading.offline)
-    return Inputs(head, source, reading, choice, opened, loaded, is_builtin)
+    lm_head = None
+    if needs_rows:
+        assert opened is not None
+        # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
+        lm_head = targets.open_lm_head(opened, reading.offline)
+        targets.lm_head_rows(head, lm_head, f"target {opened.name}")
+    return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin)
 
 
-def check_sizes(inputs: Inputs, request: VocabRequest, sizes: Sequence[int | Literal["full"] | None]) -> None:
-    """Refuse a size that cannot be, before anything is counted. Raises as `rank_by_order` and `eagle3.all_ids`."""
+def check_sizes(
+    inputs: Inputs, request: VocabRequest, sizes: Sequence[int | Literal["full"] | None]
+) -> dict[int | Literal["full"] | None, int | None]:
+    """Refuse a size that cannot be, before anything is counted.
+
+    Returns:
+        for each size the number of forced ids among it; None where only the ranking tells.
+
+    Raises as `rank_by_order` and `eagle3.all_ids`.
+    """
     head = inputs.head
     if "full" in sizes:
         eagle3.all_ids(head)
     trained = head.trained_ids
     numbers = [size for size in sizes if isinstance(size, int) and (trained is None or size != len(trained))]
+    num_forced: dict[int | Literal["full"] | None, int | None] = {size: 0 if size == "full" else None for size in sizes}
     if not numbers:
-        return
+        return num_forced
     forced: ForcedIds | tuple[int, ...] = request.force_ids
     if inputs.tokenizer is not None:
         forced = forced_ids(inputs.tokenizer, request.force_added, request.force_ids)
     elif request.is_default and (ranked := ranked_manifest(head)) is not None:
         forced = own_forced_ids(ranked) + request.force_ids
     for size in numbers:
-        rank_by_order(None, size, inputs.tokenizer, forced, head.target_vocab, trained)
+        num_forced[size] = rank_by_order(None, size, inputs.tokenizer, forced, head.target_vocab, trained).num_forced
+    return num_forced

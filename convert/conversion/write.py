@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +54,7 @@ def write_slim(
     head = inputs.head.forked()
     lm_head, target_lm_head = _lm_head(head, inputs)
     rows = len(vocab) if vocab is not None else head.target_vocab
-    before, after = (bytes_per_draft_step(head, lm_head, count) for count in (head.draft_vocab, rows))
+    before, after = (bytes_per_draft_step(head, count) for count in (head.draft_vocab, rows))
     require_space(folder, after)
     config = _config(head, inputs, rows)
     findings = _findings(head, inputs, config, rows)
@@ -101,14 +100,12 @@ def write_slim(
     return folder, written, report, head.draft_vocab, before, after
 
 
-def bytes_per_draft_step(head: DraftHead, lm_head: LmHeadSource | None, rows: int) -> int:
+def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
     total = sum(
-        math.prod(head.tensors.shape(name)) * item_size(head.tensors.info(name).dtype)
-        for name in head.tensors
-        if name not in (names.LM_HEAD, names.EMBEDDING)
+        head.tensors.info(name).size_bytes for name in head.tensors if name not in (names.LM_HEAD, names.EMBEDDING)
     )
-    dtype = head.dtype_name if lm_head is None else lm_head.dtype_written(head)
+    dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
     return total + rows * head.hidden_size * item_size(dtype)
 
 
@@ -118,7 +115,8 @@ def _lm_head(head: DraftHead, inputs: Inputs) -> tuple[LmHeadSource | None, Targ
     if head.has_lm_head:
         return LmHeadSource(head.tensors.source, head.tensors.stored[names.LM_HEAD], "head", head.location), None
     assert inputs.target is not None
-    found = targets.open_lm_head(inputs.target, inputs.reading.offline)
+    assert inputs.lm_head is not None
+    found = inputs.lm_head.forked()
     return targets.lm_head_rows(head, found, f"target {inputs.target.name}"), found
 
 

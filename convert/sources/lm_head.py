@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -143,6 +143,10 @@ class TargetLMHead:
     def tensor(self) -> torch.Tensor:
         """Read the whole tensor [target_vocab, hidden] (`Checkpoint.tensor`)."""
         return self.checkpoint.tensor(self.name)
+
+    def forked(self) -> TargetLMHead:
+        """The same LM head with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, checkpoint=self.checkpoint.fork())
 
     @property
     def files(self) -> tuple[FileRecord, ...]:

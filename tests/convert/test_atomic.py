@@ -41,6 +41,7 @@ def test_new_folder_with_parents(tmp_path: Path) -> None:
 
 def test_existing_folder_is_refused_before_anything(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
+    write(tmp_path / "out", "into an empty folder")
     with pytest.raises(OutputExistsError, match="exists already") as caught, atomic_directory(tmp_path / "out"):
         pytest.fail("the body must not run")
     assert caught.value.exit_code == 2

@@ -640,9 +640,9 @@ def test_vocabulary_sources_exclude_each_other(tmp_path):
 
 def test_existing_output_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(OutputExistsError):
         convert_head("no/such-head", draft_vocab=8, out=tmp_path / "out")
-    (tmp_path / "out" / "mine.txt").write_text("mine")
     with raises(OutputExistsError, marker="eagle_slim.json"):
         convert_head("no/such-head", draft_vocab=8, out=tmp_path / "out", force=True)
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"

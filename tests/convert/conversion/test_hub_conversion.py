@@ -74,7 +74,8 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
 
 def test_existing_output_is_refused_before_the_first_request(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "head-v320").mkdir(exist_ok=True)
+    (tmp_path / "head-v320").mkdir()
+    (tmp_path / "head-v320" / "mine.txt").touch()
     with connected(hub, tmp_path / "home"), pytest.raises(SystemExit) as stop:
         convert_command(["org/head", "--draft-vocab", "320", "--order", "ids"])
     assert stop.value.code == 2
