@@ -1,7 +1,6 @@
 from .artifact.artifact import Artifact
-from .artifact.manifest import Manifest
 from .audit.verify import Check, Verification, verify_artifact
-from .conversion.convert import Conversion, convert_head
+from .conversion.convert import Conversion, Planned, PreparedConversion, convert_head, prepare_conversion
 from .conversion.vocab_choice import VocabRequest
 from .errors import (
     ArtifactError,
@@ -13,9 +12,12 @@ from .errors import (
     SourceError,
     UnsupportedHeadError,
 )
-from .head.open import DraftHead, LazyTensors, open_head
+from .head.draft_head import DraftHead
+from .head.open import open_head
+from .head.tensors import LazyTensors
+from .hub.push import push_folder
+from .manifest import Manifest
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
-from .sources.hub import push_folder
 from .weights.checkpoint import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "MismatchError",
     "OutputError",
     "OutputExistsError",
+    "Planned",
+    "PreparedConversion",
     "SourceError",
     "UnsupportedHeadError",
     "Verification",
@@ -42,6 +46,7 @@ __all__ = [
     "export_embedded_target",
     "open_checkpoint",
     "open_head",
+    "prepare_conversion",
     "push_folder",
     "verify_artifact",
 ]

@@ -4,7 +4,7 @@ At any moment of a `kill -9` or a power cut the old result or the new one is at 
 killed run leaves behind is a hidden sibling, `.NAME.<8 hex digits>.eagle-slim-tmp` (a half-written or a replaced
 result) or `.NAME.<8 hex digits>.eagle-slim-old` (see below). Each is locked with flock(2) by the process that works on
 it, and the kernel drops the lock when that process dies; so the next run on the same name takes every lock that it can
-get, and removes what is behind it.
+get, and removes what each protects.
 
 A folder is replaced by exchanging both names in one step (renameat2 with RENAME_EXCHANGE). Where the kernel or the file
 system cannot, the old folder is renamed aside, then the new one into place; a process killed between the two leaves no
@@ -31,7 +31,7 @@ from eagle_slim.vocab_tools.files import expand_home
 
 from .errors import OutputError, OutputExistsError
 
-__all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "require_space"]
+__all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "free_bytes", "require_space"]
 
 _TEMPORARY = ".eagle-slim-tmp"
 _REPLACED = ".eagle-slim-old"
@@ -54,7 +54,7 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         A new sibling of `out`, on the same file system.
 
     Raises:
-        OutputExistsError: `out` exists and `force` is false, or it is not a folder that may be replaced.
+        OutputExistsError: `out` exists, is not an empty folder, and `force` is false; or it may not be replaced.
         OutputError: it cannot be written: disk full, read-only, or not permitted.
     """
     out = _real(out)
@@ -125,32 +125,48 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
 def _check_output(out: Path, force: bool, marker: str | None) -> None:
     place = _nearest(out.parent)
     if not place.is_dir():
-        raise OutputError(f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.")
+        raise OutputError(
+            f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.",
+            path=str(out),
+            errno=errno.ENOTDIR,
+        )
     if not os.access(place, os.W_OK | os.X_OK):
         read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
         refusal = OSError(errno.EROFS if read_only else errno.EACCES, "", str(place))
-        raise OutputError(f"{out}: cannot be written: {_reason(refusal, out)}")
+        raise _refusal(refusal, out)
     if not os.path.lexists(out):
         return
-    if not force:
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if not force and not is_empty:
         raise _exists(out)
     if not out.is_dir():
-        raise OutputExistsError(f"{out}: is a file; a folder is to be written here.\nChoose another name.")
-    if marker is not None and not (out / marker).is_file() and any(out.iterdir()):
+        raise OutputExistsError(
+            f"{out}: is a file; a folder is to be written here.\nChoose another name.", path=str(out), found="file"
+        )
+    if marker is not None and not (out / marker).is_file() and not is_empty:
         raise OutputExistsError(
             f"{out}: not replaced: it holds files but no {marker}, so this program did not write it.\n"
-            "Choose another name, or remove the folder yourself."
+            "Choose another name, or remove the folder yourself.",
+            path=str(out),
+            marker=marker,
         )
 
 
 def require_space(folder: Path | str, size_bytes: int) -> None:
     """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
-    free = shutil.disk_usage(_nearest(_real(folder))).free
-    if free < size_bytes:
+    if (free := free_bytes(folder)) < size_bytes:
         raise OutputError(
             f"{folder}: the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
-            "Free some space, or write to another disk."
+            "Free some space, or write to another disk.",
+            path=str(folder),
+            needed=size_bytes,
+            free=free,
         )
+
+
+def free_bytes(folder: Path | str) -> int:
+    """Bytes that are free on the disk of `folder`, or of its nearest parent that exists."""
+    return shutil.disk_usage(_nearest(_real(folder))).free
 
 
 def clean_leftovers(out: Path | str) -> None:
@@ -187,7 +203,7 @@ def clean_leftovers(out: Path | str) -> None:
 def _real(path: Path | str) -> Path:
     real = Path(os.path.realpath(expand_home(path)))
     if not real.name:
-        raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.")
+        raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.", path=str(path))
     return real
 
 
@@ -222,7 +238,7 @@ def _locked_file(path: Path) -> tuple[Path, BinaryIO]:
 def _try_lock(path: Path) -> int | None:
     """Return a descriptor that holds the lock of a file or folder, or None if another process has it or it is gone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
@@ -243,7 +259,8 @@ def _flock(fd: int) -> None:
     except OSError as error:
         raise OutputError(
             f"this file system cannot lock files (flock: {error.strerror}), which safe writing needs.\n"
-            "Write to a local disk and copy the result."
+            "Write to a local disk and copy the result.",
+            errno=error.errno,
         ) from error
 
 
@@ -348,7 +365,9 @@ def _sync_path(path: str) -> None:
 
 
 def _exists(out: Path) -> OutputExistsError:
-    return OutputExistsError(f"{out}: exists already.\nGive --force to replace it, or another name.")
+    return OutputExistsError(
+        f"{out}: exists already.\nGive --force to replace it, or another name.", path=str(out), option="--force"
+    )
 
 
 @contextmanager
@@ -362,7 +381,7 @@ def _explained(out: Path, temporary: Path | None = None) -> Iterator[None]:
         )
         if not ours and error.errno not in _DISK_ERRORS:
             raise
-        raise OutputError(f"{out}: cannot be written: {_reason(error, out)}") from error
+        raise _refusal(error, out) from error
 
 
 def _nearest(place: Path) -> Path:
@@ -370,6 +389,10 @@ def _nearest(place: Path) -> Path:
     while not place.exists():
         place = place.parent
     return place
+
+
+def _refusal(error: OSError, out: Path) -> OutputError:
+    return OutputError(f"{out}: cannot be written: {_reason(error, out)}", path=str(out), errno=error.errno)
 
 
 def _reason(error: OSError, out: Path) -> str:

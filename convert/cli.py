@@ -60,7 +60,7 @@ def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
         return None
     parts = [part.strip() for part in value.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
-        raise click.BadParameter(f"{value!r} is no list of layers such as 2,15,27", ctx, param)
+        raise click.BadParameter(f"expected a list of layers such as 2,15,27, found {value!r}", ctx, param)
     return tuple(int(part) for part in parts)
 
 
@@ -89,9 +89,7 @@ Examples:
 @click.option("--subfolder", metavar="NAME", help="Folder of HEAD that the head is in, such as eagle3.")
 @click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
 @click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
-@click.option(
-    "--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; may be given often."
-)
+@click.option("--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Share of a source of counts: `chat=3,code=2`.")
 @click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, or JSON.")
 @click.option(
@@ -224,7 +222,7 @@ def _count(
 
 
 def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:
-    from .sources.hub import push_folder
+    from .hub.push import push_folder
 
     note(f"uploading {conversion.folder} to {repo_id}")
     return push_folder(conversion.folder, repo_id, private=private)

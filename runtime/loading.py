@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.artifact import Artifact
-from eagle_slim.convert.artifact.manifest import MANIFEST_NAME
 from eagle_slim.convert.conversion.target import choose_target, is_missing_folder
 from eagle_slim.convert.head.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
-from eagle_slim.convert.sources.hub import open_head_source
+from eagle_slim.convert.sources.source import open_head_source
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -85,22 +84,18 @@ def open_any_head(
     if isinstance(head, Artifact):
         return _from_artifact(head)
     if isinstance(head, DraftHead):
-        return OpenedHead(head, target_name=_target_of(head, head.location))
-    if head is not None:
-        source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
-        if (source.folder / MANIFEST_NAME).is_file():
-            if tap_layers is not None or d2t_form != "auto":
-                raise UsageError(
-                    f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
-                    "tap_layers and d2t_form out.",
-                    head=str(head), option="d2t_form" if tap_layers is None else "tap_layers",
-                )  # fmt: skip
-            return _from_artifact(Artifact.load(source.folder))
-    opened = open_head(
-        head, revision=revision, subfolder=subfolder, offline=offline, d2t_form=d2t_form, tap_layers=tap_layers
-    )
-    name = None if head is None else str(head)
-    return OpenedHead(opened, target_name=_target_of(opened, name), is_embedded=head is None)
+        return OpenedHead(head, target_name=_target_of(head))
+    source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
+    if source.manifest is not None:
+        if tap_layers is not None or d2t_form != "auto":
+            raise UsageError(
+                f"{head} is a converted head, whose manifest says which tap layers and map form it has. Leave "
+                "tap_layers and d2t_form out.",
+                head=str(head), option="d2t_form" if tap_layers is None else "tap_layers",
+            )  # fmt: skip
+        return _from_artifact(Artifact.load(source))
+    opened = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
+    return OpenedHead(opened, target_name=_target_of(opened, head is None), is_embedded=head is None)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -287,8 +282,8 @@ def _from_artifact(artifact: Artifact) -> OpenedHead:
     )
 
 
-def _target_of(head: DraftHead, name: str | None) -> str | None:
-    choice = choose_target(None, name, head, None)
+def _target_of(head: DraftHead, is_builtin: bool = False) -> str | None:
+    choice = choose_target(None, head, is_builtin)
     if choice is None:
         return None
     return EMBEDDED_TARGET_REPO if choice.name is None else choice.name

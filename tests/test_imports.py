@@ -32,15 +32,19 @@ FLOORS = {
     "vocab_tools": """
         errors
         base_cli files
-        tokenizer vocabulary
+        tokenizer
+        chat
         corpus
         counting
-        count_cli ranking
+        count_cli vocabulary
+        ranking
         bench cli
     """,
     "convert": """
         errors default
-        atomic weights
+        atomic files
+        weights
+        hub manifest
         sources
         head
         artifact
@@ -62,17 +66,17 @@ FLOORS = {
         drafter/buffered
         loading
         generation
-        bench
-        model tune
+        model
         comparison model_options_cli
-        compare_cli generate_cli
+        bench
+        compare_cli generate_cli tune
     """,
 }
 # Library → pattern of the only files, relative to the root, that may import it. Benchmarks are programs of their own.
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
-    "huggingface_hub": r"convert/sources/hub\.py",
+    "huggingface_hub": r"convert/hub/.*",
     "triton": r"runtime/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

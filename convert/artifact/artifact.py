@@ -20,13 +20,15 @@ import numpy as np
 from ..atomic import atomic_directory
 from ..errors import ArtifactError
 from ..head.open import DraftHead, open_head
-from ..weights.checksums import sha256_file
+from ..manifest import MANIFEST_NAME, Manifest
+from ..sources.source import open_head_source
+from ..weights.checksums import sha256_of
 from ..weights.writer import TensorPlan, write_safetensors
-from .manifest import MANIFEST_NAME, Manifest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ..sources.source import ResolvedSource
     from ..weights.rows import GatheredRows
 
 WEIGHTS_NAME = "model.safetensors"
@@ -90,12 +92,17 @@ class Artifact:
         ranked = self.rank_order_ids
         if ranked is None:
             raise ArtifactError(
-                f"{self.folder}: holds the full vocabulary without ranks; convert it with --draft-vocab N"
+                f"{self.folder}: holds the full vocabulary without ranks.\nConvert it with --draft-vocab N.",
+                path=str(self.folder),
             )
         if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
             raise ArtifactError(
                 f"{self.folder}: a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
-                f"(the forced ids) to {len(ranked)} (its rows)"
+                f"(the forced ids) to {len(ranked)} (its rows).",
+                path=str(self.folder),
+                found=draft_vocab,
+                least=self.num_forced,
+                most=len(ranked),
             )
         ids = np.sort(ranked[:draft_vocab])
         if self.head.kind == "eagle":
@@ -103,31 +110,45 @@ class Artifact:
         return np.searchsorted(np.sort(ranked), ids).astype(np.int64), ids
 
     @classmethod
-    def load(cls, folder: str | Path) -> Artifact:
+    def load(cls, folder: str | Path | ResolvedSource) -> Artifact:
         """Open an artifact and check that manifest, configuration, map and weights fit each other.
 
         Reads no weights; `verify_artifact` compares every byte.
 
+        Args:
+            folder: the artifact, or what `open_head_source` returned for it.
+
         Raises:
-            ArtifactError: the folder is no artifact, or its parts disagree.
+            ArtifactError: the folder is not an artifact, or its parts disagree.
             CheckpointError, MismatchError, UnsupportedHeadError: its head breaks a rule of every head.
         """
-        folder = Path(folder)
-        manifest = Manifest.load(folder)
+        source = open_head_source(Path(folder)) if isinstance(folder, str | Path) else folder
+        folder = source.folder
+        manifest = source.manifest or Manifest.load(folder)
         # The side files are for engines and readers; a snapshot of the Hub may lack them.
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             entry, path = manifest.files.get(name, {}), folder / name
             if not path.is_file():
-                raise ArtifactError(f"{folder}: {name} is missing; fetch the artifact again, or convert the head again")
-            if path.stat().st_size != entry.get("size_bytes"):
                 raise ArtifactError(
-                    f"{path}: expected {entry.get('size_bytes')} bytes, found {path.stat().st_size}; convert the "
-                    "head again"
+                    f"{folder}: {name} is missing.\nFetch the artifact again, or convert the head again.",
+                    path=str(folder),
+                    file=name,
                 )
-        head = open_head(folder, offline=True)
+            if (size := path.stat().st_size) != entry.get("size_bytes"):
+                raise ArtifactError(
+                    f"{path}: expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
+                    path=str(path),
+                    expected=entry.get("size_bytes"),
+                    found=size,
+                )
+        head = open_head(source)
         problem = _disagreement(head, manifest)
         if problem is not None:
-            raise ArtifactError(f"{folder}: {problem}; convert the head again, or run eagle-verify to see all of it")
+            raise ArtifactError(
+                f"{folder}: {problem}.\nConvert the head again, or run eagle-verify to see all of it.",
+                path=str(folder),
+                problem=problem,
+            )
         return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
 
 
@@ -219,7 +240,7 @@ def write_artifact(out: str | Path, contents: ArtifactContents, *, force: bool =
         small[CARD_NAME] = contents.card(manifest).encode()
         for name, data in small.items():
             (folder / name).write_bytes(data)
-            files[name] = {"size_bytes": len(data), "sha256": sha256_file(folder / name)}
+            files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}
         manifest = replace(manifest, files=dict(sorted(files.items())))
         (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return manifest

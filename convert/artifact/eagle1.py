@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..head.open import DraftHead
+from ..head.draft_head import DraftHead
 from ..weights import names
-from ..weights.writer import TensorPlan, whole
+from ..weights.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan
 from .engines import flavoured_architecture
 
@@ -25,12 +25,9 @@ _DROPPED_KEYS = ("bias", "_name_or_path", "auto_map")
 
 def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
     """The tensors of an EAGLE-1/2 head as they are, with a zero `fc.bias` [hidden] where it has none."""
-    import torch
-
-    plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors]
+    plans = [copy_plan(head, name) for name in head.tensors]
     if names.FC_BIAS not in head.tensors:
-        zero = torch.zeros(head.hidden_size, dtype=head.tensors.dtype(names.FC))
-        plans.append(TensorPlan(names.FC_BIAS, zero.dtype, tuple(zero.shape), whole(zero)))
+        plans.append(zeros_plan(names.FC_BIAS, head.dtype_name, head.hidden_size))
     return plans
 
 

@@ -7,7 +7,7 @@ rows 1, 2 and 3; and in both cases d2t is (1, 3, 3).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,16 @@ from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_i
 
 from ..errors import MismatchError
 from ..head import config as head_config
-from ..head.open import DraftHead, LazyTensors
+from ..head.draft_head import DraftHead
 from ..weights import names
-from ..weights.rows import GatheredRows, RowSource, refuse_nonfinite
-from ..weights.writer import TensorPlan, array_plan, whole
+from ..weights.checkpoint import Checkpoint
+from ..weights.dtypes import LONG_NAMES
+from ..weights.rows import GatheredRows, refuse_nonfinite
+from ..weights.stream import Bytes
+from ..weights.writer import TensorPlan, array_plan, zeros_plan
 from .engines import flavoured_architecture
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -41,11 +43,20 @@ class LmHeadSource:
         warnings: what a user should know of it.
     """
 
-    source: RowSource
+    source: Checkpoint
     name: str
     origin: str
     where: str
     warnings: tuple[str, ...] = ()
+
+    @property
+    def dtype_name(self) -> str:
+        """Dtype of the rows as they are stored, in safetensors' spelling."""
+        return self.source.info(self.name).dtype
+
+    def dtype_written(self, head: DraftHead) -> str:
+        """Dtype of the rows in the slim head: the head's own keep theirs, the target's become the head's."""
+        return head.dtype_name if self.origin == "target" else self.dtype_name
 
 
 def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -64,8 +75,11 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
     if len(missing):
         raise MismatchError(
             f"{head.location}: {len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
-            f"first is {int(missing[0])}; it was trained on {len(trained)} ids, and a draft vocabulary must be among "
-            "them"
+            f"first is {int(missing[0])}.\nIt was trained on {len(trained)} ids, and a draft vocabulary must be among "
+            "them.",
+            path=head.location,
+            missing=len(missing),
+            trained=len(trained),
         )
     rows: NDArray[np.int64] = order[place].astype(np.int64)
     return rows
@@ -80,7 +94,10 @@ def all_ids(head: DraftHead) -> NDArray[np.int64]:
     if head.draft_vocab < head.target_vocab:
         raise MismatchError(
             f"{head.location}: was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
-            f"vocabulary to write; use --draft-vocab {head.draft_vocab} to normalise it as it is"
+            f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
+            path=head.location,
+            trained=head.draft_vocab,
+            rows=head.target_vocab,
         )
     return np.arange(head.target_vocab, dtype=np.int64)
 
@@ -91,7 +108,7 @@ def gather_lm_head(head: DraftHead, lm_head: LmHeadSource, target_ids: NDArray[n
         lm_head.source,
         lm_head.name,
         rows_of_ids(head, target_ids),
-        head.dtype if lm_head.origin == "target" else lm_head.source.dtype(lm_head.name),
+        lm_head.dtype_written(head),
         lm_head.where,
         target_ids,
     )
@@ -112,11 +129,10 @@ def plan_tensors(
     """
     ids = all_ids(head) if target_ids is None else target_ids
     gathered = gather_lm_head(head, lm_head, ids)
-    plans = [copy_plan(head.tensors, name, head.location) for name in head.tensors if _kept(head, name)]
+    plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
     if needs_zero_output_bias(head):
-        plans.append(_zeros(names.EAGLE3_OUTPUT_BIAS, head))
-    read_hash = None if gathered.rounded else gathered.digest
-    plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks, read_hash))
+        plans.append(zeros_plan(names.EAGLE3_OUTPUT_BIAS, head.dtype_name, head.hidden_size))
+    plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
     if target_ids is not None:
         plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
         plans.append(array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab)))
@@ -138,34 +154,26 @@ def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> 
     config["model_type"] = "llama"
     config["draft_vocab_size"] = draft_vocab
     config["tie_word_embeddings"] = False
-    config["torch_dtype"] = str(head.dtype).removeprefix("torch.")
+    config["torch_dtype"] = LONG_NAMES[head.dtype_name]
     return head_config.ordered_config(config)
 
 
-def copy_plan(tensors: LazyTensors, name: str, where: str) -> TensorPlan:
-    """A tensor as it is, checked for NaN on the way. The reader's own checksum is used where it keeps one."""
-    return TensorPlan(
-        name,
-        tensors.dtype(name),
-        tensors.shape(name),
-        lambda: _read(tensors, name, where),
-        lambda: tensors.digest_of_last_read(name),
-    )
+def copy_plan(head: DraftHead, name: str) -> TensorPlan:
+    """A tensor of the head as it is, checked for NaN on the way."""
+    info, source = head.tensors.info(name), head.tensors.source
 
+    def chunks() -> Generator[Bytes, None, str]:
+        reading, row = source.pieces(info.name), 0
+        while True:
+            try:
+                piece = next(reading)
+            except StopIteration as end:
+                return str(end.value)
+            refuse_nonfinite(piece, info.dtype, head.location, name, first_row=row)
+            row += len(piece)
+            yield piece
 
-def _zeros(name: str, head: DraftHead) -> TensorPlan:
-    import torch
-
-    zero = torch.zeros(head.hidden_size, dtype=head.dtype)
-    return TensorPlan(name, zero.dtype, tuple(zero.shape), whole(zero))
-
-
-def _read(tensors: LazyTensors, name: str, where: str) -> Iterator[torch.Tensor]:
-    row = 0
-    for piece in tensors.pieces(name):
-        refuse_nonfinite(piece, f"{where}: {name}", first_row=row)
-        row += len(piece)
-        yield piece
+    return TensorPlan(name, info.dtype, info.shape, chunks)
 
 
 def _kept(head: DraftHead, name: str) -> bool:

@@ -16,7 +16,7 @@ from typing import Literal
 from eagle_slim.vocab_tools.errors import UsageError
 
 from ..head import config as head_config
-from ..head.open import DraftHead
+from ..head.draft_head import DraftHead
 from ..weights import names
 
 Severity = Literal["error", "warning", "note"]
@@ -40,12 +40,14 @@ class Finding:
             condition; "note": nothing is wrong, but it was not tried.
         problem: what happens, as a clause.
         alternative: what to do instead.
+        is_about_version: whether it is about the engine's version rather than the head.
     """
 
     engine: str
     severity: Severity
     problem: str
     alternative: str
+    is_about_version: bool = False
 
     def __str__(self) -> str:
         return f"{ENGINES[self.engine].title}: {self.problem}; {self.alternative}"
@@ -111,7 +113,6 @@ class HeadFacts:
         num_taps = 0
         if head.kind == "eagle3" and names.FC in head.tensors:
             num_taps = head.tensors.shape(names.FC)[1] // head.target_hidden_size
-        bias = names.FC_BIAS in head.tensors and bool(head.tensors.get(names.FC_BIAS).any())
         return cls(
             kind=head.kind,
             config=head.config if config is None else config,
@@ -120,7 +121,7 @@ class HeadFacts:
             target_vocab=head.target_vocab,
             num_taps=num_taps,
             target_layers=target_layers,
-            nonzero_fc_bias=bias,
+            nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
         )
 
     @property
@@ -204,10 +205,12 @@ def require_engines(engines: Sequence[str], version: str | None = None) -> None:
     """
     for engine in engines:
         if engine not in ENGINES:
-            raise UsageError(f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}")
+            raise UsageError(
+                f"--engine: expected one of {', '.join(ENGINES)}, found {engine!r}.", option="--engine", found=engine
+            )
     if version is not None:
         if len(engines) != 1:
-            raise UsageError("--engine-version goes with exactly one --engine")
+            raise UsageError("--engine-version goes with exactly one --engine.", option="--engine-version")
         _numbers(version)
 
 
@@ -513,7 +516,7 @@ def _window_unknown(head: HeadFacts, alternative: str | None = None) -> Iterator
             alternative = f"{'serve it with vLLM or' if head.kind == 'eagle3' else 'generate with'} eagle-generate"
         yield (
             "warning",
-            f"the layer's sliding window of {head.sliding_window} tokens is not known: behind that many tokens it "
+            f"the layer's sliding window of {head.sliding_window} tokens is not known: after that many tokens it "
             "attends to more than it was trained with, so fewer drafts are accepted",
             alternative.format(before=head.sliding_window - 1),
         )
@@ -582,14 +585,16 @@ def _version_findings(key: str, engine: Engine, version: str | None, installed_o
     if version is None:
         version = _installed_version(engine.distributions)
     if engine.proven is None:
-        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH)]
+        return [Finding(key, "warning", f"{engine.proof}, but no version of it was executed", _WATCH, True)]
     first, last = engine.proven
     span = first if first == last else f"{first} to {last}"
     if version is None:
         if installed_only:
             return []
         return [
-            Finding(key, "note", f"not installed here; proven with {span} ({engine.proof})", "see docs/engines.md"),
+            Finding(
+                key, "note", f"not installed here; proven with {span} ({engine.proof})", "see docs/engines.md", True
+            ),
         ]
     if _numbers(first) <= _numbers(version) <= _numbers(last):
         return []
@@ -600,6 +605,7 @@ def _version_findings(key: str, engine: Engine, version: str | None, installed_o
             "warning",
             f"version {version}{origin} is outside the proven range {span} ({engine.proof})",
             f"use the proven version, or {_WATCH}",
+            True,
         )
     ]
 
@@ -617,7 +623,11 @@ def _numbers(version: str) -> tuple[int, ...]:
     """The release part of a version, padded: '0.32.0+cpu' and '0.32' are both (0, 32, 0, 0)."""
     match = re.match(r"v?(\d+(?:\.\d+)*)", version)
     if match is None:
-        raise UsageError(f"--engine-version: expected a version number such as 0.32.0, found {version!r}")
+        raise UsageError(
+            f"--engine-version: expected a version number such as 0.32.0, found {version!r}.",
+            option="--engine-version",
+            found=version,
+        )
     parts = [int(part) for part in match[1].split(".")]
     return tuple(parts[:4] + [0] * (4 - len(parts)))
 

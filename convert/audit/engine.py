@@ -8,8 +8,6 @@ from functools import partial
 
 from ..artifact.engines import ENGINES, HeadFacts, check_engine
 from ..errors import ArtifactError
-from ..head.open import head_from_checkpoint
-from ..weights.checkpoint import open_checkpoint
 from .findings import Doubt, Findings
 
 
@@ -46,12 +44,11 @@ class EngineChecks:
         return texts["note"] or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"
 
     def _facts(self) -> HeadFacts:
-        manifest, config, weights = self.found.need_manifest(), self.found.need_config(), self.found.need_weights()
-        head = head_from_checkpoint(open_checkpoint(weights.path), config, location="model.safetensors")
+        manifest, head = self.found.need_manifest(), self.found.need_head("model.safetensors")
         layers = manifest.target.get("num_hidden_layers")
         return HeadFacts.of(
             head,
-            config=config,
+            config=self.found.need_config(),
             draft_vocab=manifest.draft_vocab,
             target_layers=layers if isinstance(layers, int) else None,
         )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..artifact.artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
-from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import ArtifactError
-from ..weights.checksums import sha256_file
+from ..files import read_object
+from ..manifest import MANIFEST_NAME, Manifest
+from ..weights.checksums import sha256_file, sha256_of
 from ..weights.paths import TORCH_SUFFIXES
 from ..weights.safetensors_file import SafetensorsFile
 from .findings import Doubt, Findings, join, refuse
@@ -41,13 +40,8 @@ class FileChecks:
 
     def config(self) -> str:
         """config.json is a JSON object."""
-        try:
-            value = json.loads((self.found.folder / CONFIG_NAME).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ArtifactError(f"cannot be read as JSON: {error}") from error
-        refuse(not isinstance(value, dict), f"expected a JSON object, found {type(value).__name__}")
-        self.found.config = value
-        return f"{len(value)} keys"
+        self.found.config = read_object(self.found.folder / CONFIG_NAME, ArtifactError, str(self.found.folder))
+        return f"{len(self.found.config)} keys"
 
     def weights(self) -> str:
         """The safetensors header is sound and carries the metadata that loaders ask for."""
@@ -90,7 +84,7 @@ class FileChecks:
         return f"{len(small)} files"
 
     def tensors(self) -> str:
-        """Size, header and tensors of the weights are those that the manifest records; the digests are kept."""
+        """Size, header and tensors of the weights are those that the manifest records."""
         manifest = self.found.need_manifest()
         weights = self.found.need_weights()
         entry = manifest.files.get(WEIGHTS_NAME, {})
@@ -99,13 +93,11 @@ class FileChecks:
         problems = []
         if weights.size_bytes != entry.get("size_bytes"):
             problems.append(f"expected {entry.get('size_bytes')} bytes, found {weights.size_bytes}")
-        if hashlib.sha256(start).hexdigest() != entry.get("header_sha256"):
+        if sha256_of(start) != entry.get("header_sha256"):
             problems.append("the header is not as it was written")
         recorded = entry.get("tensors", {})
         for name in sorted(weights.tensors):
-            _, digest = weights.read(name)
-            self.found.digests[name] = digest
-            if recorded.get(name) != digest:
+            if recorded.get(name) != self.found.digest(name):
                 problems.append(f"{name} is not as it was written" if name in recorded else f"{name} is not recorded")
         problems += [f"{name} is missing" for name in sorted(set(recorded) - set(weights.tensors))]
         join(problems)

@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..artifact.manifest import Manifest
 from ..errors import ArtifactError
+from ..head.draft_head import DraftHead
+from ..head.open import head_from_checkpoint
+from ..manifest import Manifest
+from ..weights.checkpoint import Checkpoint
 from ..weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
@@ -32,6 +35,7 @@ class Findings:
         folder: the artifact.
         manifest, config, weights: as read.
         ids: int64 [draft_vocab], target id of each row, from a map that is sound.
+        digests: SHA-256 of each tensor of the weights file.
     """
 
     folder: Path
@@ -58,6 +62,22 @@ class Findings:
         if self.weights is None:
             raise SkipCheck("model.safetensors could not be read")
         return self.weights
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The tensors of the weights file, or skip the check."""
+        weights = self.need_weights()
+        return Checkpoint(str(weights.path), dict.fromkeys(weights.tensors, weights))
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a tensor of the weights file, read once for all checks."""
+        if name not in self.digests:
+            self.digests[name] = self.checkpoint.sha256(name)
+        return self.digests[name]
+
+    def need_head(self, location: str) -> DraftHead:
+        """The artifact as any head is opened, or skip the check; `location` names it in messages."""
+        return head_from_checkpoint(self.checkpoint, self.need_config(), location=location)
 
     def need_eagle3(self) -> Manifest:
         """The manifest of an EAGLE-3 artifact, or skip the check."""

@@ -12,12 +12,11 @@ import numpy as np
 from ..artifact.artifact import freq_name
 from ..artifact.eagle3 import ARCHITECTURE
 from ..artifact.engines import flavoured_architecture
+from ..files import read_regular
 from ..head import config as head_config
-from ..head.open import head_from_checkpoint
 from ..weights import names
-from ..weights.checkpoint import open_checkpoint
 from ..weights.checksums import row_checksums
-from ..weights.rows import all_finite
+from ..weights.dtypes import FLOATS, LONG_NAMES, all_finite
 from .findings import Findings, SkipCheck, join, refuse
 
 _MAPS = frozenset(names.MAPS)
@@ -112,14 +111,14 @@ class RuleChecks:
     def rows(self) -> str:
         """Every lm_head row has the checksum of the row that was written there."""
         manifest = self.found.need_eagle3()
-        tensor = self._tensor(names.LM_HEAD)
+        shape = self._shape(names.LM_HEAD)
         refuse(
-            tensor.dim() != 2 or tensor.shape[0] != manifest.draft_vocab,
-            f"lm_head.weight is {list(tensor.shape)}, expected {manifest.draft_vocab} rows",
+            len(shape) != 2 or shape[0] != manifest.draft_vocab,
+            f"lm_head.weight is {list(shape)}, expected {manifest.draft_vocab} rows",
         )
         refuse(manifest.row_checksums is None, "the manifest has no row checksums")
         assert manifest.row_checksums is not None
-        found, expected = row_checksums(tensor), manifest.row_checksums
+        found, expected = row_checksums(self.found.checkpoint.raw(names.LM_HEAD)), manifest.row_checksums
         changed = np.flatnonzero((found != expected).any(axis=1))
         if len(changed):
             moved = np.array_equal(np.unique(found, axis=0), np.unique(expected, axis=0))
@@ -129,9 +128,16 @@ class RuleChecks:
 
     def finite(self) -> str:
         """No tensor holds NaN or infinity."""
-        weights = self.found.need_weights()
-        floating = [name for name in sorted(weights.tensors) if weights.tensors[name].dtype in ("BF16", "F16", "F32")]
-        join([f"{name} holds NaN or infinity" for name in floating if not all_finite(weights.read(name)[0])])
+        tensors = self.found.need_weights().tensors
+        floating = [name for name in sorted(tensors) if tensors[name].dtype in FLOATS]
+        pieces = self.found.checkpoint.pieces
+        join(
+            [
+                f"{name} holds NaN or infinity"
+                for name in floating
+                if not all(all_finite(piece, tensors[name].dtype) for piece in pieces(name))
+            ]
+        )
         return f"{len(floating)} tensors"
 
     def fc_bias(self) -> str:
@@ -147,7 +153,9 @@ class RuleChecks:
         manifest, config = self.found.need_manifest(), self.found.need_config()
         problems = []
         if "bias" in config:
-            problems.append("bias: must be absent, vLLM and SGLang build attention biases that nothing fills")
+            problems.append(
+                "bias: must be absent, vLLM and SGLang would build attention biases and leave them uninitialised"
+            )
         if manifest.kind == "eagle3":
             expected: dict[str, Any] = {
                 "architectures": [flavoured_architecture("eagle3", manifest.flavour, ARCHITECTURE)],
@@ -169,10 +177,9 @@ class RuleChecks:
 
     def sizes(self) -> str:
         """Shapes, dtypes and flags of config.json are those of the tensors, as for any head."""
-        config, weights = self.found.need_config(), self.found.need_weights()
-        head = head_from_checkpoint(open_checkpoint(weights.path), config, location="config.json")
-        stated = config.get("torch_dtype")
-        written = str(head.dtype).removeprefix("torch.")
+        head = self.found.need_head("config.json")
+        stated = self.found.need_config().get("torch_dtype")
+        written = LONG_NAMES[head.dtype_name]
         refuse(
             head.kind == "eagle3" and stated != written,
             f"torch_dtype: the tensors are {written}, found {stated!r}",
@@ -201,7 +208,7 @@ class RuleChecks:
         path = self.found.folder / freq_name(manifest.draft_vocab)
         refuse(not path.is_file(), f"{path.name} is missing")
         try:
-            value = torch.load(io.BytesIO(path.read_bytes()), weights_only=True)
+            value = torch.load(io.BytesIO(read_regular(path)), weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError) as error:
             refuse(True, f"{path.name} cannot be read: {error}")
         refuse(
@@ -211,10 +218,11 @@ class RuleChecks:
         return f"{path.name}: {manifest.draft_vocab} ids"
 
     def _read(self, name: str) -> np.ndarray[Any, Any]:
-        value: np.ndarray[Any, Any] = self._tensor(name).numpy()
-        return value
+        shape = self._shape(name)
+        dtype = self.found.need_weights().tensors[name].dtype
+        return self.found.checkpoint.raw(name).reshape(-1).view(LONG_NAMES[dtype]).reshape(shape)
 
-    def _tensor(self, name: str) -> Any:
+    def _shape(self, name: str) -> tuple[int, ...]:
         weights = self.found.need_weights()
         refuse(name not in weights.tensors, f"{name} is missing")
-        return weights.read(name)[0]
+        return weights.tensors[name].shape

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,14 @@ from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..artifact import eagle3
-from ..artifact.manifest import Manifest
 from ..conversion import target as targets
 from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
-from ..head.open import DraftHead, head_from_checkpoint, open_head
+from ..head.draft_head import DraftHead
+from ..head.open import open_head
+from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights import names
-from ..weights.checkpoint import open_checkpoint
 from ..weights.checksums import row_checksums
 from ..weights.rows import GatheredRows
 from .findings import Findings, SkipCheck, join, refuse
@@ -52,8 +53,8 @@ class SourceChecks:
 
     def source_tensors(self) -> str:
         """Every tensor that is copied is bit-identical to the source head's."""
-        manifest, weights = self.found.need_manifest(), self.found.need_weights()
-        source = self._source_head(manifest)
+        weights = self.found.need_weights()
+        source = self._source_head
         skipped = {names.LM_HEAD, *names.MAPS}
         # Zeros that a conversion adds where the source has none.
         skipped |= {name for name in (names.FC_BIAS, names.EAGLE3_OUTPUT_BIAS) if name not in source.tensors}
@@ -62,9 +63,7 @@ class SourceChecks:
         for name in copied:
             if name not in source.tensors:
                 problems.append(f"{name} is not in the source")
-                continue
-            source.tensors.get(name)
-            if source.tensors.digest_of_last_read(name) != weights.read(name)[1]:
+            elif source.tensors.source.sha256(source.tensors.stored[name]) != self.found.digest(name):
                 problems.append(f"{name} differs from the source's")
         join(problems)
         return f"{len(copied)} tensors bit-identical to {source.location}"
@@ -72,18 +71,16 @@ class SourceChecks:
     def source_rows(self) -> str:
         """Every lm_head row is the row of its token in the head or the target that it came from."""
         manifest = self.found.need_eagle3()
-        weights = self.found.need_weights()
+        self.found.need_weights()
         provenance = manifest.lm_head or {}
         if provenance.get("from") == "head":
-            source = self._source_head(manifest)
+            source = self._source_head
             stored = source.tensors.stored[names.LM_HEAD]
             lm_head = eagle3.LmHeadSource(source.tensors.source, stored, "head", source.location)
-            dtype = source.tensors.dtype(names.LM_HEAD)
         else:
             if self._target is None:
                 raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
-            source = self._own_head()
-            dtype = source.dtype
+            source = self.found.need_head(str(self.found.folder))
             try:
                 opened = targets.open_lm_head(self._target, self._only_cache)
             except SourceError as error:
@@ -93,8 +90,8 @@ class SourceChecks:
             lm_head = targets.lm_head_rows(source, opened, f"target {self._target.name}")
         ids = self.found.need_ids() if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
         rows = eagle3.rows_of_ids(source, ids) if lm_head.origin == "head" else ids
-        gathered = GatheredRows(lm_head.source, lm_head.name, rows, dtype, lm_head.where, ids)
-        written = weights.read(names.LM_HEAD)[0]
+        gathered = GatheredRows(lm_head.source, lm_head.name, rows, lm_head.dtype_written(source), lm_head.where, ids)
+        written = self.found.checkpoint.raw(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.chunks():
             mine = row_checksums(written[start : start + len(chunk)])
@@ -115,8 +112,7 @@ class SourceChecks:
             if not self._only_cache:
                 raise
             raise SkipCheck(f"not at hand; name it with --target ({error})") from error
-        head = self._own_head()
-        targets.check_head_fits(head, self._target)
+        targets.check_head_fits(self.found.need_head(str(self.found.folder)), self._target)
         return f"{self._target.name}: widths, vocabulary and tap layers fit"
 
     def tokenizer(self) -> str:
@@ -149,34 +145,26 @@ class SourceChecks:
         # What the user did not name is looked for on this machine only.
         return self.offline or self.target_name is None
 
-    def _own_head(self) -> DraftHead:
-        weights = self.found.need_weights()
-        return head_from_checkpoint(
-            open_checkpoint(weights.path), self.found.need_config(), location=str(self.found.folder)
-        )
-
-    def _source_head(self, manifest: Manifest) -> DraftHead:
-        if self.head_name is not None:
-            return open_head(self.head_name, offline=self.offline, **self._reading(manifest))
-        recorded = manifest.head
-        if recorded.get("repo_id") is None:
-            if recorded.get("name") != EMBEDDED_HEAD_NAME:
-                raise SkipCheck("the source head was a local folder; name it with --head")
-            return open_head(None, **self._reading(manifest))
-        try:
-            return open_head(
-                recorded["repo_id"], revision=recorded.get("revision"), offline=True, **self._reading(manifest)
-            )
-        except (SourceError, CheckpointError) as error:
-            raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
-
-    def _reading(self, manifest: Manifest) -> dict[str, Any]:
-        """How the source was read when it was converted."""
-        return {
+    @cached_property
+    def _source_head(self) -> DraftHead:
+        manifest = self.found.need_manifest()
+        # How the source was read when it was converted.
+        inside = manifest.head.get("subfolder")
+        reading: dict[str, Any] = {
             "d2t_form": manifest.head.get("d2t_form", "auto"),
-            "subfolder": manifest.head.get("subfolder"),
             "tap_layers": manifest.tap_layers or None,
         }
+        if self.head_name is not None:
+            return open_head(self.head_name, offline=self.offline, subfolder=inside, **reading)
+        name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
+        if name is None:
+            if manifest.head.get("name") != EMBEDDED_HEAD_NAME:
+                raise SkipCheck("the source head was a local folder; name it with --head")
+            return open_head(None, **reading)
+        try:
+            return open_head(name, revision=revision, offline=True, subfolder=inside, **reading)
+        except (SourceError, CheckpointError) as error:
+            raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
 
     def _target_choice(self, manifest: Manifest) -> TargetChoice:
         if self.target_name is not None:

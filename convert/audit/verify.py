@@ -1,7 +1,7 @@
 """`verify_artifact`: every rule of the format, every byte against the manifest, and the source where it is at hand.
 
 Each check stands alone, so that one fault does not hide another. A check that another fault makes impossible, or that
-needs something that is not at hand, is skipped with its reason. The reasons behind the rules are in FORMAT.md.
+needs something that is not at hand, is skipped with its reason. FORMAT.md gives the reasons for the rules.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ class Verification:
         """Raise ArtifactError naming every failed check."""
         if not self.ok:
             reasons = "; ".join(f"{check.name}: {check.detail}" for check in self.failed)
-            raise ArtifactError(f"{self.folder}: {reasons}")
+            raise ArtifactError(
+                f"{self.folder}: {reasons}.", path=str(self.folder), checks=[check.name for check in self.failed]
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-verify --json` prints it."""
@@ -93,12 +95,12 @@ def verify_artifact(
         engine_version: the version that will serve it, for one engine; default the installed one.
 
     Raises:
-        UsageError: no such engine, or a version that is no number.
+        UsageError: no such engine, or a version that is not a number.
         ArtifactError: there is no such folder. Faults of an artifact are reported, not raised.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ArtifactError(f"{folder}: no such folder; expected one that eagle-convert wrote")
+        raise ArtifactError(f"{folder}: no such folder.\nExpected one that eagle-convert wrote.", path=str(folder))
     require_engines(engines, engine_version)
     found = Findings(folder)
     checks: list[Check] = []

@@ -171,6 +171,7 @@ def _run(folder: Path, sizes: Sizes, repeats: int, network: bool) -> dict[str, A
 
 def _make_files(folder: Path, sizes: Sizes) -> NDArray[np.int64]:
     """Write head, target, token map, and the files that hold just the bytes to be read; return the kept ids."""
+    from ..weights import stream
     from ..weights.safetensors_file import SafetensorsFile
 
     rng = np.random.default_rng(0)
@@ -202,9 +203,9 @@ def _make_files(folder: Path, sizes: Sizes) -> NDArray[np.int64]:
     must_read = folder / "must-read"
     must_read.mkdir()
     shutil.copyfile(folder / "head" / "model.safetensors", must_read / "head")
-    rows, _ = SafetensorsFile(target / weight_map["lm_head.weight"]).read_rows("lm_head.weight", kept)
+    rows, _ = stream.read(SafetensorsFile(target / weight_map["lm_head.weight"]), "lm_head.weight", kept)
     with open(must_read / "rows", "wb") as file:
-        file.write(_raw(rows))
+        file.write(rows.data)
     os.sync()
     return kept
 

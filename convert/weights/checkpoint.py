@@ -5,7 +5,7 @@ Opening reads headers and indexes only. `tensor` and `rows` read just what they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import CheckpointError
+from . import stream
+from .dtypes import torch_dtype
 from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
-from .safetensors_file import SafetensorsFile, row_size, torch_dtype
+from .safetensors_file import SafetensorsFile
+from .stream import Bytes, WeightsFile
 from .torch_file import TorchFile
-from .types import FETCH_AGAIN, FileRecord, ReadRecord, TensorInfo, WeightsFile, shorten
+from .types import FileRecord, ReadRecord, TensorInfo, damaged, shorten
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +38,12 @@ class Checkpoint:
         self.where = where
         self._file_of = dict(file_of)
         self._reads: dict[Path, list[ReadRecord]] = {}
+
+    def fork(self) -> Checkpoint:
+        """The same open files under a record of their own, which begins with what was read so far."""
+        other = Checkpoint(self.where, self._file_of)
+        other._reads = {path: list(reads) for path, reads in self._reads.items()}
+        return other
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,10 +71,7 @@ class Checkpoint:
         Raises:
             CheckpointError: no such tensor, or the file cannot be read as it was when it was opened.
         """
-        file = self._file(name)
-        value, sha256 = file.read(name)
-        self._record(file, ReadRecord(name, None, value.numel() * value.element_size(), sha256))
-        return value
+        return self._tensor(name, self.dtype(name), None)
 
     def rows(self, name: str, ids: ArrayLike) -> torch.Tensor:
         """Read rows `ids` [rows] of a tensor [all_rows, ...] into newly allocated memory [rows, ...], bit for bit.
@@ -75,33 +81,42 @@ class Checkpoint:
         Raises:
             CheckpointError: as `tensor`; or an id is outside the tensor, or `ids` is not a list of integers.
         """
-        wanted = self._row_ids(name, ids)
-        file = self._file(name)
-        value, sha256 = file.read_rows(name, wanted)
-        self._record(file, ReadRecord(name, len(wanted), value.numel() * value.element_size(), sha256))
-        return value
+        return self._tensor(name, self.dtype(name), self._row_ids(name, ids))
 
-    def pieces(self, name: str, ids: ArrayLike | None = None, piece_bytes: int = 8 << 20) -> Iterator[torch.Tensor]:
-        """Yield a tensor [all_rows, ...], or its rows `ids` in that order, bit for bit, as pieces [n, ...].
+    def raw(self, name: str) -> Bytes:
+        """Read a whole tensor as uint8 [rows, row_bytes]; a scalar is one row. Raises as `tensor`."""
+        return self._read(name, None)
+
+    def pieces(
+        self, name: str, ids: ArrayLike | None = None, piece_bytes: int = stream.PIECE_BYTES
+    ) -> Generator[Bytes, None, str]:
+        """Yield a tensor [all_rows, ...], or its rows `ids` in that order, bit for bit, as uint8 [n, row_bytes].
 
         For streaming through: it is faster than `tensor` and `rows`, and takes little memory whatever the size, because
         the pieces share a few buffers. **A piece is valid only until two more have been asked for.** The read is
-        recorded in `files` after the last piece.
+        recorded in `files` after the last piece; the SHA-256 of all bytes is what the generator returns.
 
         Args:
             name: of the tensor.
             ids: rows, as in `rows`; None for the whole tensor.
-            piece_bytes: size of a piece; it has at least one row. A scalar is one piece.
+            piece_bytes: size of a piece; it has at least one row. A scalar is one row.
 
         Raises:
             CheckpointError: as `rows`.
         """
         wanted = None if ids is None else self._row_ids(name, ids)
-        file = self._file(name)
-        sha256 = yield from file.pieces(name, wanted, piece_bytes)
-        info = file.tensors[name]
-        size_bytes = info.size_bytes if wanted is None else len(wanted) * row_size(info)
-        self._record(file, ReadRecord(name, None if wanted is None else len(wanted), size_bytes, sha256))
+        sha256 = yield from stream.pieces(self._file(name), name, wanted, piece_bytes)
+        self._record(name, wanted, sha256)
+        return sha256
+
+    def sha256(self, name: str) -> str:
+        """Read a tensor piece by piece and return the SHA-256 of its bytes. Raises as `tensor`."""
+        reading = self.pieces(name)
+        while True:
+            try:
+                next(reading)
+            except StopIteration as end:
+                return str(end.value)
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor; CheckpointError where there is none of that name."""
@@ -123,6 +138,18 @@ class Checkpoint:
                 return MappingProxyType(dict(file.header.metadata))
         return MappingProxyType({})
 
+    def _tensor(self, name: str, dtype: torch.dtype, ids: NDArray[np.int64] | None) -> torch.Tensor:
+        import torch
+
+        info = self.info(name)
+        shape = info.shape if ids is None else (len(ids), *info.shape[1:])
+        return torch.from_numpy(self._read(name, ids).reshape(-1)).view(dtype).reshape(shape)
+
+    def _read(self, name: str, ids: NDArray[np.int64] | None) -> Bytes:
+        value, sha256 = stream.read(self._file(name), name, ids)
+        self._record(name, ids, sha256)
+        return value
+
     def _row_ids(self, name: str, ids: ArrayLike) -> NDArray[np.int64]:
         wanted = np.asarray(ids)
         if wanted.size == 0:
@@ -130,7 +157,10 @@ class Checkpoint:
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
             raise CheckpointError(
                 f"{self.where}: rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape "
-                f"{wanted.shape}."
+                f"{wanted.shape}.",
+                path=self.where,
+                tensor=name,
+                found=str(wanted.dtype),
             )
         return np.ascontiguousarray(wanted, dtype=np.int64)
 
@@ -140,17 +170,22 @@ class Checkpoint:
         except KeyError:
             raise CheckpointError(
                 f"{self.where}: no tensor {shorten(name)}; it holds {len(self._file_of)}: "
-                f"{shorten(sorted(self._file_of)[:12], 400)}."
+                f"{shorten(sorted(self._file_of)[:12], 400)}.",
+                path=self.where,
+                tensor=name,
             ) from None
 
-    def _record(self, file: WeightsFile, read: ReadRecord) -> None:
-        self._reads.setdefault(file.path, []).append(read)
+    def _record(self, name: str, ids: NDArray[np.int64] | None, sha256: str) -> None:
+        info = self.info(name)
+        rows = None if ids is None else len(ids)
+        size_bytes = info.size_bytes if rows is None else rows * info.row_bytes
+        self._reads.setdefault(self._file(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
 
 
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Checkpoint:
     """Open the weights in a folder, or one file of weights.
 
-    Which files of a folder count is said in `checkpoint_paths`. Everything is checked before it is trusted: headers
+    Which files of a folder count is said in `weights/paths.py`. Everything is checked before it is trusted: headers
     against file sizes, the index against the shards, shard names and links against the folder.
 
     Args:
@@ -164,7 +199,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Ch
     if path.is_file():
         return _single(path, open_weights_file(path))
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder or file. Expected a checkpoint.")
+        raise CheckpointError(f"{path}: no such folder or file.\nExpected a checkpoint.", path=str(path))
     chosen = choose_weights(list_names(path), str(path))
     if not chosen.endswith(".index.json"):
         return _single(path, open_weights_file(path_inside(path, chosen)))
@@ -189,18 +224,20 @@ def _sharded(folder: Path, index: WeightsIndex, only: Collection[str] | None) ->
     wanted = {name: shard for name, shard in index.shard_of.items() if only is None or name in only}
     needed = tuple(dict.fromkeys(wanted.values()))
     shards = {shard: open_weights_file(path_inside(folder, shard)) for shard in needed}
+    versions = "Index and shards come from different versions"
     for name, shard in wanted.items():
         if name not in shards[shard].tensors:
-            raise CheckpointError(
-                f"{index.where}: says that {shard} holds {shorten(name)}, but it does not.\n"
-                f"Index and shards come from different versions. {FETCH_AGAIN}"
-            )
+            problem = f"says that {shard} holds {shorten(name)}, but it does not.\n{versions}"
+            raise damaged(index.where, problem, tensor=name, shard=shard)
     for shard, file in shards.items():
         for name in file.tensors:
             if (claimed := index.shard_of.get(name)) != shard:
                 says = f"says {claimed}" if claimed else "does not name it"
-                raise CheckpointError(
-                    f"{folder / shard}: holds tensor {shorten(name)}, but the index {says}.\n"
-                    f"Index and shards come from different versions. {FETCH_AGAIN}"
+                raise damaged(
+                    f"{folder / shard}",
+                    f"holds tensor {shorten(name)}, but the index {says}.\n{versions}",
+                    tensor=name,
+                    shard=shard,
+                    claimed=claimed,
                 )
     return {name: shards[shard] for name, shard in wanted.items()}

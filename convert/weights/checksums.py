@@ -10,36 +10,38 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 from xxhash import xxh3_64_digest
-
-from .writer import tensor_bytes
-
-if TYPE_CHECKING:
-    import torch
-    from numpy.typing import NDArray
 
 ROW_CHECKSUM_BYTES = 8
 
 
+def sha256_of(data: bytes | memoryview) -> str:
+    """SHA-256 of bytes as lower-case hex."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file's bytes as lower-case hex, read in pieces of 1 MiB."""
-    digest = hashlib.sha256()
+    """SHA-256 of a file's bytes as lower-case hex."""
     with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return sha256_from(file).hexdigest()
 
 
-def row_checksums(rows: torch.Tensor) -> NDArray[np.uint8]:
-    """Checksums uint8 [rows, 8] of a matrix [rows, columns] of any dtype."""
-    count = rows.shape[0]
-    data = tensor_bytes(rows)
-    size = len(data) // count if count else 0
-    joined = b"".join(xxh3_64_digest(data[start : start + size]) for start in range(0, count * size, size))
-    return np.frombuffer(joined, dtype=np.uint8).reshape(count, ROW_CHECKSUM_BYTES)
+def sha256_from(file: BinaryIO) -> hashlib._Hash:
+    """SHA-256 of what an open file holds from its position on, to be updated with what comes after; pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    while piece := file.read(1 << 20):
+        digest.update(piece)
+    return digest
+
+
+def row_checksums(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Checksums uint8 [rows, 8] of the contiguous rows of a matrix, uint8 [rows, row_bytes]."""
+    joined = b"".join(map(xxh3_64_digest, rows))
+    return np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), ROW_CHECKSUM_BYTES)
 
 
 def encode_checksums(checksums: NDArray[np.uint8]) -> str:

@@ -99,13 +99,18 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         for pattern, meaning in _FOREIGN:
             if pattern.fullmatch(short):
                 raise UnsupportedHeadError(
-                    f"{where}: tensor {name} marks {meaning}, which is not converted; expected an unquantised EAGLE-3, "
-                    "EAGLE-1 or EAGLE-2 head with a Llama decoder layer"
+                    f"{where}: tensor {name} marks {meaning}, which is not converted.\n"
+                    "Expected an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama decoder layer.",
+                    path=where,
+                    tensor=name,
+                    found=meaning,
                 )
     if kind == "eagle" and FC not in bare.values():
         raise UnsupportedHeadError(
-            f"{where}: neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight); found "
-            + _some(ordered)
+            f"{where}: neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight).\nFound "
+            f"{_some(ordered)}.",
+            path=where,
+            found=ordered,
         )
 
     stored: dict[str, str] = {}
@@ -120,19 +125,28 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         canonical = _rename(short, kind)
         if not _known(canonical, kind):
             raise UnsupportedHeadError(
-                f"{where}: tensor {name} has no place in an {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head; "
-                "a head of another kind is refused rather than guessed at"
+                f"{where}: tensor {name} has no place in an {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head.\n"
+                "A head of another kind is refused rather than guessed at.",
+                path=where,
+                tensor=name,
             )
         if canonical in stored:
-            raise CheckpointError(f"{where}: tensors {stored[canonical]} and {name} both mean {canonical}; keep one")
+            raise CheckpointError(
+                f"{where}: tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them.",
+                path=where,
+                tensor=canonical,
+                found=[stored[canonical], name],
+            )
         stored[canonical] = name
 
     required = EAGLE3_REQUIRED if kind == "eagle3" else (FC, *_eagle_layer("layers.0."))
     missing = [name for name in required if name not in stored]
     if missing:
         raise CheckpointError(
-            f"{where}: incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing; "
-            "fetch the checkpoint again"
+            f"{where}: incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing.\n"
+            "Fetch the checkpoint again.",
+            path=where,
+            missing=missing,
         )
     return NameTable(kind, stored, dropped)
 

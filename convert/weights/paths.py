@@ -16,7 +16,8 @@ from typing import Any
 from eagle_slim.vocab_tools.errors import UsageError
 
 from ..errors import CheckpointError
-from .types import FETCH_AGAIN, shorten
+from ..files import read_regular
+from .types import damaged, shorten
 
 SINGLE_SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -55,7 +56,9 @@ def choose_weights(names: list[str], where: str) -> str:
     if shards:
         raise CheckpointError(
             f"{where}: holds shards such as {shards[0]} but no index: expected {SAFETENSORS_INDEX} or {TORCH_INDEX}.\n"
-            "Fetch the index file as well."
+            "Fetch the index file as well.",
+            path=where,
+            found=shards[0],
         )
     others = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
     plain = [name for name in others if name != "consolidated.safetensors"] or others
@@ -64,11 +67,15 @@ def choose_weights(names: list[str], where: str) -> str:
     if plain:
         raise CheckpointError(
             f"{where}: several files of weights and none with the usual name: {', '.join(plain[:5])}.\n"
-            "Give a folder with the one that is meant and its config.json."
+            "Give a folder with the one that is meant and its config.json.",
+            path=where,
+            found=plain,
         )
     raise CheckpointError(
         f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}.\n"
-        + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty.")
+        + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
+        path=where,
+        found=sorted(names),
     )
 
 
@@ -80,11 +87,10 @@ def read_index(path: Path) -> WeightsIndex:
     """
     try:
         if path.stat().st_size > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{path}: an index of {path.stat().st_size:,} bytes is not an index.")
-        raw = path.read_bytes()
+            raise damaged(str(path), f"an index of {path.stat().st_size:,} bytes is not an index")
+        return parse_index(read_regular(path), str(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
-    return parse_index(raw, str(path))
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
 
 
 def parse_index(raw: bytes, where: str) -> WeightsIndex:
@@ -96,16 +102,16 @@ def parse_index(raw: bytes, where: str) -> WeightsIndex:
 
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len({name for name, _ in pairs}) != len(pairs):
-            raise CheckpointError(f"{where}: the index names a tensor twice.\n{FETCH_AGAIN}")
+            raise damaged(where, "the index names a tensor twice")
         return dict(pairs)
 
     try:
         index = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: not valid JSON ({shorten(str(error))}).\n{FETCH_AGAIN}") from error
+        raise damaged(where, f"not valid JSON ({shorten(str(error))})") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{where}: expected an object with a filled weight_map.\n{FETCH_AGAIN}")
+        raise damaged(where, "expected an object with a filled weight_map")
     for name, shard in weight_map.items():
         check_shard_name(shard, f"{where}: shard of tensor {shorten(name)}")
     return WeightsIndex(where, weight_map)
@@ -126,7 +132,8 @@ def check_shard_name(shard: object, label: str) -> None:
     if not safe:
         raise CheckpointError(
             f"{label}: expected the name of a file in the same folder, found {shorten(shard)}.\n"
-            "An index that points elsewhere is not to be trusted: fetch the repository from its author again."
+            "An index that points elsewhere is not to be trusted: fetch the repository from its author again.",
+            shard=shard,
         )
 
 
@@ -142,7 +149,9 @@ def clean_subfolder(subfolder: object) -> str:
     if path is None or path.is_absolute() or ".." in path.parts or "\\" in str(path):
         raise UsageError(
             f"subfolder {shorten(subfolder)}: expected the name of a folder inside the repository or folder, "
-            "such as eagle3 or heads/eagle3"
+            "such as eagle3 or heads/eagle3.",
+            option="--subfolder",
+            found=subfolder,
         )
     return "/".join(path.parts)
 
@@ -162,12 +171,16 @@ def path_inside(folder: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:
         reason = "a link to nothing" if path.is_symlink() else "not there"
         raise CheckpointError(
-            f"{path}: {reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again."
+            f"{path}: {reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again.",
+            path=str(path),
+            found=reason,
         ) from error
     if not any(real.is_relative_to(root) for root in allowed_roots(folder)):
         raise CheckpointError(
             f"{path}: a link that leads out of the checkpoint, to {real}.\n"
-            "Expected a file in this folder; copy the file there if you trust it."
+            "Expected a file in this folder; copy the file there if you trust it.",
+            path=str(path),
+            found=str(real),
         )
     return path
 
@@ -188,4 +201,4 @@ def list_names(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not os.path.isdir(folder / name))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}.") from error
+        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}.", path=str(folder)) from error

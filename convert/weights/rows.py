@@ -5,39 +5,18 @@ Rows that keep their dtype keep their bits. Rows of a target in another dtype ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import CheckpointError, MismatchError
+from .checkpoint import Checkpoint
 from .checksums import row_checksums
-
-if TYPE_CHECKING:
-    import torch
-    from numpy.typing import NDArray
-
-    from .checkpoint import FileRecord
-
-_INFINITY_BITS = {"torch.bfloat16": 0x7F80, "torch.float16": 0x7C00, "torch.float32": 0x7F800000}
-
-
-class RowSource(Protocol):
-    """A checkpoint with a matrix whose rows can be gathered."""
-
-    @property
-    def files(self) -> Sequence[FileRecord]:
-        """What was read so far."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the matrix, [rows, columns]."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Dtype of the matrix."""
-
-    def pieces(self, name: str, ids: NDArray[np.int64]) -> Iterator[torch.Tensor]:
-        """Rows `ids`, in that order, in pieces [n, columns], each valid until two more have been asked for."""
+from .dtypes import LONG_NAMES, first_nonfinite_row, item_size, rounded
+from .stream import Bytes
 
 
 @dataclass
@@ -48,15 +27,15 @@ class GatheredRows:
         source: where the matrix is.
         name: its name there.
         row_ids: int64 [rows], the rows wanted, in the order wanted.
-        dtype: what the rows are to be.
+        dtype: what the rows are to be: one of `dtypes.FLOATS`.
         where: source in words, for messages.
         target_ids: int64 [rows], the token of each row, for messages.
     """
 
-    source: RowSource
+    source: Checkpoint
     name: str
     row_ids: NDArray[np.int64]
-    dtype: torch.dtype
+    dtype: str
     where: str
     target_ids: NDArray[np.int64]
     _checksums: list[NDArray[np.uint8]] = field(default_factory=list, init=False)
@@ -64,7 +43,7 @@ class GatheredRows:
     @property
     def rounded(self) -> bool:
         """Whether the rows change dtype on the way."""
-        return self.source.dtype(self.name) != self.dtype
+        return self.source.info(self.name).dtype != self.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,76 +51,66 @@ class GatheredRows:
         return (len(self.row_ids), self.source.shape(self.name)[1])
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of the rows as they are written."""
+        return self.shape[0] * self.shape[1] * item_size(self.dtype)
+
+    @property
     def checksums(self) -> NDArray[np.uint8]:
         """uint8 [rows, 8]; valid once every chunk has been handed out."""
         return np.concatenate(self._checksums)
 
-    def chunks(self) -> Iterator[torch.Tensor]:
-        """Yield the rows [n, hidden], in order; a chunk is valid until two more have been asked for.
+    def chunks(self) -> Generator[Bytes, None, str]:
+        """Yield the rows, uint8 [n, row_bytes], in order; a chunk is valid until two more have been asked for.
+
+        Returns the SHA-256 of what was yielded.
 
         Raises:
             CheckpointError: a row holds NaN or infinity.
             MismatchError: a value does not fit the head's dtype.
         """
         self._checksums.clear()
-        start = 0
-        for rows in self.source.pieces(self.name, self.row_ids):
-            piece = slice(start, start + len(rows))
+        found = self.source.info(self.name).dtype
+        start, of_rounded = 0, hashlib.sha256()
+        reading = self.source.pieces(self.name, self.row_ids)
+        while True:
+            try:
+                rows = next(reading)
+            except StopIteration as end:
+                return of_rounded.hexdigest() if self.rounded else str(end.value)
+            tokens = self.target_ids[start : start + len(rows)]
             start += len(rows)
-            refuse_nonfinite(rows, f"{self.where}: {self.name}", self.target_ids[piece])
-            if rows.dtype != self.dtype:
-                rounded = rows.to(self.dtype)
-                self._refuse_overflow(rounded, self.target_ids[piece])
-                rows = rounded
+            refuse_nonfinite(rows, found, self.where, self.name, tokens)
+            if found != self.dtype:
+                rows = rounded(rows, found, self.dtype)
+                self._refuse_overflow(rows, found, tokens)
+                of_rounded.update(rows.data)
             self._checksums.append(row_checksums(rows))
             yield rows
 
-    def digest(self) -> str:
-        """SHA-256 of all rows as they were read, which is as they are written where they keep their dtype."""
-        reads = [read for file in self.source.files for read in file.reads if read.tensor == self.name and read.rows]
-        return reads[-1].sha256
-
-    def _refuse_overflow(self, rounded: torch.Tensor, target_ids: NDArray[np.int64]) -> None:
-        import torch
-
-        if all_finite(rounded):
-            return
-        bad = int(torch.nonzero(~torch.isfinite(rounded).all(dim=1))[0])
-        raise MismatchError(
-            f"{self.where}: {self.name}: row of token {int(target_ids[bad])} holds a value too large for the head's "
-            f"{str(self.dtype).removeprefix('torch.')}; convert a head in the target's own dtype "
-            f"({str(self.source.dtype(self.name)).removeprefix('torch.')})"
-        )
-
-
-def all_finite(tensor: torch.Tensor) -> bool:
-    """Whether a CPU tensor of bf16, fp16 or fp32 holds neither NaN nor infinity, without temporary memory.
-
-    With all exponent bits set a number is not finite, and its bits exceed those of every finite number of its sign: as
-    signed integers the positive ones come to the top, as unsigned integers the negative ones. bf16 infinity is
-    0x7f80, minus infinity 0xff80. Two maxima on one core take a tenth of the time of `torch.isfinite` on all.
-    """
-    import torch
-
-    if tensor.numel() == 0:
-        return True
-    infinity = _INFINITY_BITS[str(tensor.dtype)]
-    wide = tensor.dtype.itemsize == 4
-    bits = tensor.contiguous().view(torch.int32 if wide else torch.int16).numpy()
-    unsigned = bits.view(np.uint32 if wide else np.uint16)
-    sign = 1 << (31 if wide else 15)
-    return int(bits.max()) < infinity and int(unsigned.max()) < sign + infinity
+    def _refuse_overflow(self, rows: Bytes, found: str, tokens: NDArray[np.int64]) -> None:
+        if (row := first_nonfinite_row(rows, self.dtype)) is not None:
+            raise MismatchError(
+                f"{self.where}: {self.name}: row of token {tokens[row]} holds a value too large for the head's "
+                f"{LONG_NAMES[self.dtype]}.\nConvert a head in the target's own dtype ({LONG_NAMES[found]}).",
+                tensor=self.name,
+                token=int(tokens[row]),
+                expected=LONG_NAMES[self.dtype],
+                found=LONG_NAMES[found],
+            )
 
 
 def refuse_nonfinite(
-    tensor: torch.Tensor, where: str, target_ids: NDArray[np.int64] | None = None, first_row: int = 0
+    rows: Bytes, dtype: str, where: str, name: str, target_ids: NDArray[np.int64] | None = None, first_row: int = 0
 ) -> None:
-    """Raise CheckpointError where a tensor (or its part from `first_row` on) holds NaN or infinity, naming the row."""
-    import torch
-
-    if all_finite(tensor):
+    """Raise CheckpointError where rows uint8 [n, row_bytes] (from `first_row` on) hold NaN or infinity, naming one."""
+    if (row := first_nonfinite_row(rows, dtype)) is None:
         return
-    rows = tensor.reshape(tensor.shape[0], -1)
-    row = int(torch.nonzero(~torch.isfinite(rows).all(dim=1))[0])
-    place = f"row {first_row + row}" if target_ids is None else f"row of token {int(target_ids[row])}"
-    raise CheckpointError(f"{where}: {place} holds NaN or infinity; the checkpoint is damaged, fetch it again")
+    token = None if target_ids is None else int(target_ids[row])
+    place = f"row {first_row + row}" if token is None else f"row of token {token}"
+    raise CheckpointError(
+        f"{where}: {name}: {place} holds NaN or infinity.\nThe checkpoint is damaged: fetch it again.",
+        tensor=name,
+        row=first_row + row,
+        token=token,
+    )

@@ -1,17 +1,13 @@
-"""What every reader of weights files shares: the description of a tensor, the record of a read, the reader protocol."""
+"""What every reader of weights files shares: the description of a tensor, the record of a read, words of messages."""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
+from ..errors import CheckpointError
 
 FETCH_AGAIN = "The download may have been cut short or the file damaged: delete it and fetch it again."
 
@@ -31,6 +27,16 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     size_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        """Size of the first dimension; a scalar counts as one row."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row; 0 where the tensor is empty."""
+        return self.size_bytes // self.num_rows if self.num_rows else 0
 
 
 @dataclass(frozen=True)
@@ -59,28 +65,9 @@ class FileRecord:
     reads: tuple[ReadRecord, ...]
 
 
-class WeightsFile(Protocol):
-    """One file of weights, opened lazily: its tensors are known, their data is read on demand."""
-
-    path: Path
-    size_bytes: int
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor of the file by name."""
-        ...
-
-    def read(self, name: str) -> tuple[torch.Tensor, str]:
-        """Return the whole tensor, freshly allocated, and the sha256 of its bytes."""
-        ...
-
-    def read_rows(self, name: str, ids: NDArray[np.int64]) -> tuple[torch.Tensor, str]:
-        """Return rows `ids` [rows] as [rows, ...] in that order, freshly allocated, and the sha256 of their bytes."""
-        ...
-
-    def pieces(self, name: str, ids: NDArray[np.int64] | None, piece_bytes: int) -> Generator[torch.Tensor, None, str]:
-        """Yield the tensor, or its rows `ids`, in pieces (`Checkpoint.pieces`); return the sha256 of all bytes."""
-        ...
+def damaged(where: str, problem: str, **facts: Any) -> CheckpointError:
+    """The error for a file that is not what it claims to be: fetch it again."""
+    return CheckpointError(f"{where}: {problem}.\n{FETCH_AGAIN}", path=where, **facts)
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -8,64 +8,50 @@ Format: https://huggingface.co/docs/safetensors/index#format
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import torch
+from .checksums import sha256_of
+from .dtypes import LONG_NAMES, item_size
+from .safetensors_header import header_bytes
+from .stream import Bytes
 
-DTYPE_NAMES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
 # The order in which the reference writer sorts dtypes: descending in its own enumeration.
 _DTYPE_ORDER = ["F64", "I64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"]
 _FLUSH_BYTES = 64 << 20
-_ITEM_SIZE = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+Chunks = Callable[[], Generator[Bytes, None, str]]
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """One tensor to be written: what it is, and a function that yields its bytes when its turn comes.
 
-    `chunks()` yields CPU tensors of `dtype` whose elements, in order, are the tensor's own in row-major order.
-    `digest()`, where given, is asked after the last chunk for the SHA-256 of the tensor's bytes, by someone who has
-    hashed these very bytes already; without it they are hashed here.
+    Attributes:
+        name: of the tensor.
+        dtype: safetensors spelling.
+        shape: one integer per dimension.
+        chunks: yields uint8 arrays that are, one after another, the tensor's bytes in row-major order, and returns the
+            SHA-256 of them all. A chunk must stay as it is until two more have been asked for.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
-    chunks: Callable[[], Iterable[torch.Tensor]]
-    digest: Callable[[], str] | None = None
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype as safetensors spells it ("BF16", "I64", ...)."""
-        return DTYPE_NAMES[str(self.dtype).removeprefix("torch.")]
+    chunks: Chunks
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the tensor's data."""
-        return math.prod(self.shape) * _ITEM_SIZE[self.dtype_name]
+        return math.prod(self.shape) * item_size(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -83,52 +69,44 @@ class WrittenFile:
     tensors: dict[str, str]
 
 
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The raw little-endian bytes of a CPU tensor, without a copy where it is contiguous."""
-    import torch
+def whole(raw: Bytes) -> Chunks:
+    """A `TensorPlan.chunks` for bytes that are already in memory."""
 
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.numel() == 0:
-        return memoryview(b"")
-    return flat.view(torch.uint8).numpy().data
+    def chunks() -> Generator[Bytes, None, str]:
+        yield raw
+        return sha256_of(raw.reshape(-1).data)
 
-
-def whole(tensor: torch.Tensor) -> Callable[[], Iterator[torch.Tensor]]:
-    """A `TensorPlan.chunks` for a tensor that is already in memory."""
-    return lambda: iter((tensor,))
+    return chunks
 
 
 def array_plan(name: str, array: NDArray[Any]) -> TensorPlan:
-    """The plan of a small NumPy array (int64 or bool maps)."""
-    import torch
+    """The plan of a small array in memory, of a dtype that NumPy has."""
+    dtype = next(short for short, long_name in LONG_NAMES.items() if long_name == array.dtype.name)
+    return TensorPlan(name, dtype, array.shape, whole(np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
 
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return TensorPlan(name, tensor.dtype, tuple(tensor.shape), whole(tensor))
+
+def zeros_plan(name: str, dtype: str, size: int) -> TensorPlan:
+    """The plan of a vector [size] of zeros of any dtype."""
+    return TensorPlan(name, dtype, (size,), whole(np.zeros(size * item_size(dtype), np.uint8)))
 
 
 def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping[str, str]) -> WrittenFile:
     """Write `plans` to `path`, flushed to the disk, and return the size and checksums of what was written.
 
     Raises:
-        ValueError: a plan yielded another dtype or another number of bytes than it declared, or a name occurs twice.
+        ValueError: a plan yielded another number of bytes than it declared, or a name occurs twice.
         OSError: the disk refused.
     """
-    ordered = sorted(plans, key=lambda plan: (_DTYPE_ORDER.index(plan.dtype_name), plan.name))
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    ordered = sorted(plans, key=lambda plan: (_DTYPE_ORDER.index(plan.dtype), plan.name))
+    entries: dict[str, object] = {}
     offset = 0
     for plan in ordered:
-        if plan.name in header:
+        if plan.name in entries:
             raise ValueError(f"tensor {plan.name} is planned twice")
-        header[plan.name] = {
-            "dtype": plan.dtype_name,
-            "shape": list(plan.shape),
-            "data_offsets": [offset, offset + plan.size_bytes],
-        }
+        offsets = [offset, offset + plan.size_bytes]
+        entries[plan.name] = {"dtype": plan.dtype, "shape": list(plan.shape), "data_offsets": offsets}
         offset += plan.size_bytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    start = len(text).to_bytes(8, "little") + text
-
+    start = header_bytes(entries, dict(sorted(metadata.items())))
     digests: dict[str, str] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -139,7 +117,7 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return WrittenFile(len(start) + offset, hashlib.sha256(start).hexdigest(), digests)
+    return WrittenFile(len(start) + offset, sha256_of(start), digests)
 
 
 class _Flusher:
@@ -174,20 +152,18 @@ class _Flusher:
 
 
 def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor, flusher: _Flusher) -> str:
-    digest = hashlib.sha256() if plan.digest is None else None
-
     def put(data: memoryview) -> None:
-        if digest is not None:
-            digest.update(data)
         _write_all(descriptor, data)
         flusher.wrote(len(data))
 
-    written = 0
+    chunks, written = plan.chunks(), 0
     before: Future[None] | None = None
-    for chunk in plan.chunks():
-        if chunk.dtype != plan.dtype:
-            raise ValueError(f"tensor {plan.name}: planned as {plan.dtype}, got {chunk.dtype}")
-        data = tensor_bytes(chunk)
+    while True:
+        try:
+            data = next(chunks).reshape(-1).data
+        except StopIteration as end:
+            sha256 = str(end.value)
+            break
         written += len(data)
         if before is not None:
             before.result()
@@ -196,10 +172,7 @@ def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor,
         before.result()
     if written != plan.size_bytes:
         raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {written}")
-    if plan.digest is not None:
-        return plan.digest()
-    assert digest is not None
-    return digest.hexdigest()
+    return sha256
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda")
-    prompts = [model.encode_chat(prompt.text) for prompt in load_prompts(arguments.prompts, limit=arguments.limit)]
+    prompts = [model.encode_chat(prompt.turns[0]) for prompt in load_prompts(arguments.prompts, limit=arguments.limit)]
     options: dict[str, Any] = {"max_new_tokens": arguments.new}
     sampled = options | {"temperature": 0.7, "top_p": 0.9, "seed": 1}
     variants: dict[str, tuple[SpeculativeModel, dict[str, Any]]] = {"plain": (model, options | {"speculative": False})}

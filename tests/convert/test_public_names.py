@@ -8,9 +8,10 @@ import eagle_slim.convert as package
 
 NAMES = {
     "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError", "DraftHead",
-    "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError", "SourceError",
+    "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError", "Planned",
+    "PreparedConversion", "SourceError",
     "UnsupportedHeadError", "Verification", "VocabRequest", "convert_head", "embedded_head", "embedded_target_folder",
-    "export_embedded_target", "open_checkpoint", "open_head", "push_folder", "verify_artifact",
+    "export_embedded_target", "open_checkpoint", "open_head", "prepare_conversion", "push_folder", "verify_artifact",
 }  # fmt: skip
 
 

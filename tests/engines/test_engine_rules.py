@@ -2,8 +2,10 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from eagle_slim.convert.artifact.engine_table import EAGLE1, EAGLE3, HEADS, head_table, with_config
 from eagle_slim.convert.artifact.engines import (
     ENGINES,
     HeadFacts,
@@ -16,35 +18,16 @@ from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
+from support.raising import raises
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "head_dim": 64,
-    "rope_scaling": None,
-}
-EAGLE3 = HeadFacts("eagle3", CONFIG, frozenset({"fc.weight"}), 640, 2048, num_taps=3, target_layers=8)
-EAGLE1 = HeadFacts(
-    "eagle", CONFIG | {"architectures": ["LlamaForCausalLM"]}, frozenset({"fc.weight", "fc.bias"}), 320, 2048, 0
-)
-
-BIASED = replace(EAGLE3, tensor_names=frozenset({"fc.weight", "midlayer.self_attn.q_proj.bias"}))
-
-
-def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
-    return replace(facts, config={**facts.config, **changes})
-
-
-WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
-WINDOWED = with_config(EAGLE3, **WINDOW)
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
 
 
 def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
     """(severity, message) of what the engine makes of the head itself, versions apart."""
     proven = ENGINES[engine].proven
     findings = check_engine(facts, engine, version=None if proven is None else proven[0])
-    return [(f.severity, str(f)) for f in findings if f.severity != "note" and "no version of it" not in f.problem]
+    return [(f.severity, str(f)) for f in findings if f.severity != "note" and not f.is_about_version]
 
 
 def test_an_ordinary_slim_head_is_taken_by_all_engines_but_lmdeploy() -> None:
@@ -62,85 +45,33 @@ def test_the_lmdeploy_flavour_is_taken_by_lmdeploy_and_refused_by_sglang() -> No
     assert problems(flavour, "specforge")[0][0] == "error"
 
 
+def test_the_table_of_the_docs_is_made_from_the_rules() -> None:
+    assert head_table() in DOCS.read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
-    ("facts", "engine", "severity", "words"),
+    ("kind", "engine", "words"),
     [
-        (replace(EAGLE3, num_taps=4), "safeailab", "error", "4 captured layers"),
-        (replace(EAGLE3, num_taps=4), "speculators", "error", "4 captured layers"),
-        (replace(EAGLE3, num_taps=4), "lmdeploy", "error", "4 captured layers"),
-        (replace(EAGLE3, num_taps=4), "vllm", "error", "num_aux_hidden_states"),
-        (with_config(EAGLE3, rope_scaling={"rope_type": "llama3"}), "safeailab", "error", "vLLM or SGLang"),
-        (with_config(EAGLE3, head_dim=128), "safeailab", "error", "head_dim"),
-        (replace(EAGLE3, draft_vocab=8), "safeailab", "error", "top_k"),
-        (replace(EAGLE3, tensor_names=frozenset({"input_norm.weight"})), "lmdeploy", "error", "KeyError"),
-        (replace(EAGLE3, draft_vocab=2048), "lmdeploy", "error", "--draft-vocab"),
-        *((BIASED, engine, "error", "biases") for engine in ("sglang", "safeailab", "lmdeploy", "specforge")),
-        *(
-            (with_config(EAGLE3, norm_before_residual=True), engine, "error", "norm_before_residual")
-            for engine in ("sglang", "tensorrt-llm", "safeailab", "lmdeploy", "specforge")
-        ),
-        (with_config(EAGLE3, norm_before_residual=True), "speculators", "warning", "--algorithm-kwargs"),
-        *(
-            (with_config(EAGLE3, norm_output=True), engine, "error", "vLLM or SGLang")
-            for engine in ("safeailab", "lmdeploy")
-        ),
-        *(
-            (with_config(head, hidden_act="gelu"), engine, "error", "'gelu' raises ValueError")
-            for head in (EAGLE3, EAGLE1)
-            for engine in ("vllm", "sglang")
-        ),
-        *(
-            (with_config(EAGLE3, hidden_act="gelu"), engine, "error", "silu is computed in its place")
-            for engine in ("tensorrt-llm", "lmdeploy")
-        ),
-        (with_config(EAGLE3, hidden_act="swish"), "vllm", "error", "the same function"),
-        (WINDOWED, "sglang", "warning", "--speculative-draft-window-size 2047"),
-        *(
-            (WINDOWED, engine, "warning", "window of 2048 tokens is not known")
-            for engine in ("tensorrt-llm", "safeailab", "lmdeploy", "specforge")
-        ),
-        (WINDOWED, "speculators", "warning", '"sliding_window": 2048'),
-        (with_config(EAGLE1, **WINDOW), "vllm", "error", "AssertionError"),
-        (with_config(EAGLE1, **WINDOW), "sglang", "warning", "eagle-generate"),
-        (EAGLE1, "vllm", "warning", "--speculative-token-map"),
-        (EAGLE1, "tensorrt-llm", "error", "SGLang"),
-        (EAGLE1, "sglang", "error", "--for sglang"),
-        (replace(EAGLE1, nonzero_fc_bias=True), "vllm", "warning", "fc.bias"),
-        (with_config(EAGLE1, architectures=["LlamaForCausalLMEagle"]), "vllm", "error", "without --for sglang"),
+        ("`fc` over more or fewer than 3 target layers, unconverted", "vllm", "num_aux_hidden_states"),
+        ("`norm_before_residual` (default of speculators' format)", "speculators", "--algorithm-kwargs"),
+        ("`hidden_act` other than `silu`", "tensorrt-llm", "silu is computed in its place"),
+        ("`hidden_act: swish` (the same function: write `silu`)", "vllm", "the same function"),
+        ("a sliding window in its own layer", "sglang", "--speculative-draft-window-size 2047"),
+        ("a sliding window in its own layer", "speculators", '"sliding_window": 2048'),
+        ("EAGLE-1/2 with a token map", "sglang", "--for sglang"),
+        ("EAGLE-1/2 with a token map", "vllm", "--speculative-token-map"),
     ],
 )
-def test_what_an_engine_cannot_take_is_named_with_the_alternative(
-    facts: HeadFacts, engine: str, severity: str, words: str
-) -> None:
-    assert any(found == severity and words in text for found, text in problems(facts, engine))
+def test_a_finding_names_the_alternative(kind: str, engine: str, words: str) -> None:
+    assert any(words in text for _, text in problems(HEADS[kind], engine))
 
 
-def test_a_head_of_the_last_hidden_state_alone_is_taken_by_vllm_and_not_by_sglang() -> None:
-    head = with_config(replace(EAGLE3, num_taps=1), eagle_config={"use_aux_hidden_state": False})
-    assert problems(head, "vllm") == []
-    assert problems(head, "sglang")[0][0] == "error"
-
-
-@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
-def test_vllm_knows_both_flags_of_the_layers_norms(flag: str) -> None:
-    assert problems(with_config(EAGLE3, **{flag: True}), "vllm") == []
-
-
-def test_vllm_knows_the_window_and_a_window_without_a_layer_type_is_none() -> None:
-    assert problems(WINDOWED, "vllm") == []
+def test_a_window_without_a_layer_type_is_none() -> None:
     assert conversion_findings(with_config(EAGLE3, sliding_window=2048)) == []
-    assert {finding.engine for finding in conversion_findings(WINDOWED)} == {
+    windowed = HEADS["a sliding window in its own layer"]
+    assert {finding.engine for finding in conversion_findings(windowed)} == {
         "sglang", "tensorrt-llm", "safeailab", "lmdeploy",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("engine", ["safeailab", "speculators", "specforge"])
-def test_other_activations_are_known_to_what_takes_them_from_transformers(engine: str) -> None:
-    assert problems(with_config(EAGLE3, hidden_act="gelu"), engine) == []
-
-
-def test_silu_by_its_other_name_is_silu_where_the_name_is_not_read() -> None:
-    assert problems(with_config(EAGLE3, hidden_act="swish"), "tensorrt-llm") == []
 
 
 def test_old_linear_rope_scaling_is_fine_for_safeailab() -> None:
@@ -177,11 +108,11 @@ def test_a_version_outside_the_proven_range_is_a_warning(version: str, outside: 
 
 
 def test_unknown_engines_and_versions_are_usage_errors() -> None:
-    with pytest.raises(UsageError, match=r"expected one of vllm, sglang.*'ollama'"):
+    with raises(UsageError, option="--engine", found="ollama"):
         check_engine(EAGLE3, "ollama")
-    with pytest.raises(UsageError, match="'latest'"):
+    with raises(UsageError, option="--engine-version", found="latest"):
         check_engine(EAGLE3, "vllm", version="latest")
-    with pytest.raises(UsageError, match="exactly one"):
+    with raises(UsageError, option="--engine-version"):
         require_engines(["vllm", "sglang"], "0.32.0")
 
 

@@ -111,7 +111,7 @@ class Repo:
 
 @dataclass
 class Fault:
-    """What goes wrong with the content of a file, `times` times, -1 for always.
+    """What goes wrong, `times` times, -1 for always: with the content of a file, or with any request for a path.
 
     break_after: the connection closes after so many bytes of the body.
     ignore_range: the whole file comes with status 200.
@@ -119,8 +119,15 @@ class Fault:
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
     status: this status and no content.
     bytes_per_s: slow.
-    unanswered: the connection closes without an answer to any request for a path that ends so, HEAD included.
-    head_status: this status for HEAD, with which a download begins.
+    retry_after_s: what a `status` or `any_status` asks to wait.
+
+    With any request for a path that ends so, HEAD and API included:
+
+    unanswered: the connection closes without an answer.
+    silent: the connection stays open without an answer, until the server closes.
+    portal: an HTML page with status 200, as the login page of a network.
+    any_status: this status.
+    head_status: this status for HEAD alone, with which a download begins.
     """
 
     times: int = -1
@@ -130,13 +137,18 @@ class Fault:
     extra_bytes: int = 0
     status: int | None = None
     bytes_per_s: int | None = None
+    retry_after_s: int = 0
     unanswered: bool = False
+    silent: bool = False
+    portal: bool = False
+    any_status: int | None = None
     head_status: int | None = None
 
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        return self.unanswered or self.head_status is not None
+        early = self.unanswered or self.silent or self.portal
+        return early or self.any_status is not None or self.head_status is not None
 
 
 @dataclass
@@ -171,6 +183,7 @@ class HubServer:
         self.leaked_tokens: list[str] = []
         self.uploads: dict[str, bytes] = {}
         self._faults: list[tuple[str, Fault]] = []
+        self.closing = threading.Event()
         self._lock = threading.Lock()
         self._hub = _Server(self)
         self._cdn = _Server(self)
@@ -184,6 +197,7 @@ class HubServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.closing.set()
         for server in (self._hub, self._cdn):
             server.shutdown()
             server.close_connections()
@@ -323,8 +337,17 @@ class _Handler(BaseHTTPRequestHandler):
             if early.unanswered:
                 self.connection.shutdown(socket.SHUT_RDWR)
                 raise _BrokenOffError
-            if early.head_status is not None and self.command == "HEAD":
-                self.send(early.head_status, None, {"Retry-After": "0"})
+            if early.silent:
+                self._count(0)
+                self.hub.closing.wait()
+                raise _BrokenOffError
+            if early.portal:
+                page = b"<!DOCTYPE html><html><title>Log in to the network</title></html>"
+                self.send(200, page, {"Content-Type": "text/html; charset=utf-8"})
+                return
+            status = early.any_status or (early.head_status if self.command == "HEAD" else None)
+            if status is not None:
+                self.send(status, {"error": "as asked for"}, {"Retry-After": str(early.retry_after_s)})
                 return
             for pattern, method in _ROUTES:
                 if (match := pattern.fullmatch(path)) and (
@@ -499,7 +522,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.file = name
         fault = (self.hub.fault_for(name) if self.command == "GET" else None) or Fault()
         if fault.status is not None:
-            self.send(fault.status, {"error": "as asked for"}, {"Retry-After": "0"})
+            self.send(fault.status, {"error": "as asked for"}, {"Retry-After": str(fault.retry_after_s)})
             return
         start, end, status = 0, blob.size, 200
         asked = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range") or "")

@@ -38,7 +38,8 @@ def change_tensors(folder: Path, change: Callable[[Tensors], Any], sign_rows: bo
     def sign(manifest: dict[str, Any]) -> None:
         manifest["files"]["model.safetensors"] = entry
         if sign_rows:
-            manifest["row_checksums"] = encode_checksums(row_checksums(tensors["lm_head.weight"]))
+            rows = tensors["lm_head.weight"].contiguous().view(torch.uint8).numpy()
+            manifest["row_checksums"] = encode_checksums(row_checksums(rows.reshape(len(rows), -1)))
 
     change_manifest(folder, sign)
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from eagle_slim.convert import Artifact, SourceError, VocabRequest, convert_head, open_head, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.convert.sources.hub import open_head_source
+from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
 from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
 from support.hub_server import HubServer, connected
+from support.raising import raises
 
 BY_ID = VocabRequest(order="ids")
 
@@ -73,7 +74,8 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
 
 def test_existing_output_is_refused_before_the_first_request(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "head-v320").mkdir(exist_ok=True)
+    (tmp_path / "head-v320").mkdir()
+    (tmp_path / "head-v320" / "mine.txt").touch()
     with connected(hub, tmp_path / "home"), pytest.raises(SystemExit) as stop:
         convert_command(["org/head", "--draft-vocab", "320", "--order", "ids"])
     assert stop.value.code == 2
@@ -128,7 +130,7 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
 
 def test_gated_target_says_what_to_do(hub, tmp_path):
     hub.repo("org/target").gated = True
-    with connected(hub, tmp_path / "home"), pytest.raises(SourceError, match="HF_TOKEN"):
+    with connected(hub, tmp_path / "home"), raises(SourceError, status=401, gated=True, repo_id="org/target"):
         convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
     assert not (tmp_path / "slim").exists()
     with connected(hub, tmp_path / "home", token="hf_good"):

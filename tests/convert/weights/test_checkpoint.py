@@ -12,13 +12,14 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
 from eagle_slim.convert.sources.lm_head import find_lm_head, open_local_lm_head, ties_embedding
-from eagle_slim.convert.weights import safetensors_file
+from eagle_slim.convert.weights import safetensors_file, stream
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.convert.weights.paths import choose_weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support.raising import raises
 
 DTYPES = [
     torch.float32,
@@ -119,7 +120,8 @@ def test_gathered_rows_equal_indexing(data: st.DataObject, tmp_path_factory: pyt
     path = tmp_path_factory.mktemp("rows") / "model.safetensors"
     save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(safetensors_file, "_SHARE_BYTES", block_bytes)
+        patch.setattr(stream, "PIECE_BYTES", 10 * block_bytes)
         checkpoint = open_checkpoint(path)
         found = checkpoint.rows("t", np.array(ids, dtype=np.int64))
         whole = checkpoint.tensor("t")
@@ -155,12 +157,12 @@ def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.Tem
         checkpoint = open_checkpoint(folder)
         found, held = b"", []
         for piece in checkpoint.pieces("t", ids, piece_bytes):
-            assert piece.dtype == dtype
-            assert tuple(piece.shape[1:]) == shape[1:]
+            assert piece.dtype == np.uint8
+            assert piece.shape[1] == checkpoint.info("t").row_bytes
             # Looked at as late as is promised to be possible: when the next one is there already.
             held.append(piece)
-            found += raw(held[-2]) if len(held) > 1 else b""
-        found += raw(held[-1]) if held else b""
+            found += held[-2].tobytes() if len(held) > 1 else b""
+        found += held[-1].tobytes() if held else b""
     expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
     assert found == raw(expected)
     (record,) = checkpoint.files[0].reads
@@ -171,13 +173,13 @@ def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.Tem
 def test_pieces_of_a_damaged_tensor(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
     checkpoint = open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="booleans must be 0 or 1"):
+    with raises(CheckpointError, tensor="t2d", found=2):
         list(checkpoint.pieces("t2d"))
-    with pytest.raises(CheckpointError, match="row 3 was asked for"):
+    with raises(CheckpointError, tensor="t2d", row=3, rows=3):
         list(checkpoint.pieces("t2d", [3]))
     # Broken off in the middle: nothing is recorded, nothing hangs.
     pieces = checkpoint.pieces("t2d", [0, 1], piece_bytes=1)
-    assert next(pieces).tolist() == [False]
+    assert next(pieces).tolist() == [[0]]
     pieces.close()
     assert checkpoint.files[0].reads == ()
 
@@ -233,7 +235,7 @@ def test_packed_dtypes_do_not_disturb_their_neighbours(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", header, b"\x12\x34abc")
     checkpoint = open_checkpoint(tmp_path)
     assert bytes(checkpoint.tensor("plain").tolist()) == b"abc"
-    with pytest.raises(CheckpointError, match=r"packed.*F4"):
+    with raises(CheckpointError, found="F4"):
         checkpoint.tensor("packed")
 
 
@@ -248,7 +250,7 @@ def test_sharded_and_only_the_needed_shards(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.tensor("a"), one["a"])
     assert torch.equal(checkpoint.rows("lm_head.weight", [3]), two["lm_head.weight"][[3]])
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: not there"):
+    with raises(CheckpointError, found="not there"):
         open_checkpoint(tmp_path)
     head = open_local_lm_head(tmp_path, "target")
     assert (head.name, head.tied, head.shape, head.file) == (
@@ -293,16 +295,19 @@ def test_choice_of_weights(names: list[str], chosen: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "message"),
+    ("names", "facts"),
     [
-        ([], "It is empty"),
-        (["config.json"], "no weights"),
-        (["a.safetensors", "b.safetensors"], "several files"),
-        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "no index"),
+        ([], {"found": []}),
+        (["config.json"], {"found": ["config.json"]}),
+        (["a.safetensors", "b.safetensors"], {"found": ["a.safetensors", "b.safetensors"]}),
+        (
+            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+            {"found": "model-00001-of-00002.safetensors"},
+        ),
     ],
 )
-def test_no_choice_of_weights(names: list[str], message: str) -> None:
-    with pytest.raises(CheckpointError, match=message):
+def test_no_choice_of_weights(names: list[str], facts: dict[str, Any]) -> None:
+    with raises(CheckpointError, **facts):
         choose_weights(names, "here")
 
 
@@ -311,7 +316,7 @@ def test_lm_head_names() -> None:
     assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == ("model.embed_tokens.weight", True)
     name = "language_model.model.embed_tokens.weight"
     assert find_lm_head(["vision.embed_tokens.weight", name], "t") == (name, True)
-    with pytest.raises(CheckpointError, match=r"no LM head.*'my_head.weight'"):
+    with raises(CheckpointError, found=["my_head.weight"]):
         find_lm_head(["my_head.weight"], "t")
 
 
@@ -368,7 +373,7 @@ def test_a_stale_lm_head_in_a_shard_that_is_not_there(tmp_path: Path) -> None:
 
 def test_lm_head_of_integers_is_refused(tmp_path: Path) -> None:
     save_file({"lm_head.weight": torch.ones(4, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"lm_head.weight: expected a matrix of bf16.*found I8"):
+    with raises(CheckpointError, tensor="lm_head.weight", found="I8"):
         open_local_lm_head(tmp_path, "target")
 
 
@@ -421,29 +426,29 @@ def test_a_header_that_lies(tmp_path: Path, header: Any, data: bytes, message: s
 
 def test_lengths_that_lie(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    for content, message in [
-        (b"", "at least 8 bytes, found 0"),
-        (b"1234567", "at least 8 bytes, found 7"),
-        (struct.pack("<Q", 1 << 63) + b"{}", "announce a header of 9,223,372,036,854,775,808 bytes"),
-        (struct.pack("<Q", 3) + b"{}", "truncated: expected a header of 3 bytes"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "Git LFS pointer"),
-        (b"<!DOCTYPE html><html>" + b" " * 100, "not a safetensors file"),
+    for content, facts in [
+        (b"", {"found": 0}),
+        (b"1234567", {"found": 7}),
+        (struct.pack("<Q", 1 << 63) + b"{}", {"header_bytes": 9223372036854775808}),
+        (struct.pack("<Q", 3) + b"{}", {"found": 10, "header_bytes": 3}),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", {"found": "Git LFS pointer"}),
+        (b"<!DOCTYPE html><html>" + b" " * 100, {"header_bytes": 5789751444030890300}),
     ]:
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match=message):
+        with raises(CheckpointError, **facts):
             open_checkpoint(tmp_path)
 
 
 def test_a_header_of_many_names_with_a_pair_at_the_end(tmp_path: Path) -> None:
     names = [f'"{index}":0' for index in range(300_000)] + ['"twice":0', '"twice":0']
     write_raw(tmp_path / "model.safetensors", ("{" + ",".join(names) + "}").encode())
-    with pytest.raises(CheckpointError, match="names 'twice' twice"):
+    with raises(CheckpointError, tensor="twice"):
         open_checkpoint(tmp_path)
 
 
 def test_boolean_bytes_are_checked(tmp_path: Path) -> None:
     write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
-    with pytest.raises(CheckpointError, match=r"t2d.*booleans must be 0 or 1, found 2"):
+    with raises(CheckpointError, tensor="t2d", found=2):
         open_checkpoint(tmp_path).tensor("t2d")
 
 
@@ -453,38 +458,38 @@ def test_a_file_that_changes_after_opening(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     with open(path, "r+b") as file:
         file.truncate(500)
-    with pytest.raises(CheckpointError, match="has 500 now"):
+    with raises(CheckpointError, found=500, expected=4072):
         checkpoint.tensor("a")
     path.unlink()
-    with pytest.raises(CheckpointError, match="cannot be opened: No such file"):
+    with raises(CheckpointError, path=str(path)):
         checkpoint.rows("a", [1])
 
 
 def test_wrong_rows_and_names(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3, 2), "scalar": torch.tensor(1.0)}, tmp_path / "model.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    for ids, message in [
-        ([3], "row 3 was asked for, of 3"),
-        ([-1], "row -1 was asked for"),
-        ([[0]], "expected a list of integers"),
-        ([0.5], "expected a list of integers"),
+    for ids, facts in [
+        ([3], {"tensor": "a", "row": 3, "rows": 3}),
+        ([-1], {"tensor": "a", "row": -1, "rows": 3}),
+        ([[0]], {"tensor": "a", "found": "int64"}),
+        ([0.5], {"tensor": "a", "found": "float64"}),
     ]:
-        with pytest.raises(CheckpointError, match=message):
+        with raises(CheckpointError, **facts):
             checkpoint.rows("a", ids)
-    with pytest.raises(CheckpointError, match="is a scalar"):
+    with raises(CheckpointError, tensor="scalar"):
         checkpoint.rows("scalar", [0])
-    with pytest.raises(CheckpointError, match=r"no tensor 'b'; it holds 2: \['a', 'scalar'\]"):
+    with raises(CheckpointError, tensor="b"):
         checkpoint.tensor("b")
 
 
 def test_not_a_file_or_folder(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder or file"):
+    with raises(CheckpointError, path=str(tmp_path / "nothing")):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(CheckpointError, match="no weights"):
+    with raises(CheckpointError, found=[]):
         open_checkpoint(tmp_path)
     os.mkfifo(tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match="expected a file of weights"):
+    with raises(CheckpointError, path=str(tmp_path / "pytorch_model.bin")):
         open_checkpoint(tmp_path)
 
 
@@ -499,7 +504,7 @@ def test_not_a_file_or_folder(tmp_path: Path) -> None:
 def test_shard_names_that_lead_elsewhere(tmp_path: Path, shard: Any) -> None:
     save_file({"a": torch.ones(1)}, tmp_path.parent / "evil.safetensors")
     write_index(tmp_path, {"a": shard})
-    with pytest.raises(CheckpointError, match="expected the name of a file in the same folder"):
+    with raises(CheckpointError, shard=shard):
         open_checkpoint(tmp_path)
 
 
@@ -510,16 +515,16 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     save_file({"a": torch.ones(1)}, outside / "secret.safetensors")
     (folder / "model.safetensors").symlink_to(outside / "secret.safetensors")
-    with pytest.raises(CheckpointError, match="a link that leads out of the checkpoint"):
+    with raises(CheckpointError, found=str(outside / "secret.safetensors")):
         open_checkpoint(folder)
     (folder / "model.safetensors").unlink()
     (folder / "model-1.safetensors").symlink_to("../outside/secret.safetensors")
     write_index(folder, {"a": "model-1.safetensors"})
-    with pytest.raises(CheckpointError, match="a link that leads out of the checkpoint"):
+    with raises(CheckpointError, found=str(outside / "secret.safetensors")):
         open_checkpoint(folder)
     (folder / "model-1.safetensors").unlink()
     (folder / "model-1.safetensors").symlink_to("model-1.safetensors")
-    with pytest.raises(CheckpointError, match=r"model-1.safetensors: a link to nothing"):
+    with raises(CheckpointError, found="a link to nothing"):
         open_checkpoint(folder)
 
 
@@ -543,7 +548,7 @@ def test_links_of_the_hub_cache_are_followed(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, cache / "models--org--other" / "x.safetensors")
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to("../../../models--org--other/x.safetensors")
-    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
+    with raises(CheckpointError, path=str(snapshot / "model.safetensors")):
         open_checkpoint(snapshot)
 
 
@@ -551,24 +556,29 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / one)
     save_file({"c": torch.ones(1)}, tmp_path / two)
-    for weight_map, message in [
-        ({"a": one, "b": one, "c": two, "d": two}, "says that .* holds 'd', but it does not"),
-        ({"a": one, "c": two}, "holds tensor 'b', but the index does not name it"),
-        ({"a": one, "b": two, "c": two}, "holds 'b', but it does not"),
+    for weight_map, facts in [
+        ({"a": one, "b": one, "c": two, "d": two}, {"tensor": "d", "shard": "model-00002-of-00002.safetensors"}),
+        ({"a": one, "c": two}, {"tensor": "b", "shard": "model-00001-of-00002.safetensors"}),
+        ({"a": one, "b": two, "c": two}, {"tensor": "b", "shard": "model-00002-of-00002.safetensors"}),
     ]:
         write_index(tmp_path, weight_map)
-        with pytest.raises(CheckpointError, match=message):
+        with raises(CheckpointError, **facts):
             open_checkpoint(tmp_path)
     save_file({"c": torch.ones(1), "b": torch.ones(1)}, tmp_path / two)
     write_index(tmp_path, {"a": one, "b": one, "c": two})
-    with pytest.raises(CheckpointError, match=rf"holds tensor 'b', but the index says {one}"):
+    with raises(
+        CheckpointError,
+        tensor="b",
+        shard="model-00002-of-00002.safetensors",
+        claimed="model-00001-of-00002.safetensors",
+    ):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":'])
 def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json: (not valid JSON|expected an object)"):
+    with raises(CheckpointError, path=str(tmp_path / "model.safetensors.index.json")):
         open_checkpoint(tmp_path)
 
 
@@ -576,7 +586,7 @@ def test_index_naming_a_tensor_twice(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(
         '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'
     )
-    with pytest.raises(CheckpointError, match="names a tensor twice"):
+    with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path)
 
 
@@ -603,20 +613,20 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path: Path, legacy: bool)
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("value", "facts"),
     [
-        ([torch.ones(1)], "expected tensors by name, found list"),
-        ({}, "expected tensors by name"),
-        ({"step": 3, "a": torch.ones(1)}, "found 'step' of type int"),
-        ({"state_dict": {"a": torch.ones(1)}}, "found 'state_dict' of type dict"),
-        ({3: torch.ones(1)}, "found 3 of type Tensor"),
-        ({"a": torch.ones(3).to_sparse()}, "expected a dense tensor"),
-        ({"a": torch.ones(1).expand(1 << 40)}, "claims 4,398,046,511,104 bytes"),
+        ([torch.ones(1)], {"found": "list"}),
+        ({}, {"found": "dict"}),
+        ({"step": 3, "a": torch.ones(1)}, {"tensor": "step", "found": "int"}),
+        ({"state_dict": {"a": torch.ones(1)}}, {"tensor": "state_dict", "found": "dict"}),
+        ({3: torch.ones(1)}, {"tensor": 3, "found": "Tensor"}),
+        ({"a": torch.ones(3).to_sparse()}, {"tensor": "a"}),
+        ({"a": torch.ones(1).expand(1 << 40)}, {"tensor": "a", "found": 4398046511104}),
     ],
 )
-def test_pickles_of_other_things(tmp_path: Path, value: Any, message: str) -> None:
+def test_pickles_of_other_things(tmp_path: Path, value: Any, facts: dict[str, Any]) -> None:
     torch.save(value, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=message):
+    with raises(CheckpointError, **facts):
         open_checkpoint(tmp_path)
 
 

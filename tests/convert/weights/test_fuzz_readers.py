@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
-from eagle_slim.convert.weights import safetensors_file
-from eagle_slim.convert.weights import torch_file as checkpoint_torch
+from eagle_slim.convert.weights import dtypes, stream
 from eagle_slim.convert.weights.checkpoint import open_weights_file
 from eagle_slim.convert.weights.paths import parse_index
 from hypothesis import given, settings
@@ -44,24 +43,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_everything(path: Path) -> bool:
     """Open a file and read all of it; True if it was accepted. Asserts the bounds that hold for any content."""
     size = path.stat().st_size
-    real = safetensors_file.allocate_bytes
+    real = stream.allocate
 
-    def bounded(size_bytes: int, where: str) -> torch.Tensor:
+    def bounded(rows: int, row_bytes: int) -> stream.Bytes:
         # Rows are asked for at most twice each, so nothing needs more than twice the file.
-        assert size_bytes <= 2 * size, f"{size_bytes} bytes allocated for a file of {size}"
-        return real(size_bytes, where)
+        assert rows * row_bytes <= 2 * size, f"{rows * row_bytes} bytes allocated for a file of {size}"
+        return real(rows, row_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "allocate_bytes", bounded)
-        patch.setattr(checkpoint_torch, "allocate_bytes", bounded)
+        patch.setattr(stream, "allocate", bounded)
         try:
             file = open_weights_file(path)
             for name, info in file.tensors.items():
-                value, _ = file.read(name)
-                assert tuple(value.shape) == info.shape
-                assert value.numel() * value.element_size() == info.size_bytes <= size
+                value, _ = stream.read(file, name)
+                assert value.shape == (info.num_rows, info.row_bytes)
+                assert value.nbytes == info.size_bytes <= size
                 if info.shape and info.shape[0]:
-                    rows, _ = file.read_rows(name, np.array([0, info.shape[0] - 1]))
+                    rows, _ = stream.read(file, name, np.array([0, info.shape[0] - 1]))
                     assert rows.shape[0] == 2
         except CheckpointError as error:
             message = str(error)
@@ -129,7 +127,7 @@ def test_true_headers_are_accepted(folder: Path, parts: list[tuple[str, int]]) -
     """The other side of the fuzzing: what the format allows is read, whatever the order and number of tensors."""
     header, end = {}, 0
     for index, (dtype, count) in enumerate(parts):
-        size = count * safetensors_file.DTYPE_BITS[dtype] // 8
+        size = count * dtypes.BITS[dtype] // 8
         header[f"t{index}"] = {"dtype": dtype, "shape": [count], "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(dict(reversed(header.items()))).encode()

@@ -2,7 +2,7 @@
 
 Only the header of the file and the bytes of the tensor travel. A broken connection is taken up where it broke, in this
 process or, after a kill, in the next one. The result is itself a small safetensors file. No library of the Hub is used
-here: `source.py` supplies the transport.
+here: `remote_file.py` supplies the transport.
 
 The cache folder of one remote file (one content, named by its etag) holds for each tensor:
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import time
@@ -30,15 +29,17 @@ from urllib.parse import quote
 
 from ..atomic import atomic_file, require_space
 from ..errors import OutputError, SourceError
-from ..weights.safetensors_file import (
+from ..weights.checksums import sha256_from, sha256_of
+from ..weights.safetensors_file import SafetensorsFile
+from ..weights.safetensors_header import (
     LENGTH_BYTES,
-    SafetensorsFile,
     SafetensorsHeader,
     TensorSpan,
+    header_bytes,
     header_length,
     parse_header,
 )
-from ..weights.types import shorten
+from .client import pause_before_next
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10
@@ -46,7 +47,7 @@ _FIRST_SHARE = 100
 _MAX_ATTEMPTS = 6
 # Less than this between two breaks is no progress, so that a server which drips bytes cannot hold us for ever.
 _PROGRESS_BYTES = 1 << 20
-_MAX_WAIT_S = 16.0
+_MAX_WAIT_S = 60.0
 _MAX_FILE_NAME = 200
 
 
@@ -183,14 +184,14 @@ class CacheEntry:
             noted = json.loads(self.checksum.read_bytes())
             with open(self.whole, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                return bool(size == noted["size_bytes"] and _sha256(file) == noted["sha256"])
+                return bool(size == noted["size_bytes"] and sha256_from(file).hexdigest() == noted["sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
     def _path(self, suffix: str) -> Path:
         name = quote(self.tensor, safe="")
         if len(name) > _MAX_FILE_NAME:
-            name = hashlib.sha256(self.tensor.encode()).hexdigest()
+            name = sha256_of(self.tensor.encode())
         return self.folder / (name + suffix)
 
 
@@ -201,9 +202,7 @@ def _complete(file: RemoteFile, span: TensorSpan, entry: CacheEntry, progress: P
         done = _resume(partial, prefix, total)
         require_space(entry.folder, total - done)
         partial.seek(0)
-        digest = hashlib.sha256()
-        while chunk := partial.read(1 << 20):
-            digest.update(chunk)
+        digest = sha256_from(partial)
 
         def keep(chunk: bytes) -> None:
             partial.write(chunk)
@@ -252,7 +251,9 @@ def _transfer(
                         raise SourceError(
                             f"{file.label}: the server sent more than bytes {at:,} to {end:,} that were asked for.\n"
                             "It does not serve ranges correctly: fetch the whole repository with `hf download` "
-                            "and give its folder."
+                            "and give its folder.",
+                            path=file.label,
+                            expected=end - at,
                         )
                     keep(chunk)
                     advance(len(chunk))
@@ -265,10 +266,12 @@ def _transfer(
             if attempts >= _MAX_ATTEMPTS:
                 raise SourceError(
                     f"{file.label}: the connection keeps breaking ({error}); {at - start:,} of {end - start:,} bytes "
-                    "came.\nWhat has come is kept: the same command goes on from there. Check the connection."
+                    "came.\nWhat has come is kept: the same command goes on from there. Check the connection.",
+                    path=file.label,
+                    came=at - start,
+                    expected=end - start,
                 ) from error
-            pause = min(_MAX_WAIT_S, wait_s * 2 ** (attempts - 1))
-            time.sleep(pause if error.retry_after_s is None else min(60.0, max(pause, error.retry_after_s)))
+            time.sleep(min(_MAX_WAIT_S, pause_before_next(attempts, error.retry_after_s, wait_s)))
 
 
 def _fetch_bytes(file: RemoteFile, start: int, end: int, wait_s: float) -> bytes:
@@ -279,17 +282,7 @@ def _fetch_bytes(file: RemoteFile, start: int, end: int, wait_s: float) -> bytes
 
 def _one_tensor_header(span: TensorSpan, metadata: Mapping[str, str]) -> bytes:
     entry = {"dtype": span.dtype, "shape": list(span.shape), "data_offsets": [0, span.size_bytes]}
-    text = json.dumps({"__metadata__": dict(metadata), span.name: entry}, separators=(",", ":")).encode()
-    # Padded as the library pads it, so that the data is aligned for whoever maps the file.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while chunk := file.read(4 << 20):
-        digest.update(chunk)
-    return digest.hexdigest()
+    return header_bytes({span.name: entry}, metadata)
 
 
 @contextlib.contextmanager
@@ -300,7 +293,9 @@ def _explained(folder: Path) -> Iterator[None]:
         yield
     except OutputError as error:
         headline = str(error).partition("\n")[0]
-        raise SourceError(f"{headline}\n{advice}") from error
+        raise SourceError(f"{headline}\n{advice}", **{**error.facts, "path": str(folder)}) from error
     except OSError as error:
-        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else shorten(error.strerror)
-        raise SourceError(f"{folder}: the cache cannot be written: {reason}.\n{advice}") from error
+        reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
+        raise SourceError(
+            f"{folder}: the cache cannot be written: {reason}.\n{advice}", path=str(folder), errno=error.errno
+        ) from error

@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ArtifactError
-from ..weights.checksums import decode_checksums, encode_checksums
-from ..weights.names import HeadKind
+from .errors import ArtifactError
+from .files import read_regular
+from .weights.checksums import decode_checksums, encode_checksums
+from .weights.names import HeadKind
 
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"
@@ -108,45 +109,51 @@ class Manifest:
         """
         path = folder / MANIFEST_NAME
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = json.loads(read_regular(path))
         except FileNotFoundError:
             raise ArtifactError(
-                f"{folder}: no {MANIFEST_NAME}; expected a folder that eagle-convert wrote (convert the head first)"
+                f"{folder}: no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first.",
+                path=str(folder),
+                file=MANIFEST_NAME,
             ) from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ArtifactError(f"{path}: cannot be read as JSON ({error}); convert the head again") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise _broken(str(path), f"cannot be read as JSON ({error})") from error
         return cls.from_json(value, str(path))
 
     @classmethod
     def from_json(cls, value: Any, where: str) -> Manifest:
         """Build from the JSON object; `where` names the file in messages. Raises as `load`."""
         if not isinstance(value, Mapping) or value.get("format") != FORMAT_NAME:
-            raise ArtifactError(f"{where}: not the manifest of an eagle-slim artifact (no format: {FORMAT_NAME!r})")
+            raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})", key="format")
         version = value.get("format_version")
         if version != FORMAT_VERSION:
+            is_newer = isinstance(version, int) and version > FORMAT_VERSION
             raise ArtifactError(
-                f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}; "
-                + ("upgrade eagle-slim" if isinstance(version, int) and version > FORMAT_VERSION else "convert again")
+                f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}.\n"
+                + ("Upgrade eagle-slim." if is_newer else "Convert the head again."),
+                path=where,
+                key="format_version",
+                found=version,
             )
         for key, types in _TYPES.items():
             if key not in value or not isinstance(value[key], types) or isinstance(value[key], bool):
                 found = "nothing" if key not in value else type(value[key]).__name__
                 expected = " or ".join("null" if kind is type(None) else kind.__name__ for kind in types)
-                raise ArtifactError(f"{where}: {key}: expected {expected}, found {found}; convert the head again")
+                raise _broken(where, f"{key}: expected {expected}, found {found}", key=key, found=found)
         for key, is_sound in _parts(value):
             if not is_sound:
-                raise ArtifactError(f"{where}: {key}: an entry is missing or of a wrong type; convert the head again")
+                raise _broken(where, f"{key}: an entry is missing or of a wrong type", key=key)
         if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in get_args(Flavour):
-            raise ArtifactError(f"{where}: unknown kind {value['kind']!r} or flavour {value['flavour']!r}")
+            raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}", key="kind")
         draft_vocab = value["draft_vocab"]
         ids = None if value["rank_order_ids"] is None else _ids(value["rank_order_ids"], draft_vocab, where)
         if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
-            raise ArtifactError(f"{where}: num_forced is {value['num_forced']} of {draft_vocab} ids")
+            raise _broken(where, f"num_forced is {value['num_forced']} of {draft_vocab} ids", key="num_forced")
         checksums = value["row_checksums"]
         try:
             rows = None if checksums is None else decode_checksums(checksums, draft_vocab)
         except ValueError as error:
-            raise ArtifactError(f"{where}: row_checksums: {error}; convert the head again") from error
+            raise _broken(where, f"row_checksums: {error}", key="row_checksums") from error
         taps = value["tap_layers"]
         return cls(
             kind=value["kind"],
@@ -221,11 +228,16 @@ def _are_integers(values: Any) -> bool:
 
 def _ids(values: list[Any], draft_vocab: int, where: str) -> NDArray[np.int64]:
     if not _are_integers(values) or len(values) != draft_vocab:
-        raise ArtifactError(f"{where}: rank_order_ids: expected {draft_vocab} integers, found {len(values)} entries")
+        problem = f"rank_order_ids: expected {draft_vocab} integers, found {len(values)} entries"
+        raise _broken(where, problem, key="rank_order_ids", found=len(values))
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError as error:
-        raise ArtifactError(f"{where}: rank_order_ids: an id does not fit 64 bits") from error
+        raise _broken(where, "rank_order_ids: an id does not fit 64 bits", key="rank_order_ids") from error
+
+
+def _broken(where: str, problem: str, **facts: Any) -> ArtifactError:
+    return ArtifactError(f"{where}: {problem}.\nConvert the head again.", path=where, **facts)
 
 
 def _pretty(value: Any, indent: str) -> str:

@@ -1,0 +1,86 @@
+"""Which engine takes which kind of head: the table of docs/engines.md.
+
+    python -m eagle_slim.convert.artifact.engine_table
+
+Nothing is stated here but the kinds of heads; what an engine makes of each comes from its rules in `engines.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..weights import names
+from .engines import ENGINES, HeadFacts, check_engine, flavoured_architecture
+
+_CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
+EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)
+"""An ordinary EAGLE-3 head with a reduced vocabulary."""
+EAGLE1 = HeadFacts(
+    "eagle", _CONFIG | {"architectures": ["LlamaForCausalLM"]}, frozenset({names.FC, names.FC_BIAS}), 320, 2048, 0
+)
+"""An ordinary EAGLE-1/2 head with a token map."""
+
+
+def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
+    """The same head with other keys in config.json."""
+    return replace(facts, config={**facts.config, **changes})
+
+
+_WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
+_TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
+_BIASED = frozenset({names.FC, names.EAGLE3_ATTENTION_BIASES[0]})
+HEADS: dict[str, HeadFacts] = {
+    "EAGLE-3 with a reduced vocabulary": EAGLE3,
+    "… with its full vocabulary (`--draft-vocab full`)": replace(EAGLE3, draft_vocab=2048),
+    "… of fewer than 10 rows": replace(EAGLE3, draft_vocab=8),
+    "EAGLE-1/2 with a token map": EAGLE1,
+    "… with a non-zero `fc.bias`": replace(EAGLE1, nonzero_fc_bias=True),
+    "… with a sliding window": with_config(EAGLE1, **_WINDOW),
+    "`fc` over more or fewer than 3 target layers, unconverted": replace(EAGLE3, num_taps=4),
+    "only the target's last hidden state": with_config(
+        replace(EAGLE3, num_taps=1), eagle_config={"use_aux_hidden_state": False}
+    ),
+    "tap layers other than (2, n/2, n-3), converted with `--tap-layers`": with_config(
+        EAGLE3, **_TAPS, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}
+    ),
+    "… named at top level only": with_config(EAGLE3, **_TAPS),
+    "… named in `eagle_config` only": with_config(EAGLE3, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}),
+    "`rope_scaling` other than null, `linear`, `dynamic`": with_config(EAGLE3, rope_scaling={"rope_type": "llama3"}),
+    "`head_dim` × heads ≠ hidden size (Qwen3 style)": with_config(EAGLE3, head_dim=128),
+    "norms before `fc`": replace(EAGLE3, tensor_names=frozenset({names.FC, "input_norm.weight"})),
+    "`norm_before_residual` (default of speculators' format)": with_config(EAGLE3, norm_before_residual=True),
+    "`norm_output`": with_config(EAGLE3, norm_output=True),
+    "biases in the attention": replace(EAGLE3, tensor_names=_BIASED),
+    "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
+    "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
+    "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),
+}
+
+
+def severity(facts: HeadFacts, engine: str) -> str | None:
+    """The worst that an engine makes of a head itself, versions apart: "error", "warning" or None."""
+    proven = ENGINES[engine].proven
+    findings = check_engine(facts, engine, version=None if proven is None else proven[0])
+    found = {finding.severity for finding in findings if not finding.is_about_version}
+    return next((worst for worst in ("error", "warning") if worst in found), None)
+
+
+def written_for(facts: HeadFacts, engine: str) -> HeadFacts:
+    """The head as `--for` writes it, where `engine` reads a class name of its own."""
+    name = flavoured_architecture(facts.kind, engine, str(facts.architecture))
+    return with_config(facts, architectures=[name])
+
+
+def head_table() -> str:
+    """The table in Markdown: ✓ takes it, (✓) with a loss or a condition, – refuses it or drafts wrongly."""
+    marks = {None: "✓", "warning": "(✓)", "error": "–"}
+    rows = [["head", *(engine.title for engine in ENGINES.values())], ["---"] * (len(ENGINES) + 1)]
+    rows += [
+        [words, *(marks[severity(written_for(facts, engine), engine)] for engine in ENGINES)]
+        for words, facts in HEADS.items()
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    print(head_table(), end="")

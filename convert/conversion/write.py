@@ -1,0 +1,140 @@
+"""One artifact: the rows of a vocabulary gathered from the inputs and written with manifest, card and side files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..artifact import eagle1, eagle3
+from ..artifact.artifact import PLOT_NAME, ArtifactContents, freq_bytes, freq_name, write_artifact
+from ..artifact.eagle3 import LmHeadSource
+from ..artifact.engines import Finding, HeadFacts, conversion_findings
+from ..artifact.model_card import model_card
+from ..atomic import require_space
+from ..head.draft_head import DraftHead
+from ..manifest import Manifest
+from ..weights import names
+from ..weights.dtypes import item_size
+from ..weights.writer import TensorPlan
+from . import target as targets
+from .inputs import Inputs
+from .provenance import manifest_of, what_was_read
+from .vocab_choice import Ranking
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.ranking.report import CoverageReport
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+
+    from ..sources.lm_head import TargetLMHead
+
+
+def write_slim(
+    inputs: Inputs, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str, force: bool
+) -> tuple[Path, Manifest, CoverageReport | None, int, int, int]:
+    """Write one artifact.
+
+    Args:
+        inputs: what it is made from.
+        ranking: where the vocabulary comes from; None for a full one.
+        vocab: the ids to keep; None for all of them.
+        folder: where it goes.
+        title: its name on the model card.
+        force: replace an artifact that is there.
+
+    Returns:
+        folder, manifest, coverage, rows of the LM head before, and the bytes that a draft step reads before and after.
+
+    Raises:
+        CheckpointError, MismatchError: the source turned out to hold NaN, or values that do not fit.
+        OutputError: the disk refused.
+    """
+    # With a record of reads of its own, so that a manifest lists what was read for this size alone.
+    head = inputs.head.forked()
+    lm_head, target_lm_head = _lm_head(head, inputs)
+    rows = len(vocab) if vocab is not None else head.target_vocab
+    before, after = (bytes_per_draft_step(head, count) for count in (head.draft_vocab, rows))
+    require_space(folder, after)
+    config = _config(head, inputs, rows)
+    findings = _findings(head, inputs, config, rows)
+    measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
+    report = None if measured is None else measured[0]
+    manifest = manifest_of(inputs, head, lm_head, ranking, vocab, measured, findings)
+    plans: Sequence[TensorPlan]
+    if head.kind == "eagle3":
+        assert lm_head is not None
+        plans, gathered = eagle3.plan_tensors(head, lm_head, None if vocab is None else vocab.ascending_ids)
+    else:
+        plans, gathered = eagle1.plan_tensors(head), None
+    side_files = {}
+    if vocab is not None:
+        side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
+    if report is not None:
+        from eagle_slim.vocab_tools.ranking.plots import render_coverage
+
+        side_files[PLOT_NAME] = render_coverage(report)
+
+    def card(finished: Manifest) -> str:
+        return model_card(
+            finished,
+            title=title,
+            bytes_before=before,
+            bytes_after=after,
+            rows_before=head.draft_vocab,
+            licence=inputs.licence,
+            plot=None if report is None else PLOT_NAME,
+            refused={found.engine for found in findings if found.severity == "error"},
+        )
+
+    contents = ArtifactContents(
+        manifest=manifest,
+        config=config,
+        plans=plans,
+        gathered=gathered,
+        card=card,
+        after_read=lambda: what_was_read(manifest, head, target_lm_head),
+        side_files=side_files,
+    )
+    written = write_artifact(folder, contents, force=force)
+    return folder, written, report, head.draft_vocab, before, after
+
+
+def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
+    """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
+    total = sum(
+        head.tensors.info(name).size_bytes for name in head.tensors if name not in (names.LM_HEAD, names.EMBEDDING)
+    )
+    dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
+    return total + rows * head.hidden_size * item_size(dtype)
+
+
+def _lm_head(head: DraftHead, inputs: Inputs) -> tuple[LmHeadSource | None, TargetLMHead | None]:
+    if head.kind == "eagle":
+        return None, None
+    if head.has_lm_head:
+        return LmHeadSource(head.tensors.source, head.tensors.stored[names.LM_HEAD], "head", head.location), None
+    assert inputs.target is not None
+    assert inputs.lm_head is not None
+    found = inputs.lm_head.forked()
+    return targets.lm_head_rows(head, found, f"target {inputs.target.name}"), found
+
+
+def _config(head: DraftHead, inputs: Inputs, rows: int) -> dict[str, Any]:
+    if head.kind == "eagle3":
+        return eagle3.slim_config(head, rows, inputs.reading.flavour)
+    return eagle1.repaired_config(head, inputs.reading.flavour)
+
+
+def _findings(head: DraftHead, inputs: Inputs, config: dict[str, Any], rows: int) -> list[Finding]:
+    facts = HeadFacts.of(
+        # What is read to judge the head is no part of what the artifact is made from.
+        inputs.head,
+        config=config,
+        draft_vocab=rows,
+        target_layers=None if inputs.target is None else inputs.target.num_layers,
+    )
+    if head.kind == "eagle":
+        # Added where it is missing, see `eagle1.plan_tensors`.
+        facts = replace(facts, tensor_names=facts.tensor_names | {names.FC_BIAS})
+    return conversion_findings(facts)

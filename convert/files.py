@@ -1,0 +1,57 @@
+"""Opening files that others put there: never a pipe or a device, on which a reader would wait for ever."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .errors import ConvertError
+
+
+def open_regular(path: Path | str) -> int:
+    """Open a regular file for reading and return its descriptor; links are followed.
+
+    Raises:
+        OSError: it cannot be opened, or is a folder, a pipe, a socket or a device.
+    """
+    # Without O_NONBLOCK, opening a pipe waits until somebody writes to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def read_regular(path: Path | str) -> bytes:
+    """Return the content of a regular file; raises as `open_regular`."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Args:
+        path: the file.
+        error_type: raised, with the fact `file`, where it is missing or holds anything else.
+        where: the folder or repository in messages.
+    """
+    facts = {"path": where, "file": path.name}
+    try:
+        value = json.loads(read_regular(path), parse_constant=_refuse_constant)
+    except FileNotFoundError:
+        raise error_type(f"{where}: {path.name} is missing.", **facts) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise error_type(f"{where}: {path.name} cannot be read as JSON ({error}).", **facts) from error
+    if not isinstance(value, dict):
+        found = type(value).__name__
+        raise error_type(f"{where}: {path.name}: expected a JSON object, found {found}.", found=found, **facts)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON value")

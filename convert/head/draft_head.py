@@ -1,0 +1,109 @@
+"""`DraftHead`: a draft head, whatever its file looked like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..manifest import Manifest
+from ..sources.source import ResolvedSource
+from ..weights import names
+from .tensors import LazyTensors
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class DraftHead:
+    """A draft head, whatever its file looked like.
+
+    Attributes:
+        kind: "eagle3", or "eagle" for EAGLE-1 and EAGLE-2.
+        config: flat config.json; `vocab_size` is the target's V, `draft_vocab_size` the rows of the LM head.
+        tensors: canonical names: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2: [hidden, 2 * hidden]),
+            `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file has them
+            `lm_head.weight` [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden], `input_norm.weight`,
+            `fc_norm.N.weight`. The maps `d2t` and `t2d` are not among them: see `draft_ids_to_target`.
+        draft_ids_to_target: int64 [draft_vocab], absolute target id of each `lm_head` row in stored order; None where
+            row i is target id i (a full vocabulary, or an LM head that is the target's).
+        tap_layers: the head reads the inputs of these decoder layers of the target; None is every engine's default,
+            (2, n // 2, n - 3) for n layers; () is the target's last hidden state alone.
+        warnings: what a user of the head should know.
+        location: the repository or folder, for messages.
+        source_config: config.json as it was found.
+        source: where the files came from, and their manifest and card; None for a head made of an open checkpoint.
+        target_name: the target that the head's own configuration names, if it does.
+        dropped: stored tensor name to the reason why it is not among `tensors`.
+    """
+
+    kind: names.HeadKind
+    config: dict[str, Any]
+    tensors: LazyTensors
+    draft_ids_to_target: NDArray[np.int64] | None
+    tap_layers: tuple[int, ...] | None
+    warnings: tuple[str, ...]
+    location: str = ""
+    source_config: Mapping[str, Any] = field(default_factory=dict)
+    source: ResolvedSource | None = None
+    target_name: str | None = None
+    dropped: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def target_vocab(self) -> int:
+        """V: the size of the target's vocabulary, padding rows included."""
+        return int(self.config["vocab_size"])
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the LM head: its own, or the target's V where it has none."""
+        return self.target_vocab if self.draft_ids_to_target is None else len(self.draft_ids_to_target)
+
+    @property
+    def hidden_size(self) -> int:
+        """H: width of the head."""
+        return int(self.config["hidden_size"])
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Ht: width of the target."""
+        return int(self.config.get("target_hidden_size") or self.hidden_size)
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether the rows come from the head itself rather than from the target."""
+        return names.LM_HEAD in self.tensors
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the head's matrices."""
+        return self.tensors.dtype(self._matrix)
+
+    @property
+    def dtype_name(self) -> str:
+        """Dtype of the head's matrices as safetensors spells it: one of `weights.dtypes.FLOATS`."""
+        return self.tensors.info(self._matrix).dtype
+
+    @property
+    def _matrix(self) -> str:
+        return "midlayer.mlp.down_proj.weight" if self.kind == "eagle3" else names.FC
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a head that eagle-convert wrote, else None."""
+        return self.source.manifest if self.source else None
+
+    def forked(self) -> DraftHead:
+        """The same open head with a record of reads of its own (`Checkpoint.fork`)."""
+        return replace(self, tensors=replace(self.tensors, source=self.tensors.source.fork()))
+
+    @property
+    def trained_ids(self) -> NDArray[np.int64] | None:
+        """Target ids the head was trained on, ascending; None for all, in whatever order their rows are."""
+        if self.draft_ids_to_target is None or self.draft_vocab == self.target_vocab:
+            return None
+        return np.sort(self.draft_ids_to_target)

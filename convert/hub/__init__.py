@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: the only folder that knows `huggingface_hub`."""

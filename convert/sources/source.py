@@ -1,0 +1,243 @@
+"""Heads and targets by name: a folder, or a repository of the Hub, resolved to a folder on this disk once."""
+
+from __future__ import annotations
+
+import fnmatch
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from eagle_slim.vocab_tools.files import expand_home
+
+from ..errors import CheckpointError, SourceError
+from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
+from ..manifest import MANIFEST_NAME, Manifest
+from ..weights.names import canonical_names
+from ..weights.paths import choose_weights, clean_subfolder, list_names, read_index
+from . import card
+from .builtin import embedded_head
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+TARGET_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+"""Small files of a target: its configuration and its tokenizer."""
+
+HEAD_FILES = (
+    "config.json",
+    "generation_config.json",
+    "hf_quant_config.json",
+    "eagle_slim.json",
+    "README.md",
+    *TOKENIZER_FILES,
+)
+"""Small files of a head: configuration, manifest, card (which may name the target), and a tokenizer if it has one."""
+
+Notify = Callable[[str], object]
+
+
+def notify_stderr(message: str) -> None:
+    """Write a notice for the user to stderr; the `notify` of every function here unless another is given."""
+    print(message, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class ResolvedSource:
+    """A folder on this disk, where it came from, and what its own files say of it.
+
+    Attributes:
+        folder: holds the files; a snapshot of the Hub's cache where `repo_id` is set.
+        repo_id: repository on the Hub, or None for a folder of the user.
+        revision: branch, tag or commit as asked for, or None.
+        commit: the commit that `folder` holds, or None for a folder of the user.
+        files: names of the files in `folder`, or of all in the repository; those not asked for are not in `folder`.
+        subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
+        name: how the user called it, sub-folder included, for messages.
+    """
+
+    folder: Path
+    repo_id: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+    files: tuple[str, ...] = ()
+    subfolder: str = ""
+    name: str = field(default="", compare=False)
+
+    @property
+    def root(self) -> Path:
+        """`folder` without the sub-folder."""
+        return without(self.folder, self.subfolder)
+
+    @property
+    def label(self) -> str:
+        """How messages call it: the repository, its commit and the sub-folder, or the folder."""
+        if self.repo_id is None:
+            return str(self.folder)
+        return _joined(f"{self.repo_id}@{(self.commit or '')[:12]}", self.subfolder)
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The commit in the cache; only for a source that comes from the Hub."""
+        assert self.repo_id is not None
+        assert self.commit is not None
+        return Snapshot(self.root, self.repo_id, self.commit, self.files)
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The manifest of a head that eagle-convert wrote, else None; ArtifactError where it is damaged."""
+        return Manifest.load(self.folder) if (self.folder / MANIFEST_NAME).exists() else None
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """The front matter of its model card, or of the repository's where the sub-folder has none; {} without one."""
+        return card.front_matter(self.folder) or card.front_matter(self.root)
+
+
+def resolve(
+    source: str | Path,
+    revision: str | None = None,
+    offline: bool = False,
+    allow_patterns: Sequence[str] | None = None,
+    notify: Notify = notify_stderr,
+) -> ResolvedSource:
+    """Return a folder with the files of a folder or Hub repository that match.
+
+    Args:
+        source: an existing folder, or the id of a model repository on the Hub. A folder of that name comes first.
+        revision: branch, tag or commit of the repository; refused for a folder.
+        offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
+        allow_patterns: shell patterns of the files to fetch; all files, if None.
+        notify: called with notices for the user.
+
+    Raises:
+        SourceError: no such folder or repository or revision, no access, no connection, disk full.
+    """
+    return _resolve(source, revision, offline, lambda names, _: _matching(names, allow_patterns), notify)
+
+
+def open_head_source(
+    head: str | Path | None,
+    revision: str | None = None,
+    offline: bool = False,
+    notify: Notify = notify_stderr,
+    subfolder: str | None = None,
+) -> ResolvedSource:
+    """Return a folder with the weights (safetensors rather than .bin) and the small files of a draft head.
+
+    Args:
+        head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
+        revision, offline, notify: as `resolve`.
+        subfolder: where in the repository or folder the head is. The repository's card comes with it where the
+            sub-folder has none.
+
+    Raises:
+        UsageError: a sub-folder that would lead out.
+        SourceError: as `resolve`; or there is no such sub-folder.
+        CheckpointError: the repository holds no weights, or an index that is damaged or unsafe.
+        UnsupportedHeadError: the index names tensors that no head has.
+    """
+    inside = clean_subfolder(subfolder)
+    name = _joined("the built-in head" if head is None else str(head), inside)
+    head = embedded_head() if head is None else head
+    whole = _resolve(head, revision, offline, partial(_head_names, subfolder=inside), notify, inside)
+    resolved = replace(whole, folder=whole.folder / inside, subfolder=inside, name=name)
+    if resolved.repo_id is None:
+        if not resolved.folder.is_dir():
+            raise _no_subfolder(str(head), inside, [path.name for path in whole.folder.iterdir() if path.is_dir()])
+        return replace(resolved, files=tuple(list_names(resolved.folder)))
+    chosen = choose_weights(list_names(resolved.folder), resolved.label)
+    if chosen.endswith(".index.json"):
+        index = read_index(resolved.folder / chosen)
+        # A whole model named by mistake is refused before its gigabytes are fetched.
+        canonical_names(index.shard_of, resolved.label)
+        fetch(resolved.snapshot, [_joined(inside, shard) for shard in index.shards], offline)
+    return resolved
+
+
+def target_files(
+    target: str | Path, revision: str | None = None, offline: bool = False, notify: Notify = notify_stderr
+) -> ResolvedSource:
+    """Return a folder with configuration and tokenizer of a target; its weights are not fetched.
+
+    Arguments and errors as `resolve`.
+    """
+    return resolve(target, revision, offline, TARGET_FILES, notify)
+
+
+def _resolve(
+    source: str | Path, revision: str | None, offline: bool, choose: Choose, notify: Notify, inside: str = ""
+) -> ResolvedSource:
+    folder = expand_home(source)
+    if str(source) and folder.is_dir():
+        if revision is not None:
+            raise SourceError(
+                f"{source}: is a folder and has no revision {revision!r}.\nLeave the revision out.",
+                path=str(source),
+                revision=revision,
+            )
+        return ResolvedSource(folder, files=tuple(list_names(folder)))
+    repo_id = str(source)
+    is_file = folder.is_file()
+    path_like = isinstance(source, Path) or repo_id.startswith(("/", ".", "~")) or repo_id.count("/") > 1 or not repo_id
+    if path_like or is_file:
+        kind = "is a file" if is_file else "no such folder"
+        raise SourceError(
+            f"{repo_id or '(empty)'}: {kind}.\nExpected a folder, or a Hub repository such as name/model.",
+            path=repo_id,
+            found="file" if is_file else None,
+        )
+    found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside, notify)
+    return ResolvedSource(found.folder, repo_id, revision, found.commit, found.files)
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
+    if patterns is None:
+        return list(names)
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _head_names(names: Sequence[str], where: str, subfolder: str) -> list[str]:
+    folder_of = {name: name.rpartition("/")[0] for name in names}
+    beside = [name.rpartition("/")[2] for name in names if folder_of[name] == subfolder]
+    if subfolder and not beside:
+        raise _no_subfolder(where, subfolder, folder_of.values())
+    try:
+        found = [*_matching(beside, HEAD_FILES), choose_weights(beside, _joined(where, subfolder))]
+    except CheckpointError as error:
+        elsewhere = {folder_of[name] for name in names if name.endswith(".safetensors")} - {"", subfolder}
+        if not elsewhere:
+            raise
+        raise CheckpointError(
+            f"{error}\nWeights are in its sub-folders {_listed(elsewhere)}: name one with --subfolder.",
+            **{**error.facts, "subfolders": sorted(elsewhere)},
+        ) from error
+    card = ["README.md"] if "README.md" in names and "README.md" not in beside else []
+    return [_joined(subfolder, name) for name in found] + card
+
+
+def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
+    return SourceError(
+        f"{where}: no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
+        path=where,
+        subfolder=subfolder,
+        subfolders=sorted({folder for folder in folders if folder[:1] not in ("", ".")}),
+    )
+
+
+def _listed(folders: Collection[str]) -> str:
+    return ", ".join(sorted({folder for folder in folders if folder[:1] not in ("", ".")})[:8]) or "none"
+
+
+def _joined(folder: str, name: str) -> str:
+    return "/".join(part for part in (folder, name) if part)

@@ -1,0 +1,192 @@
+"""Reading a tensor, or some of its rows, from any file of weights: in pieces, by several threads, hashed on the way.
+
+The only place that reads tensor data and the only one that hashes it. A file says how rows are brought into memory
+(`WeightsFile.reading`); here they are asked for one piece ahead of the consumer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import CheckpointError
+from .types import TensorInfo, damaged, shorten
+
+Bytes = NDArray[np.uint8]
+Rows = slice | NDArray[np.int64]
+Job = Callable[[], object]
+Fill = Callable[[Rows, Bytes], Sequence[Job]]
+"""`fill(rows, out)` gives the jobs that together bring these rows into `out` uint8 [rows, row_bytes]."""
+
+PIECE_BYTES = 8 << 20
+# Several readers keep a solid-state disk busy and copy from the page cache on several cores; more did not help.
+_READERS = 4
+# Buffers for pieces: one is being filled, one is with the caller, and one or two are still being hashed or written.
+_RING = 4
+
+
+class WeightsFile(ABC):
+    """One file of weights, opened lazily: its tensors are known, their data is read on demand.
+
+    Attributes:
+        path: the file.
+        where: how messages call it.
+        size_bytes: its size.
+    """
+
+    path: Path
+    where: str
+    size_bytes: int
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor of the file by name."""
+
+    @abstractmethod
+    def reading(self, name: str) -> AbstractContextManager[Fill]:
+        """Open a tensor for reading; KeyError where there is none of that name."""
+
+
+def pieces(
+    file: WeightsFile, name: str, ids: NDArray[np.int64] | None = None, piece_bytes: int = PIECE_BYTES
+) -> Generator[Bytes, None, str]:
+    """Yield a tensor, or its rows `ids` [rows] in that order, as uint8 [n, row_bytes]; return the sha256 of all bytes.
+
+    Fresh memory costs more than reading into it from the page cache, so a few buffers are used again and again: a piece
+    is valid until two more have been asked for. Ids may repeat. A scalar is one row.
+
+    Raises:
+        KeyError: no such tensor.
+        CheckpointError: an id is outside the tensor, the file has changed or cannot be read, or holds booleans other
+            than 0 and 1.
+    """
+    tensor = file.tensors[name]
+    count = tensor.num_rows if ids is None else len(ids)
+    step = max(1, min(count, piece_bytes // max(1, tensor.row_bytes)))
+    ring = [_allocate(file, tensor, min(step, count)) for _ in range(min(_RING, -(-count // step)))]
+    return (yield from _read(file, tensor, ids, count, step, lambda index: ring[index % len(ring)]))
+
+
+def read(file: WeightsFile, name: str, ids: NDArray[np.int64] | None = None) -> tuple[Bytes, str]:
+    """Return a tensor, or its rows `ids`, as uint8 [rows, row_bytes] in newly allocated memory, and their sha256.
+
+    Raises as `pieces`.
+    """
+    tensor = file.tensors[name]
+    count = tensor.num_rows if ids is None else len(ids)
+    out = _allocate(file, tensor, count)
+    step = max(1, PIECE_BYTES // max(1, tensor.row_bytes))
+    reading = _read(file, tensor, ids, count, step, lambda index: out[index * step :])
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            return out, end.value
+
+
+def _read(
+    file: WeightsFile,
+    tensor: TensorInfo,
+    ids: NDArray[np.int64] | None,
+    count: int,
+    step: int,
+    buffer_of: Callable[[int], Bytes],
+) -> Generator[Bytes, None, str]:
+    if ids is not None:
+        _check_ids(ids, tensor, file.where)
+    with file.reading(tensor.name) as fill:
+
+        def plans() -> Iterator[tuple[Bytes, Sequence[Job]]]:
+            for index, start in enumerate(range(0, count, step)):
+                rows = slice(start, min(start + step, count))
+                buffer = buffer_of(index)[: rows.stop - start]
+                yield buffer, fill(rows if ids is None else ids[rows], buffer) if buffer.size else ()
+
+        filled = _filled(plans())
+        try:
+            while True:
+                piece = next(filled)
+                if tensor.dtype == "BOOL" and piece.size and int(piece.max()) > 1:
+                    raise damaged(
+                        f"{file.where}: tensor {shorten(tensor.name)}",
+                        f"booleans must be 0 or 1, found {int(piece.max())}",
+                        tensor=tensor.name,
+                        found=int(piece.max()),
+                    )
+                yield piece
+        except StopIteration as end:
+            return str(end.value)
+        finally:
+            filled.close()
+
+
+def _filled(plans: Iterator[tuple[Bytes, Sequence[Job]]]) -> Generator[Bytes, None, str]:
+    """Fill buffers one ahead with several threads, hash them in order in another, and yield each when it is full."""
+    digest = hashlib.sha256()
+    readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
+    hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
+    hashes: deque[Future[None]] = deque()
+
+    def start() -> tuple[Bytes, list[Future[object]]] | None:
+        if len(hashes) == _RING:
+            # The buffer that comes next was hashed last as many pieces ago.
+            hashes.popleft().result()
+        plan = next(plans, None)
+        return None if plan is None else (plan[0], [readers.submit(job) for job in plan[1]])
+
+    try:
+        ahead = start()
+        while ahead is not None:
+            buffer, jobs = ahead
+            for job in jobs:
+                job.result()
+            hashes.append(hasher.submit(digest.update, buffer.reshape(-1).data))
+            ahead = start()
+            yield buffer
+        hasher.shutdown()
+        return digest.hexdigest()
+    finally:
+        readers.shutdown(cancel_futures=True)
+        hasher.shutdown(cancel_futures=True)
+
+
+def _allocate(file: WeightsFile, tensor: TensorInfo, rows: int) -> Bytes:
+    try:
+        return allocate(rows, tensor.row_bytes)
+    except (MemoryError, ValueError) as error:
+        raise CheckpointError(
+            f"{file.where}: tensor {shorten(tensor.name)}: {rows * tensor.row_bytes:,} bytes do not fit into memory.",
+            path=file.where,
+            tensor=tensor.name,
+        ) from error
+
+
+def allocate(rows: int, row_bytes: int) -> Bytes:
+    """Uninitialised memory, uint8 [rows, row_bytes]."""
+    return np.empty((rows, row_bytes), dtype=np.uint8)
+
+
+def _check_ids(ids: NDArray[np.int64], tensor: TensorInfo, where: str) -> None:
+    if not tensor.shape:
+        raise CheckpointError(
+            f"{where}: tensor {shorten(tensor.name)} is a scalar and has no rows.", path=where, tensor=tensor.name
+        )
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tensor.num_rows:
+        wrong = int(ids.max()) if int(ids.max()) >= tensor.num_rows else int(ids.min())
+        raise CheckpointError(
+            f"{where}: tensor {shorten(tensor.name)}: row {wrong} was asked for, of {tensor.num_rows}.\n"
+            "The vocabulary and this checkpoint do not belong together.",
+            path=where,
+            tensor=tensor.name,
+            row=wrong,
+            rows=tensor.num_rows,
+        )

@@ -1,0 +1,132 @@
+"""Bad networks: a Hub that is silent, busy, breaks off, or is somebody else altogether."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.convert.errors import SourceError
+from eagle_slim.convert.hub import client
+from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.sources.source import open_head_source
+from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
+from huggingface_hub import constants
+from safetensors.torch import save
+from support.hub_server import Fault, HubServer, connected
+from support.raising import raises
+
+API = "/api/models/org/head"
+WEIGHTS = {"lm_head.weight": torch.arange(12.0).reshape(3, 4).bfloat16()}
+FILES: dict[str, bytes | str] = {"config.json": "{}", "model.safetensors": save(WEIGHTS)}
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as hub:
+        hub.add_model("org/head", FILES)
+        yield hub
+
+
+@pytest.fixture
+def home(hub: HubServer, tmp_path: Path) -> Iterator[Path]:
+    with connected(hub, tmp_path / "home"):
+        yield tmp_path / "home"
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that are made, in seconds; none of them is waited for."""
+    made: list[float] = []
+    monkeypatch.setattr(client.time, "sleep", made.append)
+    return made
+
+
+def test_a_silent_hub_is_given_up_and_the_cache_is_used(
+    hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
+    hub.inject(API, Fault(silent=True))
+    began = time.monotonic()
+    with raises(SourceError, repo_id="org/head", cause="ReadTimeout") as caught:
+        open_head_source("org/head")
+    assert time.monotonic() - began < 10
+    assert "does not answer" in str(caught.value)
+    hub.clear_faults()
+    commit = open_head_source("org/head").commit
+    hub.inject(API, Fault(silent=True))
+    notices: list[str] = []
+    assert open_head_source("org/head", notify=notices.append).commit == commit
+    assert ["does not answer" in notice and "cache" in notice for notice in notices] == [True]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [*(Fault(times=2, any_status=status) for status in (429, 500, 502, 503)), Fault(times=2, unanswered=True)],
+    ids=["429", "500", "502", "503", "dropped"],
+)
+@pytest.mark.parametrize("path", [API, "/model.safetensors"], ids=["API", "HEAD"])
+def test_a_hub_in_short_trouble_is_asked_again(
+    hub: HubServer, home: Path, pauses: list[float], path: str, fault: Fault
+) -> None:
+    hub.inject(path, Fault(times=2, any_status=fault.any_status, unanswered=fault.unanswered))
+    found = open_head_source("org/head")
+    assert (found.folder / "model.safetensors").is_file()
+    # The metadata of a file that is read by ranges, too.
+    hub.inject(path, Fault(times=2, any_status=fault.any_status, unanswered=fault.unanswered))
+    assert torch.equal(open_target_lm_head("org/head").tensor(), WEIGHTS["lm_head.weight"])
+
+
+def test_the_hub_says_how_long_to_wait(hub: HubServer, home: Path, pauses: list[float]) -> None:
+    hub.inject(API, Fault(times=1, any_status=429, retry_after_s=7))
+    open_head_source("org/head")
+    assert pauses[0] == 7
+
+
+def test_a_rate_limit_is_called_so(hub: HubServer, tmp_path: Path, pauses: list[float]) -> None:
+    hub.inject(API, Fault(any_status=429, retry_after_s=250))
+    with connected(hub, tmp_path), raises(SourceError, status=429) as caught:
+        open_head_source("org/head")
+    assert "rate limit" in str(caught.value)
+    assert "in 250 seconds" in str(caught.value)
+    # Longer than anybody waits before a screen.
+    assert pauses == []
+
+
+def test_a_hub_in_long_trouble(hub: HubServer, home: Path, pauses: list[float]) -> None:
+    hub.inject(API, Fault(any_status=503))
+    with raises(SourceError, status=503):
+        open_head_source("org/head")
+    assert pauses == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("where", [API, ""])
+def test_a_login_page_of_the_network_is_named(hub: HubServer, home: Path, where: str) -> None:
+    hub.inject(where, Fault(portal=True))
+    with raises(SourceError, repo_id="org/head") as caught:
+        open_head_source("org/head")
+    assert "wants a login" in str(caught.value)
+    hub.clear_faults()
+    commit = open_head_source("org/head").commit
+    hub.inject(where, Fault(portal=True))
+    assert open_head_source("org/head", notify=lambda text: None).commit == commit
+
+
+def test_a_refusal_is_one_line(hub: HubServer, home: Path) -> None:
+    hub.inject(API, Fault(any_status=403))
+    with raises(SourceError, status=403) as caught:
+        open_head_source("org/head")
+    headline, advice = str(caught.value).split("\n")
+    assert "\\n" not in headline
+    assert advice.startswith("See ")
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+def test_an_upload_is_tried_again(hub: HubServer, tmp_path: Path, pauses: list[float]) -> None:
+    (tmp_path / "slim").mkdir()
+    (tmp_path / "slim" / "config.json").write_text("{}")
+    hub.inject("/api/repos/create", Fault(times=1, any_status=503))
+    hub.inject("/api/models/tester/slim/preupload/main", Fault(times=1, any_status=429))
+    with connected(hub, tmp_path / "home", token="hf_good"):
+        push_folder(tmp_path / "slim", "tester/slim")
+    assert hub.repo("tester/slim").files == {"config.json": b"{}"}
