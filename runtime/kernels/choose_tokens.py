@@ -321,9 +321,8 @@ def _check(
         numbers=(state.numbers, torch.float32, (8,)), uniforms=(state.uniforms, torch.float64, (slots, None)),
         num_generated=(state.num_generated, torch.int32, (slots,)), seen=(state.seen, torch.int32, (slots, words)),
         suppressed=(state.suppressed, torch.int32, (words,)), eos=(state.eos, torch.int32, (words,)),
-        listed=(scratch.listed, torch.int32, (rows, None)),
         best_score=(scratch.best_score, torch.float32, (rows, triton.cdiv(vocab, scratch.part))),
-        penalised=(scratch.penalised, torch.int32, (rows, words)),
+        penalised=(scratch.penalised, torch.int32, (rows, words)), listed=(scratch.listed, torch.int32, (rows, None)),
     )  # fmt: skip
 
 
