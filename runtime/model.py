@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
 from .drafter.reference import Drafter
-from .drafter.weights import gather_lm_head_rows, load_head_weights
+from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
 from .generation.arguments import (
     read_count,
@@ -208,10 +208,19 @@ class SpeculativeModel:
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
         other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
-        drafter = build_drafter(self.drafter_kind, other, self.drafter.tree)
+        return self._with_drafter(other, self.drafter.tree)
+
+    def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
+        """Return a model that drafts trees of another shape; everything loaded is shared.
+
+        Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
+        """
+        return self._with_drafter(self.drafter.weights, tree)
+
+    def _with_drafter(self, weights: HeadWeights, tree: TreeConfig) -> SpeculativeModel:
         return SpeculativeModel(
             self.target,
-            drafter,
+            build_drafter(self.drafter_kind, weights, tree),
             self.tokenizer,
             self.max_model_len,
             self.opened,
