@@ -125,6 +125,21 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return place
 
 
+def read_device_map(device_map: Any, device: str | torch.device | None) -> str | torch.device | None:
+    """Read transformers' ``device_map`` as one device; "auto" is None. Raises `UsageError` for several devices."""
+    if isinstance(device_map, Mapping) and len(device_map) == 1:
+        device_map = next(iter(device_map.values()))
+    if isinstance(device_map, int) and not isinstance(device_map, bool):
+        device_map = f"cuda:{device_map}"
+    if device is not None or not isinstance(device_map, (str, torch.device)):
+        raise UsageError(
+            "device_map names one device here, and device is another name for it: give one of them. A target is not "
+            "spread over several.",
+            option="device_map", found=device_map,
+        )  # fmt: skip
+    return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
+
+
 def _device(name: str | torch.device) -> torch.device:
     try:
         return torch.device(name)

@@ -219,6 +219,7 @@ class _Run:
                 max_new_tokens=self.plan.max_new_tokens,
                 max_slots=len(group),
                 speculative=candidate is not None,
+                time_phases=True,
                 **mode.options,
             )
         except PromptError as error:

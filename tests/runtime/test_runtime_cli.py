@@ -15,7 +15,7 @@ import pytest
 import torch
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
-from eagle_slim.runtime import compare_cli, generate_cli
+from eagle_slim.runtime import SpeculativeModel, compare_cli, generate_cli
 from eagle_slim.runtime.comparison.answers import Answer, AnswerLog
 from eagle_slim.runtime.generation.streaming import StopTextStreamer
 from support.tiny_models import write_head, write_pair
@@ -130,6 +130,7 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
     [
         (["--prompt", "x", "--top-p", "0.5"], 2, "temperature"),
         (["--prompt", "x", "--draft-vocab", "9999"], 2, "9999"),
+        (["--prompt", "x", "--draft-vocab", "some"], 2, "neither a number nor `full`"),
         (["--prompt", "x", "--total-tokens", "900"], 2, "candidates"),
         (["--prompt", "x", "--max-model-len", "2"], 1, "no room"),
         (["--prompt", "x", "--dtype", "float8"], 2, "float8"),
@@ -241,6 +242,70 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
     # As if the first message had never been.
     monkeypatch.setattr(sys, "stdin", Terminal("hello\n/exit\n"))
     assert run(generate_cli.main, *command)[1] == out.replace("> > ", "> ", 1)
+
+
+def test_commands_of_the_chat(run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _, slim = pair
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = ["/help", "hello", "hello", "/stats", "/reset", "hello", "/system Be brief.", "hello", "/nonsense", "/quit"]
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(lines) + "\n"))
+    sent: list[list[dict[str, str]]] = []
+    encode = SpeculativeModel.encode_chat
+    monkeypatch.setattr(
+        SpeculativeModel, "encode_chat", lambda self, messages: sent.append(list(messages)) or encode(self, messages)
+    )
+    code, _, err = run(generate_cli.main, slim, "--target", target, *TREE, "--max-new-tokens", "5", "--ignore-eos")
+    assert code == 0, err
+    assert [len(messages) for messages in sent] == [1, 3, 1, 2]
+    assert sent[3][0] == {"role": "system", "content": "Be brief."}
+    assert "/system TEXT" in err
+    assert "10 tokens in" in err  # of the whole chat
+    assert "/nonsense is no command" in err
+
+
+def test_ctrl_c_between_answers_ends_with_130(
+    run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _, slim = pair
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def interrupt(_prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    monkeypatch.setattr("builtins.input", interrupt)
+    code, _, err = run(generate_cli.main, slim, "--target", target, *TREE)
+    assert code == 130, err
+    assert "Traceback" not in err
+
+
+def test_a_seed_is_drawn_and_printed(run: Run, pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    args = [
+        slim,
+        "--target",
+        target,
+        *TREE,
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        "6",
+        "--temperature",
+        "1",
+        "--json",
+    ]
+    first, second = (json.loads(run(generate_cli.main, *args, "--draft-vocab", "full")[1]) for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = json.loads(run(generate_cli.main, *args, "--seed", str(first["seed"]), "--check")[1])
+    assert again["token_ids"] == first["token_ids"]
+    assert first["draft_vocab"] == 340
 
 
 def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
