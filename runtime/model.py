@@ -4,8 +4,8 @@
     output = model.generate("Why is the sky blue?", max_new_tokens=100)
     print(output.text[0], output.stats.mean_accepted_length)
 
-Output is the target's own: greedy token for token (exact in fp32), sampled in distribution and, for a seed, the same
-tokens that plain decoding with that seed gives.
+Output is the target's own: greedy token for token, sampled in distribution and, for a seed, the same tokens that plain
+decoding with that seed gives. Both are exact in fp32; below it a near-tie can round differently.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class SpeculativeModel:
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
         else:
-            location = target_location(opened, target)
+            location = target_location(opened, target, offline, revision)
             name, model = str(location), None
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
