@@ -1,9 +1,13 @@
-"""`eagle-compare`: the same prompts over several draft vocabularies, as table, files and a recommendation."""
+"""`eagle-compare`: the same prompts over several draft vocabularies, heads and trees, as table, files and advice."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,16 +23,22 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .model_options_cli import load_model, model_options, show_warnings_as_lines
+from .model_options_cli import load_model, load_other_head, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
     from eagle_slim.convert.conversion.vocab_choice import Ranking
 
-    from .comparison.compare import CompareReport, CoverageCurve, Size
-    from .comparison.recommend import Recommendation
+    from .comparison.answers import AnswerLog
+    from .comparison.compare import Candidate, CoverageCurve, Plan
+    from .comparison.recommend import Advice
+    from .comparison.report import CompareReport
+    from .config import TreeConfig
     from .model import SpeculativeModel
 
 _DEFAULT_SIZES = (32768, 16384, 8192, 4096, 2048)
+_MARKER = "compare.json"
+_LINE_EVERY_S = 30.0
+_INTERRUPTED = 130
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
@@ -46,17 +56,43 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return tuple(sizes)
 
 
+def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(int(item) for item in value.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,4,16", ctx, param)
+    return tuple(dict.fromkeys(counts))
+
+
+def _trees(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    trees = []
+    for text in value:
+        try:
+            depth, top_k, total_tokens = map(int, text.split(","))
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not DEPTH,TOP_K,NODES such as 5,10,60", ctx, param) from None
+        trees.append((depth, top_k, total_tokens))
+    return tuple(dict.fromkeys(trees))
+
+
 @click.command(
     cls=EagleCommand,
     epilog="""\b
 Examples:
   eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,8192,4096 --out out/compare
+  eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,8192,4096 --out out/compare --resume
   eagle-compare yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --token-map freq_32000.pt --prompts question.jsonl --out cmp
-  eagle-compare out/llama-slim --prompts prompts.txt --modes greedy --repeats 3 --json""",
+  eagle-compare slim --head other --tree 5,10,60 --tree 3,1,4 --batch 1,4,16 --prompts prompts.txt --json""",
 )
 @model_options
+@click.option("--head", "heads", multiple=True, metavar="HEAD",
+              help="Another head for the same target, compared as well; repeat for more.")  # fmt: skip
+@click.option("--tree", "trees", multiple=True, callback=_trees, metavar="D,K,N",
+              help="Depth, children per node and nodes of a tree; repeat to compare several.")  # fmt: skip
 @click.option("--prompts", "prompt_file", required=True, metavar="FILE",
-              help="JSON lines with `turns` (MT-bench, Spec-Bench), or text with a prompt per line.")  # fmt: skip
+              help="JSON lines with `turns`, `messages`, `prompt` or `question`; or a prompt per line.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N prompts only.")
 @click.option("--sizes", callback=_sizes, metavar="N,N,...",
               help="Draft vocabularies; `full` is all the head has. Default: full, powers of two.")  # fmt: skip
@@ -67,65 +103,152 @@ Examples:
 @click.option("--top-p", type=float, metavar="P", help="Of the sampled mode.")
 @click.option("--top-k", type=int, metavar="K", help="Of the sampled mode.")
 @click.option("--seed", default=0, show_default=True, help="Of the sampled mode.")
+@click.option("--batch", "batches", default="1", show_default=True, callback=_counts, metavar="B,B,...",
+              help="Prompts answered at a time; the speed is that of all of them together.")  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Times to measure it all.")
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
-@click.option("--out", "-o", metavar="DIR", help="Write compare.json, .csv, .png and .html here.")
-@click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
+@click.option("--out", "-o", metavar="DIR", help="Write compare.json, .csv, .md, .png and .html here.")
+@click.option("--resume", is_flag=True, help="Take up a comparison for --out that was interrupted.")
+@click.option("--progress/--no-progress", default=None,
+              help="Progress on stderr. Default: a bar on a terminal, else a line now and then.")  # fmt: skip
 @force_option
 @json_option
 @version_option()
-def compare(**options: Any) -> None:
-    """Measure accepted length and speed of one head over several draft vocabularies.
+def compare(**options: Any) -> int:
+    """Measure accepted length and speed over several draft vocabularies, and advise.
 
     HEAD is a folder or a repository of the Hugging Face Hub: converted (its manifest holds the ranking), or not (then
     give --counts or --token-map); without it, the built-in head of SmolLM2-135M-Instruct with its own counts. Every
-    answer is compared with plain decoding. The last lines recommend a size for this pair on this device.
+    answer is compared with plain decoding. The last lines say which size to use on this device, as far as the prompts
+    decide it. Ctrl-C ends the comparison and writes what there is.
     """
     show_warnings_as_lines()
-    from eagle_slim.convert.atomic import check_output
-
-    out, force, as_json = options.pop("out"), options.pop("force"), options.pop("as_json")
     modes = _modes(options)
-    if out is not None:
-        check_output(out, force, "compare.json")
+    out, force, resume, as_json = (options.pop(name) for name in ("out", "force", "resume", "as_json"))
+    answers_file = _prepare_output(out, force, resume)
     from .comparison.prompt_file import load_prompts
 
     prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
-    is_embedded = options["head"] is None
-    wanted, counts, token_map = options.pop("sizes"), options.pop("counts"), options.pop("token_map")
-    offline = options["offline"]
-    model = load_model(options)
-    ranking = _ranking(model, is_embedded, counts, token_map, offline, wanted)
-    sizes = _cut(model, ranking, wanted)
-
-    from tqdm import tqdm
-
+    rank_by = {name: options.pop(name) for name in ("counts", "token_map")}
+    wanted, heads, trees = options.pop("sizes"), options.pop("heads"), options.pop("trees")
+    from .comparison.compare import Interrupted, Plan
     from .comparison.compare import compare as run_compare
-    from .comparison.compare import num_answers
     from .comparison.recommend import recommend
+    from .comparison.report import build_report
+    from .config import TreeConfig
 
-    repeats, show = options.pop("repeats"), options.pop("progress")
-    total = num_answers(sizes, prompts, modes, repeats)
-    hide = not (sys.stderr.isatty() if show is None else show)
-    with tqdm(total=total, desc="answers", unit="answer", disable=hide, file=sys.stderr) as bar:
-        report = run_compare(
-            model,
-            sizes,
-            prompts,
-            modes,
-            options.pop("max_new_tokens"),
-            repeats,
-            use_chat_template=not options.pop("raw"),
-            rank_order=None if ranking is None else ranking.cut(None).target_ids,
-            advance=bar.update,
-        )
-    report = _with_held_out(report, model, ranking)
+    shapes = [TreeConfig(*tree) for tree in trees]
+    first_head, offline = options["head"], options["offline"]
+    head_options = {name: options[name] for name in ("head_revision", "head_subfolder", "tap_layers", "d2t_form")}
+    model = load_model(options)
+    models = {_head_name(first_head): (model, first_head is None)}
+    for head in heads:
+        models[_head_name(head)] = (load_other_head(model, head, offline, **head_options), False)
+    rankings = {
+        name: _ranking(each, is_embedded, **rank_by, offline=offline, wanted=wanted)
+        for name, (each, is_embedded) in models.items()
+    }
+    candidates = [
+        candidate
+        for name, (each, _) in models.items()
+        for candidate in _candidates(each, rankings[name], wanted, shapes, name, len(models) > 1)
+    ]
+    plan = Plan(
+        prompts, modes, options.pop("max_new_tokens"), options.pop("repeats"), options.pop("batches"),
+        not options.pop("raw"),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        log = None if answers_file is None else stack.enter_context(_open_log(answers_file, candidates, plan))
+        advance = stack.enter_context(_progress(plan.num_calls(len(candidates)), options.pop("progress")))
+        try:
+            answers = run_compare(candidates, plan, log, advance)
+        except Interrupted as stop:
+            answers = stop.answers
+    if not answers:
+        note("interrupted before the first answer")
+        return _INTERRUPTED
+    ranking = rankings[_head_name(first_head)]
+    report = build_report(candidates, plan, answers, _curves(model, ranking, answers))
     advice = recommend(report)
     if out is not None:
-        write_files(report, advice, out, force)
-        note(f"wrote {out}/compare.json, .csv, .png and .html")
+        write_files(report, advice, out, force or resume, answers_file)
+        note(f"wrote {out}/compare.json, .csv, .md, .png and .html")
     _print(report, advice, as_json)
+    if report.is_complete:
+        return 0
+    note("interrupted: these are the answers so far" + ("; --resume takes the comparison up again" if out else ""))
+    return _INTERRUPTED
+
+
+def _prepare_output(out: str | None, force: bool, resume: bool) -> Path | None:
+    """Return the file of answers beside ``out``; refuse what would be lost, before anything is loaded."""
+    from eagle_slim.convert.atomic import check_output
+
+    if out is None:
+        if resume:
+            raise UsageError("--resume takes up the comparison of an --out. Give --out.", option="--resume")
+        return None
+    answers = Path(out).expanduser()
+    answers = answers.with_name(answers.name + ".answers.jsonl")
+    if answers.exists() and force and not resume:
+        answers.unlink()
+    if answers.exists() and not resume:
+        raise UsageError(
+            f"{answers}: the answers of an interrupted comparison. Give --resume to take it up, or --force to start "
+            "over.",
+            option="--resume", path=str(answers),
+        )  # fmt: skip
+    check_output(out, force or (resume and answers.exists()), _MARKER)
+    answers.parent.mkdir(parents=True, exist_ok=True)
+    return answers
+
+
+def _head_name(head: str | None) -> str:
+    return "built-in head" if head is None else Path(head).name
+
+
+def _open_log(path: Path, candidates: list[Candidate], plan: Plan) -> AnswerLog:
+    from .comparison.answers import AnswerLog
+    from .comparison.report import describe
+
+    prompts = json.dumps([[prompt.turns, prompt.opening, prompt.category] for prompt in plan.prompts])
+    of_prompts = {"prompts": hashlib.sha256(prompts.encode()).hexdigest(), "chat": plan.use_chat_template}
+    return AnswerLog(path, describe(candidates[0].model, candidates, plan) | of_prompts)
+
+
+@contextmanager
+def _progress(total: int, show: bool | None) -> Iterator[Callable[[], object]]:
+    """Give a function to call after each answer: it moves a bar on a terminal, else writes a line now and then."""
+    if show or (show is None and sys.stderr.isatty()):
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc="answers", unit="answer", file=sys.stderr) as bar:
+            yield bar.update
+        return
+    started = said = time.monotonic()
+    done = 0
+
+    def line() -> None:
+        nonlocal done, said
+        done += 1
+        now = time.monotonic()
+        if show is None and now - said >= _LINE_EVERY_S:
+            said = now
+            left = (now - started) / done * (total - done)
+            note(f"{done} of {total} answers, about {_duration(left)} left")
+
+    yield line
+
+
+def _duration(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 90
+        else f"{seconds / 60:.0f} min"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def _modes(options: dict[str, Any]) -> list[Any]:
@@ -160,7 +283,7 @@ def _ranking(
     offline: bool,
     wanted: tuple[int | str, ...] | None,
 ) -> Ranking | None:
-    """Make the ranking that sizes are cut from; None where only `full` is asked for and nothing ranks it."""
+    """Make the ranking that sizes are cut from; None where only `full` is asked for and the head has no ranking."""
     from eagle_slim.convert.conversion.vocab_choice import VocabRequest, make_ranking
     from eagle_slim.convert.sources.builtin import embedded_target_folder
     from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -198,30 +321,46 @@ def _ranking(
     )
 
 
-def _cut(model: SpeculativeModel, ranking: Ranking | None, wanted: tuple[int | str, ...] | None) -> list[Size]:
-    from .comparison.compare import Size
+def _candidates(
+    model: SpeculativeModel,
+    ranking: Ranking | None,
+    wanted: tuple[int | str, ...] | None,
+    trees: list[TreeConfig],
+    head: str,
+    name_head: bool,
+) -> list[Candidate]:
+    """Return every size of a head with every tree; sizes that are the same are one."""
+    from .comparison.compare import Candidate, cut_sizes
 
-    assert model.opened is not None
     everything = model.draft_vocab
     if ranking is None:
-        return [Size("full", None)]
-    smallest = ranking.cut(None).num_forced
-    if wanted is None:
-        wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
-    return [
-        Size("full", None) if size in ("full", everything) else Size(str(size), ranking.cut(int(size)))
-        for size in wanted
-    ]
+        sizes: list[Any] = [None]
+    else:
+        smallest = ranking.cut(None).num_forced
+        if wanted is None:
+            wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
+        sizes = [None if size in ("full", everything) else ranking.cut(int(size)) for size in wanted]
+    found = []
+    for cut in cut_sizes(model, sizes, head):
+        for tree in trees or [model.drafter.tree]:
+            shape = f", tree {tree.depth}/{tree.top_k}/{tree.total_tokens}" if len(trees) > 1 else ""
+            label = (f"{head}: " if name_head else "") + cut.size + shape
+            found.append(Candidate(label, cut.model.with_tree(tree), cut.size, head))
+    return found
 
 
-def _with_held_out(report: CompareReport, model: SpeculativeModel, ranking: Ranking | None) -> CompareReport:
-    """Add the coverage of held-out text: measured by the ranking, or else recorded in the head's manifest."""
-    from dataclasses import replace
+def _curves(model: SpeculativeModel, ranking: Ranking | None, answers: list[Any]) -> list[CoverageCurve]:
+    """Return the coverage of the answers, and of held-out text: measured, or else as the head's manifest records it."""
+    from .comparison.compare import PLAIN, answer_coverage
 
     assert model.opened is not None
+    curves = []
+    if ranking is not None:
+        tokens = [token for a in answers if a.key.candidate == PLAIN for row in a.token_ids for token in row]
+        curves.append(answer_coverage(ranking.cut(None).target_ids, tokens))
     measured = None if ranking is None else ranking.coverage(ranking.cut(None))
     recorded = model.opened.coverage if measured is None else measured[0].to_json()
-    return report if recorded is None else replace(report, curves=(*report.curves, held_out_curve(recorded)))
+    return curves if recorded is None else [*curves, held_out_curve(recorded)]
 
 
 def held_out_curve(coverage: Mapping[str, Any]) -> CoverageCurve:
@@ -232,34 +371,43 @@ def held_out_curve(coverage: Mapping[str, Any]) -> CoverageCurve:
     return CoverageCurve(f"{source['name']} ({source['part']})", tuple(coverage["sizes"]), tuple(source["coverage"]))
 
 
-def write_files(report: CompareReport, advice: Recommendation, out: str | Path, force: bool) -> None:
-    """Write the four files of a comparison into a folder, all or none."""
-    import json
-
+def write_files(
+    report: CompareReport, advice: list[Advice], out: str | Path, force: bool, answers: Path | None = None
+) -> None:
+    """Write the files of a comparison into a folder, all or none; once it is complete, ``answers`` moves in as well."""
     from eagle_slim.convert.atomic import atomic_directory
 
-    from .comparison.output import csv_text, html_page, png_bytes, report_to_json
+    from .comparison.charts import png_bytes
+    from .comparison.output import csv_text, html_page, markdown, report_to_json
 
-    with atomic_directory(out, force=force, marker="compare.json") as folder:
-        (folder / "compare.json").write_text(
-            json.dumps(report_to_json(report, advice), indent=1) + "\n", encoding="utf-8"
-        )
+    with atomic_directory(out, force=force, marker=_MARKER) as folder:
+        (folder / _MARKER).write_text(json.dumps(report_to_json(report, advice), indent=1) + "\n", encoding="utf-8")
         (folder / "compare.csv").write_text(csv_text(report), encoding="utf-8")
+        (folder / "compare.md").write_text(markdown(report, advice), encoding="utf-8")
         (folder / "compare.html").write_text(html_page(report, advice), encoding="utf-8")
         (folder / "compare.png").write_bytes(png_bytes(report, advice))
+        if answers is not None:
+            (folder / "answers.jsonl").write_bytes(answers.read_bytes())
+    if answers is not None and report.is_complete:
+        answers.unlink()
 
 
-def _print(report: CompareReport, advice: Recommendation, as_json: bool) -> None:
+def _print(report: CompareReport, advice: list[Advice], as_json: bool) -> None:
     from .comparison.output import report_to_json, text_table
 
     if as_json:
         emit_json(report_to_json(report, advice))
         return
     click.echo(text_table(report))
-    click.echo("")
-    click.echo(advice.headline)
-    for reason in advice.reasons:
-        click.echo(f"  {reason}")
+    for each in advice:
+        click.echo("")
+        click.echo(each.headline)
+        for reason in each.reasons:
+            click.echo(f"  {reason}")
+    if report.remarks:
+        click.echo("")
+    for remark in report.remarks:
+        click.echo(f"disturbed: {remark}")
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -15,10 +15,12 @@ __all__ = [
     "AcceptanceWarning",
     "DrafterError",
     "EagleSlimError",
+    "HeadWarning",
     "PairingError",
     "PromptError",
     "PromptFileError",
     "TargetError",
+    "TargetWarning",
     "UnsupportedModelError",
     "UsageError",
 ]
@@ -46,6 +48,14 @@ class DrafterError(EagleSlimError):
 
 class PromptFileError(EagleSlimError):
     """A file of prompts cannot be read."""
+
+
+class TargetWarning(UserWarning):
+    """Another copy of the target stands in for the one that was named."""
+
+
+class HeadWarning(UserWarning):
+    """A head's weights are damaged: output stays exact, but drafts are bad."""
 
 
 class AcceptanceWarning(UserWarning):

@@ -14,8 +14,26 @@ from .model_options_cli import load_model, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
     from .generation.output import GenerationOutput
+    from .generation.rounding import Boundary
     from .generation.stats import GenerationStats
     from .model import SpeculativeModel
+
+
+_INTERRUPTED = 130
+_HELP = """\
+/system TEXT  set the system message and start over; without a text, remove it
+/reset        start over
+/stats        figures of the whole chat
+/help         this list
+/quit         end the chat (also /exit, Ctrl-D, or Ctrl-C between answers)"""
+
+
+def _draft_vocab(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    if value is None or value == "full":
+        return None
+    if not value.isdecimal():
+        raise click.BadParameter(f"{value!r} is neither a number nor `full`", ctx, param)
+    return int(value)
 
 
 @click.command(
@@ -27,7 +45,8 @@ Examples:
   eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
 )
 @model_options
-@click.option("--draft-vocab", type=int, metavar="N", help="Draft over the best N ids only. Default: all the head has.")
+@click.option("--draft-vocab", callback=_draft_vocab, metavar="N",
+              help="Draft over the best N ids only; `full`, the default, is all that the head has.")  # fmt: skip
 @click.option(
     "--prompt", metavar="TEXT", help="Answer this and end. Default: the text on stdin, or in a terminal a chat."
 )
@@ -37,19 +56,28 @@ Examples:
 @click.option("--temperature", type=float, metavar="T", help="Above 0 samples. Default: greedy.")
 @click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
-@click.option("--seed", default=0, show_default=True, help="Fixes every draw.")
+@click.option("--seed", type=int, help="Fixes every draw. Default: another one each time, which is printed.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
-def generate(**options: Any) -> None:
+def generate(**options: Any) -> int:
     """Generate with a draft head; the text is the target's own.
 
     HEAD is a converted or unconverted head, a folder or a repository of the Hugging Face Hub; without it, the built-in
     EAGLE-3 head of SmolLM2-135M-Instruct. Text goes to stdout as it is accepted, figures go to stderr. In a chat,
-    /reset starts over and /exit (or Ctrl-D) ends.
+    /help lists the commands; Ctrl-C ends an answer, and between two of them the chat (exit code 130).
     """
+    try:
+        _generate(options)
+    except KeyboardInterrupt:
+        note("\ninterrupted")
+        return _INTERRUPTED
+    return 0
+
+
+def _generate(options: dict[str, Any]) -> None:
     show_warnings_as_lines()
     prompt, as_json = options.pop("prompt"), options.pop("as_json")
     if prompt is None and not sys.stdin.isatty():
@@ -72,7 +100,7 @@ def generate(**options: Any) -> None:
     from .generation.arguments import sampling_config
 
     # Refused before the model is loaded.
-    sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"])
+    sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"] or 0)
     model = load_model(options)
     system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
     session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
@@ -100,6 +128,7 @@ class _Session:
         self.model, self.raw, self.check, self.options = model, raw, check, options
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
+        self.answered: list[GenerationStats] = []
 
     def answer(self, prompt: str) -> None:
         """Stream one answer and print its figures."""
@@ -109,7 +138,8 @@ class _Session:
         streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
         output = self.model.generate(ids, streamer=streamer, **self.options)
         self.messages.append({"role": "assistant", "content": output.text[0] or ""})
-        note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}")
+        self.answered.append(output.stats)
+        note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}" + _seed(output))
         if self.check:
             _check(self.model, ids, output, self.options)
 
@@ -124,6 +154,7 @@ class _Session:
                 "token_ids": result.token_ids,
                 "finish_reason": result.finish_reason,
                 "draft_vocab": self.model.draft_vocab,
+                "seed": output.seed,
                 "stats": output.stats.to_json(),
             }
         )
@@ -131,11 +162,8 @@ class _Session:
             _check(self.model, ids, output, self.options)
 
     def chat(self) -> None:
-        """Talk until /exit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
-        note(
-            f"draft vocabulary {self.model.draft_vocab}; /reset starts over, Ctrl-C ends an answer, /exit or Ctrl-D "
-            "ends the chat"
-        )
+        """Talk until /quit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
+        note(f"draft vocabulary {self.model.draft_vocab:,}; /help lists the commands, Ctrl-C ends an answer")
         while True:
             try:
                 prompt = input("> ").strip()
@@ -145,10 +173,10 @@ class _Session:
             except UnicodeDecodeError as error:
                 note(f"error: this is not UTF-8 text ({error})")
                 continue
-            if prompt == "/exit":
+            if prompt in ("/quit", "/exit"):
                 return
-            if prompt == "/reset":
-                self.messages = list(self.opening)
+            if _is_command(prompt):
+                self._run_command(prompt)
             elif prompt:
                 before = list(self.messages)
                 try:
@@ -162,11 +190,42 @@ class _Session:
                     note("\ninterrupted; the conversation goes on without this message")
                     self.messages = before
 
+    def _run_command(self, line: str) -> None:
+        command, _, text = line.partition(" ")
+        if command == "/help":
+            note(_HELP)
+        elif command == "/stats":
+            note(figures(_stats_of(self.answered)))
+        elif command in ("/reset", "/system"):
+            if command == "/system" and self.raw:
+                note("error: a system message is part of the chat template, which --raw leaves out")
+                return
+            if command == "/system":
+                self.opening = [{"role": "system", "content": text.strip()}] if text.strip() else []
+            self.messages = list(self.opening)
+        else:
+            note(f"error: {command} is no command; /help lists them")
+
     def _encode(self, prompt: str) -> Sequence[int] | str:
         if self.raw:
             return prompt
         self.messages.append({"role": "user", "content": prompt})
         return self.model.encode_chat(self.messages)
+
+
+def _is_command(line: str) -> bool:
+    """Whether a line is a command, rather than a text that begins with a path such as /etc/hosts."""
+    return line.startswith("/") and line[1:].partition(" ")[0].isalpha()
+
+
+def _seed(output: GenerationOutput) -> str:
+    return "" if output.seed is None else f"; seed {output.seed}"
+
+
+def _stats_of(answered: Sequence[GenerationStats]) -> GenerationStats:
+    from .generation.stats import GenerationStats
+
+    return GenerationStats.sum(answered)
 
 
 def figures(stats: GenerationStats) -> str:
@@ -182,6 +241,7 @@ def _check(
     model: SpeculativeModel, prompt: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
 ) -> None:
     """Decode plainly and compare. Raises `EagleSlimError` at the first token that differs."""
+    options = {**options, "seed": output.seed or 0}
     plain = model.generate(prompt, speculative=False, **options)
     ours, own = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"
@@ -189,10 +249,27 @@ def _check(
         note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s)")
         return
     place = next((i for i, (a, b) in enumerate(zip(ours, own, strict=False)) if a != b), min(len(ours), len(own)))
-    message = f"check: token {place} differs from plain {kind}."
+    message = f"check: token {place} differs from plain {kind}"
+    if place < min(len(ours), len(own)):
+        boundary = _boundary(model, prompt, options, place, own[place], ours[place])
+        message += f", {boundary}"
     if str(model.target.dtype) != "torch.float32":
-        message += " Near-ties round differently below float32: try --dtype float32."
-    raise EagleSlimError(message, token=place)
+        message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"
+    raise EagleSlimError(message + ".", token=place)
+
+
+def _boundary(
+    model: SpeculativeModel, prompt: Sequence[int] | str, options: dict[str, Any], place: int, own: int, ours: int
+) -> Boundary:
+    """Decode plainly once more for the logits, and say how far apart the two tokens were."""
+    from .generation.arguments import sampling_config
+    from .generation.rounding import distance_to
+
+    names = ("temperature", "top_p", "top_k", "seed")
+    sampling = sampling_config(**{name: options[name] for name in names if name in options})
+    plain = model.generate(prompt, speculative=False, output_logits=True, **options)
+    assert plain.results[0].logits is not None
+    return distance_to(plain.results[0].logits[place], own, ours, sampling, place, model.target.dtype)
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from eagle_slim.convert.artifact.artifact import Artifact
-from eagle_slim.convert.conversion.target import choose_target, is_missing_folder
+from eagle_slim.convert.conversion.target import choose_target
 from eagle_slim.convert.head.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
@@ -27,6 +27,7 @@ from .drafter.config import DrafterConfig
 from .drafter.reference import Drafter, ReferenceDrafter
 from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import DrafterError, TargetError, UnsupportedModelError, UsageError
+from .target.location import given_target, recorded_target
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -53,6 +54,10 @@ class OpenedHead:
     """Repository or folder of the target; None where the head does not name it."""
     coverage: Mapping[str, Any] | None = None
     """Coverage of held-out text as the manifest records it (JSON form of a `CoverageReport`)."""
+    target_folder: str | None = None
+    """Name of the local folder that the target was in when the head was converted."""
+    folder: Path | None = None
+    """Where a converted head is."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
 
@@ -95,7 +100,10 @@ def open_any_head(
             )  # fmt: skip
         return _from_artifact(Artifact.load(source))
     opened = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
-    return OpenedHead(opened, target_name=_target_of(opened, head is None), is_embedded=head is None)
+    if head is not None:
+        return OpenedHead(opened, target_name=_target_of(opened))
+    made_for = load_embedded_counts().tokenizer_hash
+    return OpenedHead(opened, tokenizer_hash=made_for, target_name=_target_of(opened, True), is_embedded=True)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -123,6 +131,21 @@ def choose_device(device: str | torch.device | None) -> torch.device:
                 option="device", found=str(device),
             ) from error  # fmt: skip
     return place
+
+
+def read_device_map(device_map: Any, device: str | torch.device | None) -> str | torch.device | None:
+    """Read transformers' ``device_map`` as one device; "auto" is None. Raises `UsageError` for several devices."""
+    if isinstance(device_map, Mapping) and len(device_map) == 1:
+        device_map = next(iter(device_map.values()))
+    if isinstance(device_map, int) and not isinstance(device_map, bool):
+        device_map = f"cuda:{device_map}"
+    if device is not None or not isinstance(device_map, (str, torch.device)):
+        raise UsageError(
+            "device_map names one device here, and device is another name for it: give one of them. A target is not "
+            "spread over several.",
+            option="device_map", found=device_map,
+        )  # fmt: skip
+    return None if device_map in ("auto", "balanced", "balanced_low_0", "sequential") else device_map
 
 
 def _device(name: str | torch.device) -> torch.device:
@@ -279,6 +302,8 @@ def _from_artifact(artifact: Artifact) -> OpenedHead:
         artifact.tokenizer_hash,
         target_name,
         artifact.manifest.coverage,
+        artifact.manifest.target.get("name"),
+        artifact.folder,
     )
 
 
@@ -289,22 +314,20 @@ def _target_of(head: DraftHead, is_builtin: bool = False) -> str | None:
     return EMBEDDED_TARGET_REPO if choice.name is None else choice.name
 
 
-def target_location(opened: OpenedHead, given: str | Path | None) -> str | Path:
+def target_location(
+    opened: OpenedHead, given: str | Path | None, offline: bool = False, revision: str | None = None
+) -> str | Path:
     """Return where to load the target from: as given, else as the head names it; the built-in one is made locally.
 
-    Raises `UsageError` when neither names one, and for a folder that is not there.
+    Raises `UsageError` when neither names one that can be found (`given_target`, `recorded_target`).
     """
     if given is not None:
-        if is_missing_folder(str(given)):
-            raise UsageError(
-                f"Target {given}: there is no such folder. Expected a folder or a Hub repository (name/model).",
-                target=str(given), missing="folder",
-            )  # fmt: skip
-        folder = Path(given).expanduser()
-        return folder if folder.is_dir() else given
-    if opened.target_name is None:
-        raise UsageError(
-            f"Head {opened.head.location} does not say which target it belongs to. Give the target.",
-            head=str(opened.head.location), missing="target",
-        )  # fmt: skip
-    return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name
+        return given_target(given, offline, revision)
+    if opened.target_name is not None:
+        return embedded_target_folder() if opened.target_name == EMBEDDED_TARGET_REPO else opened.target_name
+    if opened.target_folder is not None and opened.folder is not None:
+        return recorded_target(opened.target_folder, opened.folder)
+    raise UsageError(
+        f"Head {opened.head.location} does not say which target it belongs to. Give the target.",
+        head=str(opened.head.location), missing="target",
+    )  # fmt: skip

@@ -4,15 +4,17 @@
     output = model.generate("Why is the sky blue?", max_new_tokens=100)
     print(output.text[0], output.stats.mean_accepted_length)
 
-Output is the target's own: greedy token for token (exact in fp32), sampled in distribution and, for a seed, the same
-tokens that plain decoding with that seed gives.
+Output is the target's own: greedy token for token, sampled in distribution and, for a seed, the same tokens that plain
+decoding with that seed gives. Both are exact in fp32; below it a near-tie can round differently.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +23,27 @@ from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
 from .drafter.reference import Drafter
-from .drafter.weights import gather_lm_head_rows, load_head_weights
+from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
 from .generation.arguments import (
     read_count,
+    read_criteria,
     read_id_set,
     read_max_new_tokens,
     read_sampling,
+    read_seconds,
     read_stop_strings,
 )
 from .generation.choice_rules import DeviceRules, device_rules
 from .generation.device import DeviceDecoders
 from .generation.device_loop import DeviceLoop
+from .generation.logit_records import LogitRecord
 from .generation.loop import GenerationLoop
 from .generation.options import build_processors, join_options
-from .generation.output import GenerationOutput
+from .generation.output import GenerationOutput, with_logprobs
 from .generation.prompts import Messages, Prompts, check_prompts, encode_conversation, read_prompts
 from .generation.requests import Request, start
+from .generation.sampling_params import read_sampling_params
 from .generation.stats import GenerationStats
 from .generation.streaming import Streamer, send_tokens
 from .loading import (
@@ -54,6 +60,7 @@ from .loading import (
     load_target_config,
     load_tokenizer_and_hash,
     open_any_head,
+    read_device_map,
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
@@ -115,7 +122,9 @@ class SpeculativeModel:
         top_k: int = 10,
         total_tokens: int | None = None,
         dtype: torch.dtype | str = "auto",
+        torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
+        device_map: Any = None,
         drafter: str | DrafterFactory = "auto",
         target_backend: str = "auto",
         tokenizer: Any | None = None,
@@ -137,7 +146,9 @@ class SpeculativeModel:
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None means 60, or all
                 candidates where there are fewer.
             dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
+                ``torch_dtype`` is its older name in transformers.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
+            device_map: a device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a callable of (weights, tree);
                 "auto" takes the kernel where the GPU and the head allow it.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
@@ -158,6 +169,8 @@ class SpeculativeModel:
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = TreeConfig.of(depth, top_k, total_tokens)
+        dtype = dtype if torch_dtype is None else torch_dtype
+        device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):
             check_loaded(target, dtype, device)
         else:
@@ -168,7 +181,7 @@ class SpeculativeModel:
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
         else:
-            location = target_location(opened, target)
+            location = target_location(opened, target, offline, revision)
             name, model = str(location), None
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
@@ -208,10 +221,19 @@ class SpeculativeModel:
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
         other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
-        drafter = build_drafter(self.drafter_kind, other, self.drafter.tree)
+        return self._with_drafter(other, self.drafter.tree)
+
+    def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
+        """Return a model that drafts trees of another shape; everything loaded is shared.
+
+        Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
+        """
+        return self._with_drafter(self.drafter.weights, tree)
+
+    def _with_drafter(self, weights: HeadWeights, tree: TreeConfig) -> SpeculativeModel:
         return SpeculativeModel(
             self.target,
-            drafter,
+            build_drafter(self.drafter_kind, weights, tree),
             self.tokenizer,
             self.max_model_len,
             self.opened,
@@ -221,6 +243,26 @@ class SpeculativeModel:
         )
 
     @property
+    def device(self) -> torch.device:
+        """Where the target is."""
+        return self.target.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the target's weights."""
+        return self.target.dtype
+
+    @property
+    def config(self) -> Any:
+        """Configuration of the target."""
+        return self.target.model.config
+
+    @property
+    def generation_config(self) -> GenerationConfig | None:
+        """Generation configuration of the target; None where it has none."""
+        return getattr(self.target.model, "generation_config", None)
+
+    @property
     def draft_vocab(self) -> int:
         """Rows that are drafted over."""
         return self.drafter.weights.draft_vocab
@@ -228,24 +270,26 @@ class SpeculativeModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the target's generation configuration, else of its configuration."""
-        generation = getattr(self.target.model, "generation_config", None)
-        found = getattr(generation, "eos_token_id", None)
+        found = getattr(self.generation_config, "eos_token_id", None)
         if found is None:
             found = getattr(self.target.text_config, "eos_token_id", None)
         return read_id_set(found)
 
     def generate(
         self,
-        input_ids: Prompts,
+        input_ids: Prompts | None = None,
         *,
+        inputs: Prompts | None = None,
         attention_mask: Tensor | Sequence[Sequence[int]] | None = None,
         max_new_tokens: int | None = None,
         do_sample: bool | None = None,
         temperature: float | None = None,
         top_p: float | None = None,
         top_k: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         stop: str | Sequence[str] | None = None,
+        stopping_criteria: Any = None,
+        tokenizer: Any | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         ignore_eos: bool = False,
         pad_token_id: int | None = None,
@@ -267,8 +311,13 @@ class SpeculativeModel:
             max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
             do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
                 above 0 asks for sampling. Sampling defaults of the target's own generation configuration are not used.
-            seed: fixes every draw, together with the prompt's place in the call.
-            stop: strings that end an answer, wherever tokens begin and end.
+            inputs: another name for ``input_ids``.
+            seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
+                generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output says which it was.
+            stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
+            stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself, without
+                padding, and with None for scores.
+            tokenizer: for text and stop strings, instead of the model's own.
             eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
             pad_token_id: fills ``sequences``; None takes the target's, else 0.
             streamer: a transformers streamer, for one prompt.
@@ -281,13 +330,21 @@ class SpeculativeModel:
                 functions of these alone (`options`).
             options: further fields of a `GenerationConfig`: ``max_length`` (prompt, without padding, and answer),
                 ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``min_p``, ``typical_p``,
-                ``num_return_sequences``, ``stop_strings`` and others (`options.PENALTIES`). The target's own generation
-                configuration gives the defaults of those that act on greedy decoding too, as in transformers.
+                ``num_return_sequences``, ``max_time``, ``output_scores``, ``output_logits``,
+                ``return_dict_in_generate`` and others (`options.PENALTIES`). The target's own generation configuration
+                gives the defaults of those that act on greedy decoding too, as in transformers.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
+        if inputs is not None:
+            if input_ids is not None:
+                raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")
+            input_ids = inputs
+        if input_ids is None:
+            raise UsageError("No prompt was given: input_ids is None.", found=None)
+        tokenizer = self.tokenizer if tokenizer is None else tokenizer
         given = {
             "max_new_tokens": max_new_tokens,
             "do_sample": do_sample,
@@ -297,14 +354,14 @@ class SpeculativeModel:
             "eos_token_id": eos_token_id,
             "pad_token_id": pad_token_id,
         }
-        own = getattr(self.target.model, "generation_config", None)
+        own = self.generation_config
         keywords = {**given, **options}
         options = join_options(own, generation_config, keywords)
         sampling = read_sampling(options, keywords, seed)
         eos = frozenset() if ignore_eos else read_id_set(options.get("eos_token_id", self.eos_token_ids))
         pad = self._pad(options.get("pad_token_id"))
         padding = None if pad in (eos or self.eos_token_ids) else pad
-        prompts = read_prompts(input_ids, attention_mask, padding, self.tokenizer)
+        read = read_prompts(input_ids, attention_mask, padding, tokenizer)
         repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
         if repeats > 1 and sampling.is_greedy:
             raise UsageError(
@@ -312,21 +369,33 @@ class SpeculativeModel:
                 "temperature.",
                 option="num_return_sequences", found=repeats,
             )  # fmt: skip
-        prompts = [prompt for prompt in prompts for _ in range(repeats)]
+        read = read.repeated(repeats)
+        prompts = read.prompts
         max_slots = read_count("max_slots", max_slots, 1)
         if streamer is not None and len(prompts) != 1:
             raise UsageError(
                 f"A streamer follows one prompt, got {len(prompts)}.", option="streamer", found=len(prompts)
             )
-        stops = read_stop_strings(options.get("stop_strings") if stop is None else stop, self.tokenizer is not None)
-        vocab_size, decode = int(self.target.text_config.vocab_size), self._decode if self.tokenizer else None
+        stops = read_stop_strings(options.get("stop_strings") if stop is None else stop, tokenizer is not None)
+        criteria = read_criteria(stopping_criteria)
+        max_time = options.get("max_time")
+        deadline = None if max_time is None else time.monotonic() + read_seconds("max_time", max_time)
+        has_scores, has_logits = bool(options.get("output_scores")), bool(options.get("output_logits"))
+        vocab_size, decode = int(self.target.text_config.vocab_size), partial(_decode, tokenizer) if tokenizer else None
+        device = self.target.device
         requests = []
         for index, prompt in enumerate(prompts):
             new = read_max_new_tokens(options, len(prompt))
+            record = LogitRecord(sampling) if has_scores or has_logits else None
             process = build_processors(
-                options, len(prompt), new, eos, vocab_size, logits_processor or (), self.target.device
+                options, len(prompt), new, eos, vocab_size, logits_processor or (), device, record
             )
-            requests.append(Request(index, prompt, new, eos, self.max_model_len, stops, decode, process))
+            requests.append(
+                Request(
+                    index, prompt, new, eos, self.max_model_len, stops, decode, process, criteria, deadline, record,
+                    device,
+                )
+            )  # fmt: skip
         check_prompts(requests, self.target.embedding.shape[0])
         if streamer is not None:
             streamer.put(torch.tensor([prompts[0]]))
@@ -346,7 +415,37 @@ class SpeculativeModel:
             streamer.end()
         if speculative:
             _warn_if_nothing_is_accepted(stats, self.drafter)
-        return GenerationOutput(tuple(results), stats, min(eos, default=0) if pad is None else pad)
+        return GenerationOutput(
+            tuple(results),
+            stats,
+            self._fill(options) if pad is None else pad,
+            None if sampling.is_greedy else sampling.seed,
+            tuple(read.rows),
+            read.device,
+            has_scores,
+            has_logits,
+            bool(options.get("return_dict_in_generate")),
+        )
+
+    def chat(
+        self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
+    ) -> GenerationOutput:
+        """Answer a conversation, or a list of conversations, through the chat template.
+
+        ``sampling_params``: vLLM's `SamplingParams`, or an object or mapping with its fields. ``options``: its fields
+        by name (``max_tokens``, ``n``, ``logprobs``, ``stop_token_ids``, ...), or arguments of `generate`. With
+        ``logprobs`` = k each result holds the log-probabilities of the k most probable ids and of its own at each
+        position, before penalties and temperature. Raises `UsageError` and `PromptError` as `encode_chat` and
+        `generate` do.
+        """
+        is_one = isinstance(messages, str) or not messages or isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        keywords = read_sampling_params(sampling_params, options, self.eos_token_ids)
+        logprobs = keywords.pop("logprobs", None)
+        if logprobs is not None:
+            keywords["output_logits"] = True
+        output = self.generate([self.encode_chat(each) for each in conversations], **keywords)
+        return output if logprobs is None else with_logprobs(output, read_count("logprobs", logprobs, 0))
 
     def _device_rules(
         self, drafter: Drafter | None, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request]
@@ -366,16 +465,24 @@ class SpeculativeModel:
         """
         return encode_conversation(self.tokenizer, messages)
 
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self.tokenizer is not None
-        text = self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+    def _fill(self, options: Mapping[str, Any]) -> int:
+        """Return what fills ``sequences`` where nothing is named for padding: the first end of sequence, else 0."""
+        ends = options.get("eos_token_id", getattr(self.generation_config, "eos_token_id", None))
+        first = ends.flatten()[:1].tolist() if isinstance(ends, Tensor) else ends
+        if isinstance(first, Iterable):
+            first = next(iter(first), None)
+        return min(self.eos_token_ids, default=0) if first is None else int(first)
 
     def _pad(self, given: int | None) -> int | None:
         """Return the id that marks padding: as given, else the target's."""
         configs = (getattr(self.target.model, "generation_config", None), self.target.text_config)
         found = [given, *(getattr(config, "pad_token_id", None) for config in configs)]
         return next((int(token) for token in found if token is not None), None)
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text)
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:

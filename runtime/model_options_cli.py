@@ -88,6 +88,37 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
     return model
 
 
+def load_other_head(
+    model: SpeculativeModel,
+    head: str,
+    offline: bool,
+    head_revision: str | None,
+    head_subfolder: str | None,
+    tap_layers: str | None,
+    d2t_form: str,
+) -> SpeculativeModel:
+    """Load another head for the target of a loaded model, with its tree and drafter."""
+    note(f"loading {head}")
+    tree = model.drafter.tree
+    other = type(model).from_pretrained(
+        model.target.model,
+        head,
+        depth=tree.depth,
+        top_k=tree.top_k,
+        total_tokens=tree.total_tokens,
+        drafter=model.drafter_kind,
+        tokenizer=model.tokenizer,
+        max_model_len=model.max_model_len,
+        head_revision=head_revision,
+        head_subfolder=head_subfolder,
+        tap_layers=None if tap_layers is None else _layers(tap_layers),
+        d2t_form=d2t_form,  # type: ignore[arg-type]
+        offline=offline,
+    )
+    other.tokenizer_source = model.tokenizer_source
+    return other
+
+
 def torch_dtype(name: str) -> Any:
     """Turn a name of ``--dtype`` into what transformers takes."""
     import torch

@@ -38,7 +38,7 @@ def test_readme(tmp_path: Path) -> None:
     assert "0 failed" in vocab.stdout
     assert "bytes per draft step" in vocab.stdout
     assert "all 40 tokens equal plain greedy decoding" in generate.stderr
-    assert "recommended draft vocabulary for this pair on this device" in generate.stdout
+    assert "recommended draft vocabulary on this device" in generate.stdout
     assert float(python.stdout.splitlines()[-1].split()[0]) > 1.3
     assert {path.name for path in (tmp_path / "compare").iterdir()} == {
         f"compare.{x}" for x in ("csv", "html", "json", "png")

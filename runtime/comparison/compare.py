@@ -1,25 +1,24 @@
-"""Accuracy against speed: the same prompts over several draft vocabularies and over plain decoding.
+"""Accuracy against speed: the same prompts answered with several draft vocabularies, heads and trees, and plainly.
 
-Runs are interleaved: every size answers a prompt before the next prompt begins, so that a machine that slows down or
-warms up does so for all. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with the
-same seed), and the report says how many were identical: all of them in fp32.
-
-A size's speed is its mean accepted length over its mean time per pass (draft, verify and host, without prefill). The
-time is measured on this device and does not carry over to another.
+Runs are interleaved: every candidate answers a prompt before the next prompt begins, so that a machine that slows down
+or warms up does so for all. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with
+the same seed), and the report says how many were identical: all of them in fp32. Times are of this device and do not
+carry over to another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..config import TreeConfig
 from ..errors import PromptError, UsageError
 from ..generation.output import GenerationOutput
-from ..generation.stats import GenerationStats
 from ..model import SpeculativeModel
+from .answers import Answer, AnswerKey, AnswerLog
 from .prompt_file import Prompt
 
 if TYPE_CHECKING:
@@ -39,63 +38,26 @@ class Mode:
 
 
 @dataclass(frozen=True)
-class Size:
-    """A draft vocabulary in the comparison: ``vocab`` None is all that the head has."""
+class Candidate:
+    """One of the things compared: a head over some of its draft vocabulary, with a tree. ``label`` is unique."""
 
     label: str
-    vocab: DraftVocab | None
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: a size (or "plain"), a mode, and a category (or "all")."""
-
-    size: str
-    draft_vocab: int
-    """0 for plain decoding."""
-    mode: str
-    category: str
-    num_answers: int
-    num_identical: int
-    """Answers equal to plain decoding's, token for token."""
-    stats: GenerationStats
-    per_pass_s: tuple[float, ...] = ()
-    """Decode seconds per pass of each repeat, over all prompts: the spread is the measurement's noise."""
+    model: SpeculativeModel
+    size: str = ""
+    """The draft vocabulary in words, such as "4,096" or "full (49,152)"; empty means the label."""
+    head: str = ""
 
     @property
-    def seconds_per_pass(self) -> float:
-        """Draft, verify and host time per target pass."""
-        return self.stats.decode_s / self.stats.num_passes if self.stats.num_passes else 0.0
+    def tree(self) -> TreeConfig:
+        """Shape of its trees."""
+        return self.model.drafter.tree
 
     @property
-    def tokens_per_s(self) -> float:
-        """Decoding speed: mean accepted length over time per pass."""
-        return self.stats.mean_accepted_length / self.seconds_per_pass if self.stats.num_passes else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the row's figures under their names; times in seconds."""
-        stats = self.stats
-        passes = stats.num_passes or 1
-        return {
-            "size": self.size,
-            "draft_vocab": self.draft_vocab,
-            "mode": self.mode,
-            "category": self.category,
-            "num_answers": self.num_answers,
-            "num_identical": self.num_identical,
-            "num_new_tokens": stats.num_new_tokens,
-            "num_passes": stats.num_passes,
-            "num_accepted_tokens": stats.num_accepted_tokens,
-            "mean_accepted_length": round(stats.mean_accepted_length, 4),
-            "tokens_per_s": round(self.tokens_per_s, 3),
-            "seconds_per_pass": round(self.seconds_per_pass, 6),
-            "draft_s_per_pass": round(stats.draft_s / passes, 6),
-            "verify_s_per_pass": round(stats.verify_s / passes, 6),
-            "host_s_per_pass": round(stats.host_s / passes, 6),
-            "prefill_s": round(stats.prefill_s, 4),
-            "total_s": round(stats.total_s, 4),
-            "accepted_lengths": {str(length): count for length, count in stats.accepted_lengths.items()},
-        }
+    def draft_bytes(self) -> int:
+        """Bytes of weights that drafting one tree reads: the layer and the LM head, at every level."""
+        weights = self.model.drafter.weights
+        tensors = [*weights.tensors.values(), weights.lm_head]
+        return sum(t.numel() * t.element_size() for t in tensors) * (self.tree.depth + 1)
 
 
 @dataclass(frozen=True)
@@ -108,103 +70,196 @@ class CoverageCurve:
 
 
 @dataclass(frozen=True)
-class CompareReport:
-    """Everything that was measured; `recommend` draws the conclusion."""
+class Plan:
+    """What is compared, on which prompts, how: everything but the models themselves.
 
-    rows: tuple[Row, ...]
-    curves: tuple[CoverageCurve, ...]
-    setup: dict[str, Any]
+    ``batches``: how many prompts are answered at a time; groups of that many follow each other in the file's order, the
+    last one filled up from the beginning. ``repeats``: times that all of it is measured.
+    """
 
-    def find(self, size: str, mode: str, category: str = ALL) -> Row:
-        """Return one row. Raises KeyError when it is not in the report."""
-        for row in self.rows:
-            if (row.size, row.mode, row.category) == (size, mode, category):
-                return row
-        raise KeyError((size, mode, category))
+    prompts: Sequence[Prompt]
+    modes: Sequence[Mode]
+    max_new_tokens: int
+    repeats: int = 1
+    batches: Sequence[int] = (1,)
+    use_chat_template: bool = True
 
-    @property
-    def modes(self) -> list[str]:
-        """Names of the modes, in the order they were run."""
-        return list(dict.fromkeys(row.mode for row in self.rows))
+    def groups(self, batch: int) -> list[tuple[int, ...]]:
+        """Return the numbers of the prompts that are answered together."""
+        count = len(self.prompts)
+        return [tuple((first + i) % count for i in range(batch)) for first in range(0, count, batch)]
 
-    @property
-    def sizes(self) -> list[str]:
-        """Labels of the sizes, largest first, without plain decoding."""
-        return list(dict.fromkeys(row.size for row in self.rows if row.size != PLAIN))
+    def num_calls(self, num_candidates: int) -> int:
+        """Return how many calls of `generate` a comparison makes, plain decoding included."""
+        turns = sum(
+            max(len(self.prompts[place].turns) for place in group)
+            for batch in self.batches
+            for group in self.groups(batch)
+        )
+        return (num_candidates + 1) * turns * len(self.modes) * self.repeats
+
+
+def size_name(model: SpeculativeModel) -> str:
+    """Name a model's draft vocabulary where it is all that its head has: of how many ids, and how many there are."""
+    vocab = model.drafter.weights.embedding.shape[0]
+    return f"full ({vocab:,})" if model.draft_vocab == vocab else f"all {model.draft_vocab:,} of {vocab:,}"
+
+
+def cut_sizes(model: SpeculativeModel, sizes: Sequence[int | DraftVocab | None], head: str = "") -> list[Candidate]:
+    """Return a candidate for each size: a number of rows, a `DraftVocab`, or None for all; equal sizes are one."""
+    found: dict[int, Candidate] = {}
+    for size in sizes:
+        cut = model.with_draft_vocab(size)
+        name = size_name(cut) if cut.draft_vocab == model.draft_vocab else f"{cut.draft_vocab:,}"
+        found.setdefault(cut.draft_vocab, Candidate(name, cut, name, head))
+    return list(found.values())
 
 
 def compare(
-    model: SpeculativeModel,
-    sizes: Sequence[Size],
-    prompts: Sequence[Prompt],
-    modes: Sequence[Mode],
-    max_new_tokens: int,
-    repeats: int = 1,
-    use_chat_template: bool = True,
-    rank_order: NDArray[np.int64] | None = None,
+    candidates: Sequence[Candidate],
+    plan: Plan,
+    log: AnswerLog | None = None,
     advance: Callable[[], object] = lambda: None,
-) -> CompareReport:
-    """Answer every prompt with every size and with plain decoding, in every mode.
+) -> list[Answer]:
+    """Answer every prompt with every candidate and with plain decoding, in every mode; return the answers in order.
 
-    ``rank_order``: target ids, best first, for the coverage curve over the answers; ``advance`` is called after each
-    answer (`num_answers` says how many there will be). Later turns of a conversation follow plain decoding's answers.
-    Raises `UsageError` for nothing to compare or a size given twice, `PromptError` for a turn without room.
+    Answers that ``log`` holds already are taken from it, and new ones are added. ``advance`` is called after each call
+    of `generate` (`Plan.num_calls`). Later turns of a conversation follow plain decoding's answers. Ctrl-C leaves with
+    `Interrupted`, which holds the answers so far. Raises `UsageError` for nothing to compare or a label given twice,
+    `PromptError` for a turn without room.
     """
-    if not (sizes and prompts and modes):
+    if not (candidates and plan.prompts and plan.modes and plan.batches):
         raise UsageError(
             "There is nothing to compare. Give at least one size, one prompt and one mode.",
-            sizes=len(sizes), prompts=len(prompts), modes=len(modes),
+            sizes=len(candidates), prompts=len(plan.prompts), modes=len(plan.modes),
         )  # fmt: skip
-    labels = [size.label for size in sizes]
+    labels = [candidate.label for candidate in candidates]
     if len(set(labels)) != len(labels):
         raise UsageError(f"Each size is compared once; got {', '.join(labels)}.", found=labels)
-    # A prompt that does not fit the context is refused here, by its place, and not after hours.
-    first = [_encode(model, [{"role": "user", "content": prompt.turns[0]}], use_chat_template) for prompt in prompts]
-    model.generate(first, max_new_tokens=0)
-    models = {size.label: model.with_draft_vocab(size.vocab) for size in sizes}
-    for sized in models.values():
-        # One-off work (allocation, packing) must not be timed with the first prompt.
-        sized.generate(_encode(model, [{"role": "user", "content": "Hi"}], use_chat_template), max_new_tokens=2)
-
-    collected: dict[tuple[str, str, str], list[_Answer]] = {}
-    answers: list[int] = []
-    for repeat in range(repeats):
-        for place, prompt in enumerate(prompts):
-            # Must not be mistaken for the row over all categories.
-            category = f"{ALL} (category)" if prompt.category == ALL else prompt.category
-            for mode in modes:
-                messages: list[dict[str, str]] = []
-                for number, turn in enumerate(prompt.turns, 1):
-                    messages.append({"role": "user", "content": turn})
-                    ids = _encode(model, messages, use_chat_template)
-                    options = {"max_new_tokens": max_new_tokens, **mode.options}
-                    try:
-                        plain = model.generate(ids, speculative=False, **options)
-                    except PromptError as error:
-                        reason = str(error).removeprefix("Prompt 0 ")
-                        raise PromptError(
-                            f"Turn {number} of prompt {place}, with the conversation before it, {reason}",
-                            **{**error.facts, "prompt": place, "turn": number},
-                        ) from error
-                    advance()
-                    runs = {PLAIN: plain}
-                    for label, sized in models.items():
-                        runs[label] = sized.generate(ids, **options)
-                        advance()
-                    for label, output in runs.items():
-                        answer = _Answer(output, output.token_ids == plain.token_ids, repeat)
-                        collected.setdefault((label, mode.name, category), []).append(answer)
-                    if repeat == 0:
-                        answers += plain.token_ids[0]
-                    messages.append({"role": "assistant", "content": plain.text[0] or ""})
-    rows = _rows(collected, {label: sized.draft_vocab for label, sized in models.items()}, modes)
-    curves = [] if rank_order is None else [answer_coverage(rank_order, answers)]
-    return CompareReport(tuple(rows), tuple(curves), _setup(model, prompts, modes, max_new_tokens, repeats))
+    run = _Run(candidates, plan, log, advance)
+    run.warm_up()
+    try:
+        for repeat in range(plan.repeats):
+            for batch in plan.batches:
+                for group in plan.groups(batch):
+                    for mode in plan.modes:
+                        run.answer_group(repeat, group, mode)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(run.answers) from stop
+    return run.answers
 
 
-def num_answers(sizes: Sequence[Size], prompts: Sequence[Prompt], modes: Sequence[Mode], repeats: int) -> int:
-    """Return how many answers `compare` will generate."""
-    return (len(sizes) + 1) * sum(len(prompt.turns) for prompt in prompts) * len(modes) * repeats
+class Interrupted(KeyboardInterrupt):
+    """A comparison was stopped by Ctrl-C; ``answers`` holds what there is."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        super().__init__()
+        self.answers = answers
+
+
+class _Run:
+    def __init__(
+        self, candidates: Sequence[Candidate], plan: Plan, log: AnswerLog | None, advance: Callable[[], object]
+    ) -> None:
+        self.candidates, self.plan, self.log, self.advance = candidates, plan, log, advance
+        self.model = candidates[0].model
+        self.answers: list[Answer] = []
+
+    def warm_up(self) -> None:
+        # A prompt that does not fit the context is refused here, by its place, and not after hours.
+        opening = [[*prompt.opening, _said("user", prompt.turns[0])] for prompt in self.plan.prompts]
+        self.model.generate([self._encode(messages) for messages in opening], max_new_tokens=0)
+        for candidate in self.candidates:
+            for batch in self.plan.batches:
+                # One-off work (allocation, packing) must not be timed with the first prompt.
+                hello = self._encode([_said("user", "Hi")])
+                candidate.model.generate([hello] * batch, max_new_tokens=2, max_slots=batch)
+
+    def answer_group(self, repeat: int, group: tuple[int, ...], mode: Mode) -> None:
+        """Let plain decoding and every candidate answer a group of prompts, turn by turn."""
+        prompts = {place: self.plan.prompts[place] for place in group}
+        talks: dict[int, list[dict[str, str]]] = {place: [*prompt.opening] for place, prompt in prompts.items()}
+        categories = {_category(prompt) for prompt in prompts.values()}
+        for turn in range(max(len(prompt.turns) for prompt in prompts.values())):
+            asked = [place for place in group if turn < len(prompts[place].turns)]
+            for place in dict.fromkeys(asked):
+                talks[place].append(_said("user", prompts[place].turns[turn]))
+            ids = [self._encode(talks[place]) for place in asked]
+            plain: Answer | None = None
+            for candidate in (None, *self.candidates):
+                label = PLAIN if candidate is None else candidate.label
+                key = AnswerKey(repeat, len(group), group[0], mode.name, turn, label)
+                answer = None if self.log is None else self.log.answers.get(key)
+                if answer is None:
+                    output = self._generate(candidate, ids, mode, group, asked, turn)
+                    answer = _answer(key, output, plain, next(iter(categories)) if len(categories) == 1 else None)
+                    if self.log is not None:
+                        self.log.append(answer)
+                self.answers.append(answer)
+                plain = plain or answer
+                self.advance()
+            assert plain is not None
+            for place, text in zip(asked, plain.texts, strict=True):
+                if talks[place][-1]["role"] == "user":
+                    talks[place].append(_said("assistant", text))
+
+    def _generate(
+        self,
+        candidate: Candidate | None,
+        ids: Sequence[Any],
+        mode: Mode,
+        group: tuple[int, ...],
+        asked: Sequence[int],
+        turn: int,
+    ) -> GenerationOutput:
+        model = self.model if candidate is None else candidate.model
+        try:
+            return model.generate(
+                ids,
+                max_new_tokens=self.plan.max_new_tokens,
+                max_slots=len(group),
+                speculative=candidate is not None,
+                time_phases=True,
+                **mode.options,
+            )
+        except PromptError as error:
+            place = asked[error.facts.get("prompt", 0)]
+            reason = str(error).partition(" has ")[2]
+            raise PromptError(
+                f"Turn {turn + 1} of prompt {place}, with the conversation before it, has {reason}",
+                **{**error.facts, "prompt": place, "turn": turn + 1},
+            ) from error
+
+    def _encode(self, messages: Sequence[Mapping[str, str]]) -> Any:
+        if self.plan.use_chat_template:
+            return self.model.encode_chat(messages)
+        return "\n".join(message["content"] for message in messages)
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _category(prompt: Prompt) -> str:
+    # Must not be mistaken for the row over all categories.
+    return f"{ALL} (category)" if prompt.category == ALL else prompt.category
+
+
+def _answer(key: AnswerKey, output: GenerationOutput, plain: Answer | None, category: str | None) -> Answer:
+    tokens = tuple(tuple(row) for row in output.token_ids)
+    stats = output.stats
+    return Answer(
+        key,
+        category,
+        len(tokens) if plain is None else sum(a == b for a, b in zip(tokens, plain.token_ids, strict=True)),
+        stats.num_prompt_tokens,
+        stats.accepted_lengths,
+        stats.prefill_s,
+        stats.total_s,
+        tuple(tuple(step) for step in stats.steps),  # type: ignore[misc]
+        tokens,
+        tuple(text or "" for text in output.text),
+    )
 
 
 def answer_coverage(rank_order: NDArray[np.int64], token_ids: Sequence[int]) -> CoverageCurve:
@@ -216,71 +271,3 @@ def answer_coverage(rank_order: NDArray[np.int64], token_ids: Sequence[int]) -> 
     sizes = np.unique(np.geomspace(first, len(rank_order), 48).round().astype(np.int64))
     covered = np.searchsorted(ranks, sizes, side="left") / max(len(ranks), 1)
     return CoverageCurve("these answers", tuple(sizes.tolist()), tuple(np.round(covered, 6).tolist()))
-
-
-@dataclass(frozen=True)
-class _Answer:
-    output: GenerationOutput
-    is_identical: bool
-    repeat: int
-
-
-def _rows(
-    collected: dict[tuple[str, str, str], list[_Answer]], draft_vocabs: dict[str, int], modes: Sequence[Mode]
-) -> Iterable[Row]:
-    categories = list(dict.fromkeys(category for _, _, category in collected))
-    for mode in modes:
-        for category in [ALL, *categories]:
-            for label in [PLAIN, *draft_vocabs]:
-                chosen = categories if category == ALL else [category]
-                answers = [answer for name in chosen for answer in collected.get((label, mode.name, name), [])]
-                repeats = sorted({answer.repeat for answer in answers})
-                by_repeat = [
-                    GenerationStats.sum(answer.output.stats for answer in answers if answer.repeat == repeat)
-                    for repeat in repeats
-                ]
-                yield Row(
-                    label,
-                    draft_vocabs.get(label, 0),
-                    mode.name,
-                    category,
-                    len(answers),
-                    sum(answer.is_identical for answer in answers),
-                    GenerationStats.sum(answer.output.stats for answer in answers),
-                    tuple(stats.decode_s / stats.num_passes for stats in by_repeat if stats.num_passes),
-                )
-
-
-def _encode(model: SpeculativeModel, messages: list[dict[str, str]], use_chat_template: bool) -> Any:
-    if use_chat_template:
-        return model.encode_chat(messages)
-    return "\n".join(message["content"] for message in messages)
-
-
-def _setup(
-    model: SpeculativeModel, prompts: Sequence[Prompt], modes: Sequence[Mode], max_new_tokens: int, repeats: int
-) -> dict[str, Any]:
-    from importlib.metadata import version
-
-    import torch
-
-    device = model.target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    tree = model.drafter.tree
-    return {
-        "target": (model.opened.target_name if model.opened else None) or type(model.target.model).__name__,
-        "head": model.opened.head.location if model.opened else "",
-        "target_vocab": int(model.target.text_config.vocab_size),
-        "device": name,
-        "dtype": str(model.target.dtype).removeprefix("torch."),
-        "drafter": model.drafter_kind if isinstance(model.drafter_kind, str) else type(model.drafter).__name__,
-        "depth": tree.depth,
-        "top_k": tree.top_k,
-        "total_tokens": tree.total_tokens,
-        "num_prompts": len(prompts),
-        "num_turns": sum(len(prompt.turns) for prompt in prompts),
-        "modes": {mode.name: mode.options for mode in modes},
-        "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
-        "versions": {package: version(package) for package in ("eagle-slim", "torch", "transformers")},
-    }

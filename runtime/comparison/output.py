@@ -1,68 +1,62 @@
-"""A comparison written out: text table, JSON, CSV, PNG, and one self-contained HTML page."""
+"""A comparison written out: text and Markdown tables, JSON, CSV, and one self-contained HTML page."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .compare import PLAIN, CompareReport
-from .recommend import Recommendation
+from .recommend import Advice
+from .report import CompareReport, Row
+from .statistics import Estimate
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_COLUMNS = (
-    ("size", "size"), ("mode", "mode"), ("category", "category"), ("accepted", "mean_accepted_length"),
-    ("tokens/s", "tokens_per_s"), ("ms/pass", "seconds_per_pass"), ("draft", "draft_s_per_pass"),
-    ("verify", "verify_s_per_pass"), ("host", "host_s_per_pass"), ("passes", "num_passes"), ("exact", "num_identical"),
-)  # fmt: skip
-# Okabe and Ito's palette: its colours differ under all common kinds of colour blindness.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 _PAGE = "compare_page.html"
 _DATA_MARK = "/*DATA*/null"
+_NUM_NAMES = 4
+"""Columns of the table that hold names and stand on the left."""
 
 
-def report_to_json(report: CompareReport, recommendation: Recommendation) -> dict[str, Any]:
-    """Return everything as plain values: setup, rows, coverage curves, recommendation."""
+def report_to_json(report: CompareReport, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Return everything as plain values: setup, rows, coverage curves, remarks, advice."""
     return {
         "setup": report.setup,
+        "is_complete": report.is_complete,
         "rows": [row.to_json() for row in report.rows],
         "coverage": [
             {"name": curve.name, "sizes": list(curve.sizes), "covered": list(curve.covered)} for curve in report.curves
         ],
-        "recommendation": recommendation.to_json(),
+        "remarks": list(report.remarks),
+        "recommendations": [each.to_json() for each in advice],
     }
 
 
 def text_table(report: CompareReport) -> str:
-    """Return an aligned table; times in milliseconds, ``exact`` as answers equal to plain decoding's of all."""
-    lines = [[title for title, _ in _COLUMNS]]
-    for row in report.rows:
-        values = row.to_json()
-        cells = []
-        for _, key in _COLUMNS:
-            value = values[key]
-            if key.endswith("_per_pass"):
-                cells.append(f"{value * 1e3:.1f}")
-            elif key == "num_identical":
-                cells.append(f"{value}/{row.num_answers}")
-            elif key == "mean_accepted_length":
-                cells.append(f"{value:.3f}")
-            elif key == "tokens_per_s":
-                cells.append(f"{value:.1f}")
-            else:
-                cells.append(str(value))
-        lines.append(cells)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(_COLUMNS))]
+    """Return an aligned table; times in milliseconds a step, ``exact`` as answers equal to plain decoding's of all."""
+    lines = list(_cells(report))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
         "  ".join(
-            cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        )
+            cell.ljust(width) if i < _NUM_NAMES else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in lines
     )
+
+
+def markdown(report: CompareReport, advice: Sequence[Advice]) -> str:
+    """Return the table, the advice and the remarks as Markdown."""
+    titles, *lines = _cells(report)
+    rule = ["---"] * _NUM_NAMES + ["---:"] * (len(titles) - _NUM_NAMES)
+    parts = [_heading(report), "\n".join(f"| {' | '.join(line)} |" for line in (titles, rule, *lines))]
+    for each in advice:
+        parts.append("\n".join([f"**{each.headline[0].upper()}{each.headline[1:]}**", "", *_bullets(each.reasons)]))
+    if report.remarks:
+        parts.append("\n".join(["Disturbances:", "", *_bullets(report.remarks)]))
+    return "\n\n".join(parts) + "\n"
 
 
 def csv_text(report: CompareReport) -> str:
@@ -81,82 +75,62 @@ def csv_text(report: CompareReport) -> str:
     return buffer.getvalue()
 
 
-def html_page(report: CompareReport, recommendation: Recommendation) -> str:
+def html_page(report: CompareReport, advice: Sequence[Advice]) -> str:
     """Return one HTML page with charts, table and hover; it fetches nothing."""
     template = files("eagle_slim.runtime").joinpath(_PAGE).read_text(encoding="utf-8")
-    data = json.dumps(report_to_json(report, recommendation), ensure_ascii=False)
+    data = json.dumps(report_to_json(report, advice), ensure_ascii=False)
     # Inside a script element only "</" and "<!--" could end the data or change how it is read.
     data = data.replace("<", "\\u003c")
     assert _DATA_MARK in template
     return template.replace(_DATA_MARK, data)
 
 
-def png_bytes(report: CompareReport, recommendation: Recommendation) -> bytes:
-    """Draw accepted length with coverage, and tokens/s, both against the size; the same report gives the same bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.style import context
-
-    # The user's matplotlibrc must not change the picture.
-    with context("default"):
-        figure = Figure(figsize=(8.0, 7.5), dpi=150, layout="constrained")
-        FigureCanvasAgg(figure)
-        length_axes, speed_axes = figure.subplots(2, 1, sharex=True)
-        _draw_lengths(length_axes, report)
-        _draw_speeds(speed_axes, report, recommendation)
-        setup = report.setup
-        figure.suptitle(f"{setup['target']} with {setup['head']}: {setup['device']}, {setup['dtype']}", fontsize=10)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+def heading(report: CompareReport) -> str:
+    """Return the models, the device and the type in one line."""
+    setup = report.setup
+    return f"{setup['target']} with {', '.join(setup['heads'])}: {setup['device']}, {setup['dtype']}"
 
 
-def _points(report: CompareReport, mode: str) -> tuple[list[int], list[float], list[float]]:
-    rows = sorted((report.find(size, mode) for size in report.sizes), key=lambda row: row.draft_vocab)
+def _heading(report: CompareReport) -> str:
+    setup = report.setup
+    part = "" if report.is_complete else " The comparison was interrupted; these are the answers so far."
     return (
-        [row.draft_vocab for row in rows],
-        [row.stats.mean_accepted_length for row in rows],
-        [row.tokens_per_s for row in rows],
+        f"{heading(report)}; {'; '.join(setup['trees'])}; {setup['num_prompts']} prompts, at most "
+        f"{setup['max_new_tokens']} new tokens, {setup['repeats']} repeat(s).{part}"
     )
 
 
-def _draw_lengths(axes: Axes, report: CompareReport) -> None:
-    from matplotlib.ticker import PercentFormatter
-
-    for mode, colour in zip(report.modes, _COLOURS, strict=False):
-        sizes, lengths, _ = _points(report, mode)
-        axes.plot(sizes, lengths, color=colour, marker="o", label=f"accepted length, {mode}")
-    axes.set_ylabel("tokens per target pass")
-    axes.set_ylim(bottom=1.0)
-    axes.set_xscale("log", base=2)
-    measured = [row.draft_vocab for row in report.rows if row.draft_vocab]
-    axes.set_xlim(min(measured) * 0.85, max(measured) * 1.15)
-    axes.grid(True, color="0.9", linewidth=0.8)
-    right = axes.twinx()
-    for curve, style in zip(report.curves, ("--", ":", "-."), strict=False):
-        right.plot(curve.sizes, curve.covered, color="0.35", linestyle=style, label=f"coverage, {curve.name}")
-    right.yaxis.set_major_formatter(PercentFormatter(1.0))
-    right.set_ylabel("tokens covered")
-    handles = [axis.get_legend_handles_labels() for axis in (axes, right)]
-    axes.legend(handles[0][0] + handles[1][0], handles[0][1] + handles[1][1], loc="lower right", fontsize=8)
+def _bullets(lines: Iterable[str]) -> list[str]:
+    return [f"* {line}" for line in lines]
 
 
-def _draw_speeds(axes: Axes, report: CompareReport, recommendation: Recommendation) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def _cells(report: CompareReport) -> Iterable[list[str]]:
+    yield [
+        "size", "mode", "batch", "category", "accepted", "tokens/s", "speed-up", "ms/step", "draft", "verify", "host",
+        "passes", "exact",
+    ]  # fmt: skip
+    for row in report.rows:
+        found = row.measured
+        times = (found.step_s, found.draft_s, found.verify_s, found.host_s) if found else ()
+        yield [
+            row.candidate,
+            row.mode,
+            str(row.batch),
+            row.category,
+            f"{row.mean_accepted_length:.3f}",
+            _with_error(found.tokens_per_s, 1) if found else "-",
+            _speedup(row),
+            *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
+            str(row.num_passes),
+            f"{row.num_identical}/{row.num_answers}",
+        ]
 
-    ticks: list[int] = []
-    for mode, colour in zip(report.modes, _COLOURS, strict=False):
-        sizes, _, speeds = _points(report, mode)
-        ticks = sizes
-        axes.plot(sizes, speeds, color=colour, marker="o", label=f"tokens/s, {mode}")
-        plain = report.find(PLAIN, mode).tokens_per_s
-        axes.axhline(plain, color=colour, linestyle=(0, (4, 3)), linewidth=1.0, label=f"plain decoding, {mode}")
-    axes.axvline(recommendation.draft_vocab, color="0.6", linewidth=6, alpha=0.3, label="recommended")
-    axes.set_xlabel("draft vocabulary (tokens)")
-    axes.set_ylabel("tokens per second, decoding")
-    axes.set_ylim(bottom=0)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(value)}"))
-    axes.grid(True, color="0.9", linewidth=0.8)
-    axes.legend(loc="lower right", fontsize=8)
+
+def _speedup(row: Row) -> str:
+    return "-" if row.speedup is None else _with_error(row.speedup, 2)
+
+
+def _with_error(estimate: Estimate, digits: int) -> str:
+    """Format a value with the relative half-width of its interval; a question mark where one prompt gives none."""
+    error = f"{estimate.high / estimate.value - 1:.0%}" if math.isfinite(estimate.high) else "?"
+    return f"{estimate.value:.{digits}f} ±{error}"

@@ -1,8 +1,9 @@
-"""Prompt files: Spec-Bench / MT-bench JSON lines with ``turns``, or plain text with one prompt per line."""
+"""Prompt files: JSON lines or a JSON list of conversations in the usual forms, or plain text, a prompt per line."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,29 @@ from typing import Any
 from ..errors import PromptFileError
 
 DEFAULT_CATEGORY = "all prompts"
+_KEYS = ("turns", "messages", "prompt", "question")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation's user turns; ``category`` groups rows of a comparison."""
+    """A conversation's user turns; ``category`` groups rows of a comparison.
+
+    ``opening``: messages before the first of the turns, as a chat template takes them.
+    """
 
     turns: tuple[str, ...]
     category: str = DEFAULT_CATEGORY
+    opening: tuple[dict[str, str], ...] = ()
 
 
 def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """Read a prompt file.
 
-    A file whose first line is a JSON object is read as JSON lines: ``turns`` (list of strings, or one string), and
-    optionally ``category``; other keys are ignored. A JSON list of such objects is read too. Anything else is plain
-    text, a prompt per line that is not blank. ``limit`` keeps the first prompts only. Raises `PromptFileError`, naming
-    file and line.
+    A file whose first line is a JSON object is read as JSON lines, and a JSON list of objects likewise. An object has
+    ``turns`` (list of strings, or one string; MT-bench and Spec-Bench), or ``messages`` (a conversation of roles and
+    contents, answered at its last user message), or ``prompt`` or ``question`` (a string), and optionally ``category``;
+    other keys are ignored. In a file named ``.json`` the list may hold strings. Anything else is plain text, a prompt
+    per line that is not blank. ``limit`` keeps the first prompts only. Raises `PromptFileError`, naming file and line.
     """
     path = Path(path)
     try:
@@ -36,7 +43,7 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise PromptFileError(f"{path}: the file holds no prompt.", path=str(path), prompts=0)
-    listed = _json_list("\n".join(lines))
+    listed = _json_list("\n".join(lines), path.suffix == ".json")
     if listed is not None:
         prompts = [_from_value(value, path, item=number) for number, value in enumerate(listed, 1)]
     elif numbered[0][1].lstrip().startswith("{"):
@@ -46,13 +53,17 @@ def load_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     return prompts if limit is None else prompts[:limit]
 
 
-def _json_list(text: str) -> list[Any] | None:
-    """Read a file that is one JSON list of objects; None for any other, since text may begin with a bracket too."""
+def _json_list(text: str, may_hold_strings: bool) -> list[Any] | None:
+    """Read a file that is one JSON list of prompts; None for any other, since text may begin with a bracket too."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, list) and value and isinstance(value[0], dict) else None
+    if not isinstance(value, list) or not value:
+        return None
+    if may_hold_strings and all(isinstance(text, str) for text in value):
+        return [{"prompt": text} for text in value]
+    return value if isinstance(value[0], dict) else None
 
 
 def _from_json(line: str, path: Path, number: int) -> Prompt:
@@ -66,12 +77,46 @@ def _from_json(line: str, path: Path, number: int) -> Prompt:
 
 
 def _from_value(value: Any, path: Path, **place: int) -> Prompt:
-    turns = value.get("turns") if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        category = str(value.get("category") or DEFAULT_CATEGORY)
+        key = next((key for key in _KEYS if key in value), None)
+        if key == "messages":
+            prompt = _from_messages(value[key], category)
+        else:
+            prompt = _from_turns(value.get(key), category, several=key == "turns")
+        if prompt is not None:
+            return prompt
+        found = f'"{key}": {value[key]!r}' if key else f"only {', '.join(map(str, value)) or 'an empty object'}"
+    else:
+        found = repr(value)
+    where = ", ".join(f"{kind} {number}" for kind, number in place.items())
+    raise PromptFileError(
+        f'{path}, {where}: expected "turns" (a list of texts), "messages" (with one of the user), "prompt" or '
+        f'"question" (a text), found {found}.',
+        path=str(path), **place,
+    )  # fmt: skip
+
+
+def _from_turns(turns: Any, category: str, several: bool) -> Prompt | None:
     if isinstance(turns, str):
         turns = [turns]
+    elif not several:
+        return None
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
-        where = ", ".join(f"{kind} {number}" for kind, number in place.items())
-        raise PromptFileError(
-            f'{path}, {where}: expected "turns", a list of texts, found {turns!r}.', path=str(path), **place
-        )
-    return Prompt(tuple(turns), str(value.get("category") or DEFAULT_CATEGORY))
+        return None
+    return Prompt(tuple(turns), category)
+
+
+def _from_messages(messages: Any, category: str) -> Prompt | None:
+    """Take a conversation up to its last user message; an answer after that is the one to be generated."""
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        return None
+    asked = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not asked or not messages[asked[-1]]["content"].strip():
+        return None
+    opening = tuple({"role": message["role"], "content": message["content"]} for message in messages[: asked[-1]])
+    return Prompt((messages[asked[-1]]["content"],), category, opening)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))

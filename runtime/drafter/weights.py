@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,7 @@ from eagle_slim.convert.head.config import sliding_window
 from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
 
-from ..errors import UnsupportedModelError, UsageError
+from ..errors import HeadWarning, UnsupportedModelError, UsageError
 from .rope import RotaryEmbedding, rotary_embedding
 
 if TYPE_CHECKING:
@@ -175,11 +176,14 @@ def choose_draft_ids(
             f"vocabulary is {count}). Convert it first with eagle-convert, or pass a DraftVocab.",
             option="draft_vocab", missing="ranking", found=draft_vocab,
         )  # fmt: skip
-    if not max(num_forced, 1) <= draft_vocab <= count:
+    smallest = max(num_forced, 1)
+    if not smallest <= draft_vocab <= count:
+        trained = len(available)
+        larger = f" Convert again with a larger --draft-vocab for up to {trained}."
         raise UsageError(
-            f"draft_vocab = {draft_vocab} is outside {max(num_forced, 1)} (the forced ids) to {count} (all rows of the "
-            "converted head). Convert again with a larger --draft-vocab to have more.",
-            option="draft_vocab", expected=(max(num_forced, 1), count), found=draft_vocab,
+            f"draft_vocab = {draft_vocab} is outside {smallest} (the forced ids) to {count} (all rows of this head)."
+            + (larger if count < draft_vocab <= trained else ""),
+            option="draft_vocab", expected=(smallest, count), found=draft_vocab,
         )  # fmt: skip
     return np.sort(rank_order[:draft_vocab])
 
@@ -220,11 +224,13 @@ def load_head_weights(
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
         embedding = target.embedding.detach().to(device, dtype)
+    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device)
+    _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(
         kind=head.kind,
         tensors=tensors,
         embedding=embedding,
-        lm_head=gather_lm_head_rows(head, target, draft_ids, dtype, device),
+        lm_head=lm_head,
         draft_to_target=torch.from_numpy(draft_ids).to(device),
         rotary=rotary_embedding(config, device),
         hidden=head.hidden_size,
@@ -238,6 +244,17 @@ def load_head_weights(
         norm_output=bool(config.get("norm_output")),
         sliding_window=sliding_window(config),
     )
+
+
+def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
+    damaged = [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]
+    if damaged:
+        warnings.warn(
+            f"Head {head.location} holds NaN or infinity in {', '.join(damaged)}. The output stays exact, but hardly "
+            "any draft will be accepted: get the head again.",
+            HeadWarning,
+            stacklevel=4,
+        )
 
 
 def gather_lm_head_rows(

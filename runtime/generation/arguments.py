@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ..config import SamplingConfig
 from ..errors import UsageError
@@ -51,6 +55,29 @@ def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> 
     return stops
 
 
+def read_seconds(name: str, value: Any) -> float:
+    """Return a number of seconds above 0. Raises `UsageError`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise UsageError(f"{name} must be a number of seconds above 0, got {value!r}.", option=name, found=value)
+    return float(value)
+
+
+def read_criteria(criteria: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
+    """Return stopping criteria: one callable, or a list of them such as a `StoppingCriteriaList`."""
+    given = [criteria] if callable(criteria) and not isinstance(criteria, Sequence) else criteria or ()
+    if not isinstance(given, Sequence) or not all(callable(criterion) for criterion in given):
+        raise UsageError(
+            "stopping_criteria is a list of callables of (input_ids, scores), as in transformers.",
+            option="stopping_criteria",
+        )
+    return tuple(given)
+
+
+def read_seed(seed: Any) -> int:
+    """Return the seed of a call; None draws one from PyTorch's generator, which `torch.manual_seed` sets."""
+    return int(torch.randint(2**63 - 1, ())) if seed is None else seed
+
+
 def read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256.
 
@@ -70,18 +97,21 @@ def read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     return length - prompt_length
 
 
-def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int) -> SamplingConfig:
+def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
     """Read how to sample from joined options (`join_options`); the ``keywords`` must not contradict each other.
 
-    Greedy unless a keyword or a configuration that was given asks for sampling. Raises `UsageError`.
+    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None
+    (`read_seed`). Raises `UsageError`.
     """
     named = {name: keywords.get(name) for name in ("do_sample", *SAMPLING)}
     if named["do_sample"] is None and named["temperature"] is None:
         named["do_sample"] = options.get("do_sample")
-    if sampling_config(**named, seed=seed).is_greedy:
-        return SamplingConfig(seed=seed)
+    first = sampling_config(**named, seed=0 if seed is None else seed)
+    if first.is_greedy:
+        return SamplingConfig(seed=first.seed)
     found = {name: options[name] for name in SAMPLING if name in options}
-    return sampling_config(do_sample=True, **found, seed=seed)
+    sampling = sampling_config(do_sample=True, **found, seed=first.seed)
+    return replace(sampling, seed=read_seed(seed))
 
 
 def sampling_config(

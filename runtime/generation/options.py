@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from ..errors import UsageError
+from .logit_records import LogitRecord
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTIES = (
@@ -36,13 +37,14 @@ PENALTIES = (
 """Fields of a `GenerationConfig` that act on greedy decoding too."""
 _OTHERS = (
     "max_new_tokens", "max_length", "do_sample", "eos_token_id", "pad_token_id", "stop_strings", "num_return_sequences",
+    "max_time", "output_logits", "output_scores", "return_dict_in_generate",
 )  # fmt: skip
 # These do not change what is generated.
 _WITHOUT_EFFECT = (
     "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bos_token_id", "cache_config",
     "cache_implementation", "compile_config", "decoder_start_token_id", "disable_compile", "early_stopping",
     "is_assistant", "length_penalty", "low_memory", "max_cache_len", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "prefill_chunk_size", "return_dict_in_generate", "return_legacy_cache",
+    "num_assistant_tokens_schedule", "prefill_chunk_size", "return_legacy_cache",
     "target_lookbehind", "transformers_version", "use_cache",
 )  # fmt: skip
 # Fields that are not served, and the value of each that changes nothing; None changes nothing for any field.
@@ -50,7 +52,7 @@ _NEUTRAL: dict[str, bool | float] = {
     "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0, "penalty_alpha": 0.0,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "encoder_no_repeat_ngram_size": 0,
     "renormalize_logits": False, "token_healing": False, "use_mtp": False, "output_attentions": False,
-    "output_hidden_states": False, "output_scores": False, "output_logits": False,
+    "output_hidden_states": False,
 }  # fmt: skip
 # Penalties whose values hold token ids.
 _HOLD_IDS = (
@@ -81,10 +83,16 @@ def join_options(
     for name, value in [*fields.items(), *keywords.items()]:
         if name in _WITHOUT_EFFECT:
             continue
+        if name == "assistant_model" and value is not None:
+            raise UsageError(
+                "generate() drafts with the model's own head: name it with head= in from_pretrained, and leave "
+                "assistant_model out.",
+                option=name,
+            )
         if name not in defaults or not (value is None or name in served or _asks_nothing(name, value, defaults[name])):
             raise UsageError(
-                f"generate() cannot serve {name} = {value!r}. Of a GenerationConfig it takes {', '.join(served)}. "
-                "Anything else that changes logits can be a logits_processor.",
+                f"generate() cannot serve {name}. Of a GenerationConfig it takes {', '.join(served)}. Anything else "
+                "that changes logits can be a logits_processor.",
                 option=name,
             )
         if value is not None and name in served:
@@ -116,11 +124,13 @@ def build_processors(
     vocab_size: int,
     extra: Sequence[Any] = (),
     device: torch.device | str = "cpu",
+    record: LogitRecord | None = None,
 ) -> Any | None:
     """Build the `LogitsProcessorList` of one request, in transformers' order; None where nothing changes logits.
 
-    ``vocab_size``: logits per position. ``extra`` processors come last. Raises `UsageError` for a value that
-    transformers refuses, a token id outside the vocabulary, and an ``extra`` that is no list of callables.
+    ``vocab_size``: logits per position. ``extra`` processors come last; ``record`` hears what goes in and what comes
+    out. Raises `UsageError` for a value that transformers refuses, a token id outside the vocabulary, and an ``extra``
+    that is no list of callables.
     """
     if not isinstance(extra, Sequence) or not all(callable(processor) for processor in extra):
         raise UsageError(
@@ -165,4 +175,6 @@ def build_processors(
                 )
         built.append(processor)
     processors: Any = [*(processor for processor in built if processor), *extra]
+    if record is not None:
+        processors = [record.before, *processors, record.after]
     return hf.LogitsProcessorList(processors) if processors else None

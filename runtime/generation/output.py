@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .requests import RequestOutput
 from .stats import GenerationStats
@@ -13,17 +16,51 @@ from .stats import GenerationStats
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all of them together."""
+    """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all of them together.
+
+    It can be used as what transformers returns: indexed, iterated and sliced like ``sequences``, or with
+    ``return_dict_in_generate`` by the names and the order of the fields that were asked for.
+    """
 
     results: tuple[RequestOutput, ...]
     stats: GenerationStats
     pad_token_id: int = 0
+    seed: int | None = None
+    """What repeats the call's draws; None where nothing was drawn."""
+    rows: tuple[tuple[int, ...], ...] | None = None
+    """The prompts as they were given, padding included; None: as in ``results``."""
+    device: torch.device | str = "cpu"
+    """Of ``sequences``: where the prompts were given."""
+    has_scores: bool = False
+    has_logits: bool = False
+    is_dict: bool = False
 
     @property
     def sequences(self) -> Tensor:
-        """Prompt and new tokens, padded on the right: int64 [prompts, longest], as transformers returns them."""
-        rows = [torch.tensor(result.prompt_ids + result.token_ids) for result in self.results]
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id)
+        """Prompt and new tokens: int64 [prompts, longest prompt + longest answer], as transformers returns them.
+
+        Prompts stand as they were given, padded on the left where their lengths differ; answers are padded on the
+        right. So ``sequences[:, input_ids.shape[1]:]`` are the answers.
+        """
+        given = self.rows or tuple(tuple(result.prompt_ids) for result in self.results)
+        rows = [torch.tensor(row, dtype=torch.int64) for row in given]
+        prompts = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id, padding_side="left")
+        new = [torch.tensor(result.token_ids, dtype=torch.int64) for result in self.results]
+        answers = pad_sequence(new, batch_first=True, padding_value=self.pad_token_id)
+        return torch.cat([prompts, answers], 1).to(self.device)
+
+    @property
+    def scores(self) -> tuple[Tensor, ...] | None:
+        """Processed scores by position, each float32 [prompts, target_vocab]; 0 after the end of an answer.
+
+        None unless ``output_scores`` was asked for.
+        """
+        return self._by_position("scores") if self.has_scores else None
+
+    @property
+    def logits(self) -> tuple[Tensor, ...] | None:
+        """The target's own logits, in the form of ``scores``; None unless ``output_logits`` was asked for."""
+        return self._by_position("logits") if self.has_logits else None
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -34,3 +71,48 @@ class GenerationOutput:
     def text(self) -> list[str | None]:
         """New text of each prompt; None without a tokenizer."""
         return [result.text for result in self.results]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of ``sequences``."""
+        return self.sequences.shape
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return getattr(self, key)
+        return self._fields()[key] if self.is_dict else self.sequences[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        names = ["sequences", *(["scores"] if self.has_scores else []), *(["logits"] if self.has_logits else [])]
+        return iter(names if self.is_dict else self.sequences)
+
+    def __len__(self) -> int:
+        return len(self._fields()) if self.is_dict else len(self.results)
+
+    def _fields(self) -> tuple[Any, ...]:
+        return tuple(field for field in (self.sequences, self.scores, self.logits) if field is not None)
+
+    def _by_position(self, name: str) -> tuple[Tensor, ...]:
+        found = [getattr(result, name) for result in self.results if len(result.token_ids)]
+        if not found:
+            return ()
+        longest = max(len(rows) for rows in found)
+        whole = found[0].new_zeros((len(self.results), longest, found[0].shape[1]))
+        for place, result in enumerate(self.results):
+            if result.token_ids:
+                whole[place, : len(result.token_ids)] = getattr(result, name)
+        return tuple(whole.unbind(1))
+
+
+def with_logprobs(output: GenerationOutput, count: int) -> GenerationOutput:
+    """Return the output with the log-probabilities of the ``count`` most probable ids and of the chosen one."""
+    return replace(output, results=tuple(_with_logprobs(result, count) for result in output.results))
+
+
+def _with_logprobs(result: RequestOutput, count: int) -> RequestOutput:
+    assert result.logits is not None
+    found: list[dict[int, float]] = []
+    for token, row in zip(result.token_ids, result.logits.log_softmax(-1), strict=True):
+        best, ids = row.topk(min(count, len(row)))
+        found.append({token: float(row[token])} | dict(zip(ids.tolist(), best.tolist(), strict=True)))
+    return replace(result, logprobs=found)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
@@ -19,8 +21,23 @@ Messages = Sequence[Mapping[str, Any]]
 _USE_ENCODE_CHAT = "Use model.encode_chat(messages) to turn messages into a prompt."
 
 
-def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None) -> list[tuple[int, ...]]:
-    """Return the token ids of each prompt, without padding.
+@dataclass(frozen=True)
+class ReadPrompts:
+    """Token ids of each prompt: as they were given, and without the padding."""
+
+    rows: list[tuple[int, ...]]
+    prompts: list[tuple[int, ...]]
+    device: torch.device
+    """Where they were given; the CPU for what is no tensor."""
+
+    def repeated(self, times: int) -> ReadPrompts:
+        """Return them with each prompt ``times`` times in a row."""
+        rows, prompts = ([row for row in each for _ in range(times)] for each in (self.rows, self.prompts))
+        return ReadPrompts(rows, prompts, self.device)
+
+
+def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer: Any | None) -> ReadPrompts:
+    """Return the token ids of each prompt.
 
     ``attention_mask`` [prompts, seq] keeps the tokens where it is not 0. Without one, ``pad`` marks padding in a tensor
     [prompts, seq], as in transformers; None marks nothing. Raises `UsageError` for anything that is no prompt, text
@@ -35,6 +52,7 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
             )
         attention_mask = given.get("attention_mask") if attention_mask is None else attention_mask
         given = given["input_ids"]
+    device = given.device if isinstance(given, Tensor) else torch.device("cpu")
     if isinstance(given, bytes) or not hasattr(given, "__iter__") or getattr(given, "ndim", 1) == 0:
         raise UsageError(
             f"A prompt is text or token ids, got {given!r}. Embeddings cannot be drafted from.", found=given
@@ -61,7 +79,7 @@ def read_prompts(given: Prompts, attention_mask: Any, pad: int | None, tokenizer
     if mask and isinstance(mask[0], (int, float)):
         mask = [mask]
     prompts = [tuple(read_token_id(token) for token in row) for row in values]
-    return prompts if mask is None else _without_padding(prompts, mask)
+    return ReadPrompts(prompts, prompts if mask is None else _without_padding(prompts, mask), device)
 
 
 def check_prompts(requests: Sequence[Request], vocab: int) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
+from .logit_records import LogitRecord
 from .sampling import uniform_stream
 from .stats import GenerationStats
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
 OnTokens = Callable[[int, Sequence[int]], None]
 
 
@@ -24,7 +27,9 @@ class Request:
     ``index`` fixes the stream of random numbers together with the seed. ``context_limit``: tokens of prompt and answer
     together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text, needed for them.
     ``process`` takes the tokens before a position, int64 [1, seq], and its logits, float32 [1, target_vocab], and
-    returns the logits to choose from (`options`).
+    returns the logits to choose from (`options`). ``criteria`` are asked after every token, with prompt and answer
+    (int64 [1, seq] on ``device``) and None, and end the answer by what is true. ``deadline`` is a time of
+    `time.monotonic`, looked at after every step. ``record`` keeps the logits of the answer.
     """
 
     index: int
@@ -35,6 +40,10 @@ class Request:
     stop: tuple[str, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None
     process: Callable[[Tensor, Tensor], Tensor] | None = None
+    criteria: Sequence[Callable[[Tensor, Any], Any]] = ()
+    deadline: float | None = None
+    record: LogitRecord | None = None
+    device: torch.device | str = "cpu"
 
     @property
     def max_tokens(self) -> int:
@@ -47,9 +56,9 @@ class Request:
 class RequestOutput:
     """The answer to one prompt.
 
-    ``finish_reason``: "eos" an end-of-sequence token, "stop" a stop string, "length" ``max_new_tokens``, "context" the
-    model's context is full. The token that ended it (EOS, or the one completing a stop string) is part of
-    ``token_ids``, as in transformers; ``text`` ends before a stop string.
+    ``finish_reason``: "eos" an end-of-sequence token, "stop" a stop string, "criteria" a stopping criterion, "length"
+    ``max_new_tokens``, "context" the model's context is full, "time" ``max_time``. The token that ended it (EOS, or the
+    one completing a stop string) is part of ``token_ids``, as in transformers; ``text`` ends before a stop string.
     """
 
     prompt_ids: list[int]
@@ -57,6 +66,12 @@ class RequestOutput:
     text: str | None
     finish_reason: FinishReason
     stats: GenerationStats
+    logits: Tensor | None = None
+    """float32 [new, target_vocab]: the target's logits for each new token, if they were asked for."""
+    scores: Tensor | None = None
+    """float32 [new, target_vocab]: the same after processors and warpers."""
+    logprobs: list[dict[int, float]] | None = None
+    """For each new token the log-probabilities of the most probable ids and of itself, if they were asked for."""
 
 
 @dataclass
@@ -83,6 +98,9 @@ class RunningRequest:
             self.finish_reason = self._reason_to_finish(token)
             if self.finish_reason is not None:
                 break
+        deadline = self.request.deadline
+        if self.finish_reason is None and deadline is not None and time.monotonic() >= deadline:
+            self.finish_reason = "time"
         if self.on_tokens is not None:
             self.on_tokens(self.token_ids[before:])
         return self.finish_reason is not None
@@ -96,8 +114,15 @@ class RunningRequest:
             num_prompt_tokens=len(self.request.prompt_ids),
             **timings,
         )
+        place, record = (len(self.request.prompt_ids), len(self.token_ids)), self.request.record
         return RequestOutput(
-            list(self.request.prompt_ids), list(self.token_ids), self._text(), self.finish_reason, stats
+            list(self.request.prompt_ids),
+            list(self.token_ids),
+            self._text(),
+            self.finish_reason,
+            stats,
+            None if record is None else record.logits(*place),
+            None if record is None else record.scores(*place),
         )
 
     def _reason_to_finish(self, token: int) -> FinishReason | None:
@@ -105,11 +130,17 @@ class RunningRequest:
             return "eos"
         if self.request.stop and self._stop_in_tail():
             return "stop"
+        if self.request.criteria and self._is_ended_by_criteria():
+            return "criteria"
         if len(self.token_ids) == self.request.max_new_tokens:
             return "length"
         if len(self.request.prompt_ids) + len(self.token_ids) == self.request.context_limit:
             return "context"
         return None
+
+    def _is_ended_by_criteria(self) -> bool:
+        ids = torch.tensor([[*self.request.prompt_ids, *self.token_ids]], device=self.request.device)
+        return any(bool(torch.as_tensor(criterion(ids, None)).all()) for criterion in self.request.criteria)
 
     def _stop_in_tail(self) -> bool:
         assert self.request.decode is not None

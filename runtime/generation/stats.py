@@ -7,11 +7,22 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 PHASES = ("prefill", "draft", "verify", "step")
+
+
+class StepTimes(NamedTuple):
+    """Seconds of one step: drafting a tree for each running sequence, verifying them, and the host's own work.
+
+    A step that is replayed as one counts as drafting.
+    """
+
+    draft_s: float
+    verify_s: float
+    host_s: float
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class GenerationStats:
     """Memory of the target's keys and values, where the runtime holds them between calls."""
     path: str = ""
     """What ran: loop, target and drafter, each with the reason."""
+    steps: tuple[StepTimes, ...] = ()
+    """Times of each step; a step is one pass of every sequence that runs in it."""
 
     @property
     def num_passes(self) -> int:
@@ -106,42 +119,62 @@ class GenerationStats:
         names = ("num_new_tokens", "num_prompt_tokens", "prefill_s", "draft_s", "verify_s", "step_s", "total_s",
                  "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
+        steps: list[StepTimes] = []
         for item in items:
             lengths.update(item.accepted_lengths)
+            steps += item.steps
             for name in names:
                 totals[name] += getattr(item, name)
-        return cls(accepted_lengths=dict(sorted(lengths.items())), **totals)
+        return cls(accepted_lengths=dict(sorted(lengths.items())), steps=tuple(steps), **totals)
 
 
 class PhaseTimer:
-    """Times phases without making the host wait inside the loop: on a GPU it records events and reads them later."""
+    """Times phases without making the host wait inside the loop: on a GPU it records events and reads them later.
+
+    Each "draft" or "step" phase begins a step, which lasts until the next one begins; prefill is not part of it.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._events = device.type == "cuda"
-        self._pairs: list[tuple[str, Any, Any]] = []
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phases: list[tuple[str, Any]] = []
+        """Name of each phase in order, with its seconds, or with the two events around it."""
+        self._step_starts: list[tuple[int, float]] = []
+        """For each step, its place in ``_phases`` and when the host began it."""
         self._start = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Attribute what runs inside to a phase."""
+        started = time.perf_counter()
+        if name in ("draft", "step"):
+            self._step_starts.append((len(self._phases), started))
         if self._events:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._pairs.append((name, begin, end))
+            self._phases.append((name, (begin, end)))
             return
-        started = time.perf_counter()
         yield
-        self._seconds[name] += time.perf_counter() - started
+        self._phases.append((name, time.perf_counter() - started))
 
-    def stop_and_wait(self) -> dict[str, float]:
-        """Wait for the device and return ``prefill_s``, ``draft_s``, ``verify_s``, ``total_s``."""
+    def stop_and_wait(self) -> dict[str, Any]:
+        """Wait for the device; return ``prefill_s``, ``draft_s``, ``verify_s``, ``total_s`` and ``steps``."""
         if self._events:
             torch.cuda.synchronize()
-            for name, begin, end in self._pairs:
-                self._seconds[name] += begin.elapsed_time(end) / 1e3
-        return {f"{name}_s": seconds for name, seconds in self._seconds.items()} | {
-            "total_s": time.perf_counter() - self._start
-        }
+            self._phases = [(name, begin.elapsed_time(end) / 1e3) for name, (begin, end) in self._phases]
+            self._events = False
+        end = time.perf_counter()
+        totals = {f"{name}_s": sum(s for phase, s in self._phases if phase == name) for name in PHASES}
+        return totals | {"total_s": end - self._start, "steps": self._steps(end)}
+
+    def _steps(self, end: float) -> tuple[StepTimes, ...]:
+        steps = []
+        nexts = [*self._step_starts[1:], (len(self._phases), end)]
+        for (first, started), (last, ended) in zip(self._step_starts, nexts, strict=False):
+            seconds = dict.fromkeys(PHASES, 0.0)
+            for name, phase_s in self._phases[first:last]:
+                seconds[name] += phase_s
+            host_s = max(0.0, ended - started - sum(seconds.values()))
+            steps.append(StepTimes(seconds["draft"] + seconds["step"], seconds["verify"], host_s))
+        return tuple(steps)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
-from eagle_slim.runtime import compare_cli, generate_cli
+from eagle_slim.runtime import SpeculativeModel, compare_cli, generate_cli
+from eagle_slim.runtime.comparison.answers import Answer, AnswerLog
 from eagle_slim.runtime.generation.streaming import StopTextStreamer
 from support.tiny_models import write_head, write_pair
 
@@ -129,6 +130,7 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
     [
         (["--prompt", "x", "--top-p", "0.5"], 2, "temperature"),
         (["--prompt", "x", "--draft-vocab", "9999"], 2, "9999"),
+        (["--prompt", "x", "--draft-vocab", "some"], 2, "neither a number nor `full`"),
         (["--prompt", "x", "--total-tokens", "900"], 2, "candidates"),
         (["--prompt", "x", "--max-model-len", "2"], 1, "no room"),
         (["--prompt", "x", "--dtype", "float8"], 2, "float8"),
@@ -242,6 +244,70 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
     assert run(generate_cli.main, *command)[1] == out.replace("> > ", "> ", 1)
 
 
+def test_commands_of_the_chat(run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, _, slim = pair
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    lines = ["/help", "hello", "hello", "/stats", "/reset", "hello", "/system Be brief.", "hello", "/nonsense", "/quit"]
+    monkeypatch.setattr(sys, "stdin", Terminal("\n".join(lines) + "\n"))
+    sent: list[list[dict[str, str]]] = []
+    encode = SpeculativeModel.encode_chat
+    monkeypatch.setattr(
+        SpeculativeModel, "encode_chat", lambda self, messages: sent.append(list(messages)) or encode(self, messages)
+    )
+    code, _, err = run(generate_cli.main, slim, "--target", target, *TREE, "--max-new-tokens", "5", "--ignore-eos")
+    assert code == 0, err
+    assert [len(messages) for messages in sent] == [1, 3, 1, 2]
+    assert sent[3][0] == {"role": "system", "content": "Be brief."}
+    assert "/system TEXT" in err
+    assert "10 tokens in" in err  # of the whole chat
+    assert "/nonsense is no command" in err
+
+
+def test_ctrl_c_between_answers_ends_with_130(
+    run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _, slim = pair
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def interrupt(_prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "stdin", Terminal(""))
+    monkeypatch.setattr("builtins.input", interrupt)
+    code, _, err = run(generate_cli.main, slim, "--target", target, *TREE)
+    assert code == 130, err
+    assert "Traceback" not in err
+
+
+def test_a_seed_is_drawn_and_printed(run: Run, pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    args = [
+        slim,
+        "--target",
+        target,
+        *TREE,
+        "--prompt",
+        "hello",
+        "--max-new-tokens",
+        "6",
+        "--temperature",
+        "1",
+        "--json",
+    ]
+    first, second = (json.loads(run(generate_cli.main, *args, "--draft-vocab", "full")[1]) for _ in range(2))
+    assert first["seed"] != second["seed"]
+    again = json.loads(run(generate_cli.main, *args, "--seed", str(first["seed"]), "--check")[1])
+    assert again["token_ids"] == first["token_ids"]
+    assert first["draft_vocab"] == 340
+
+
 def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
     target, _, slim = pair
     prompts = tmp_path / "prompts.jsonl"
@@ -251,19 +317,18 @@ def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, 
     code, out, err = run(compare_cli.main, *args, "--out", str(out_dir), "--progress")
     assert code == 0, err
     assert sorted(path.name for path in out_dir.iterdir()) == [
-        "compare.csv",
-        "compare.html",
-        "compare.json",
-        "compare.png",
-    ]
+        "answers.jsonl", "compare.csv", "compare.html", "compare.json", "compare.md", "compare.png",
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "prompts.jsonl"]
     data = json.loads((out_dir / "compare.json").read_text())
-    assert [row["size"] for row in data["rows"][:3]] == ["plain", "full", "300"]
+    assert [row["size"] for row in data["rows"][:3]] == ["plain", "all 340 of 360", "300"]
     assert {row["category"] for row in data["rows"]} == {"all", "a", "b"}
     assert {row["mode"] for row in data["rows"]} == {"greedy", "sampled"}
     assert all(row["num_identical"] == row["num_answers"] for row in data["rows"])
     assert data["rows"][1]["draft_vocab"] == 340
     assert data["coverage"][0]["sizes"][-1] == 340
-    assert data["recommendation"]["size"] in ("full", "300")
+    assert [advice["mode"] for advice in data["recommendations"]] == ["greedy", "sampled"]
+    assert not any(advice["is_decided"] for advice in data["recommendations"])  # two prompts are too few
     assert out.splitlines()[0].startswith("size")
     assert "recommended draft vocabulary" in out
     assert "answers: 100%" in err
@@ -273,7 +338,70 @@ def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, 
     assert "--force" in err
     code, out, _ = run(compare_cli.main, *args, "--modes", "greedy", "--limit", "1", "--json")
     assert code == 0
-    assert {row["category"] for row in json.loads(out)["rows"]} == {"all", "a"}
+    assert {row["category"] for row in json.loads(out)["rows"]} == {"all"}  # the only category is all there is
+
+
+def test_ctrl_c_writes_what_there_is_and_resume_takes_it_up(
+    run: Run, pair: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _, slim = pair
+    (tmp_path / "p.txt").write_text("one\ntwo\nthree\n")
+    out_dir, calls = tmp_path / "out", [0]
+    args = [slim, "--target", target, *TREE, "--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "6", "--sizes",
+            "full,340,300", "--modes", "greedy", "--out", str(out_dir)]  # fmt: skip
+    append = AnswerLog.append
+
+    def interrupt_once(self: AnswerLog, answer: Answer) -> None:
+        append(self, answer)
+        calls[0] += 1
+        if calls[0] == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(AnswerLog, "append", interrupt_once)
+    code, out, err = run(compare_cli.main, *args)
+    assert code == 130, err
+    assert out.startswith("size")
+    assert "--resume" in err
+    assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is False
+    code, _, err = run(compare_cli.main, *args)
+    assert code == 2
+    assert "--resume" in err
+    code, _, err = run(compare_cli.main, *args, "--resume")
+    assert code == 0, err
+    assert calls[0] == 9  # three prompts, plainly and with two sizes: full and 340 are one
+    assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is True
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "p.txt"]
+    code, _, err = run(compare_cli.main, *args[:-2], "--resume")
+    assert code == 2
+
+
+def test_heads_trees_and_batches_in_one_comparison(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
+    target, head, slim = pair
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    code, out, err = run(
+        compare_cli.main, slim, "--head", head, "--target", target, "--prompts", str(tmp_path / "p.txt"), "--sizes",
+        "full", "--max-new-tokens", "4", "--modes", "greedy", "--tree", "2,4,20", "--tree", "1,1,3", "--batch", "1,2",
+        "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    rows = json.loads(out)["rows"]
+    assert [(row["head"], row["depth"], row["draft_vocab"]) for row in rows if row["batch"] == 2] == [
+        ("", 0, 0), ("slim", 2, 340), ("slim", 1, 340), ("head", 2, 360), ("head", 1, 360),
+    ]  # fmt: skip
+    assert len({row["candidate"] for row in rows}) == 5
+
+
+def test_progress_is_told_without_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter([0.0, *(20.0 * step for step in range(1, 7))])
+    monkeypatch.setattr(compare_cli.time, "monotonic", lambda: next(clock))
+    with compare_cli._progress(6, None) as advance:
+        for _ in range(6):
+            advance()
+    assert capsys.readouterr().err.splitlines() == [
+        "2 of 6 answers, about 80 s left", "4 of 6 answers, about 40 s left", "6 of 6 answers, about 0 s left",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -284,6 +412,9 @@ def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, 
         (["--sizes", "5000"], "5000"),
         (["--temperature", "0"], "--modes greedy"),
         (["--top-p", "2"], "top_p"),
+        (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
+        (["--batch", "1,x"], "1,4,16"),
+        (["--resume"], "Give --out"),
     ],
 )
 def test_compare_mistakes(run: Run, pair: tuple[str, str, str], tmp_path: Path, args: list[str], message: str) -> None:

@@ -279,7 +279,7 @@ class _Pool:
         if size < len(self.forced):
             raise UsageError(
                 f"A draft vocabulary of {size} is smaller than the {len(self.forced)} forced ids (end of turn, chat "
-                f"markers, single bytes). Ask for at least {_round_up(len(self.forced), ROUND_TO)}.",
+                f"markers, single bytes). Ask for at least {len(self.forced)}.",
                 size=size,
                 forced=len(self.forced),
             )

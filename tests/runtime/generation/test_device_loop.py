@@ -35,10 +35,10 @@ def test_greedy_equals_transformers(tmp_path: Path, is_drafted: bool) -> None:
     "options",
     [
         {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
         {"repetition_penalty": 1.3},
         {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
-        {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4},
+        {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
     ],
 )
 def test_drafted_equals_plain_and_pieces(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -53,7 +53,7 @@ def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
     "options",
     [
         {"temperature": 0.8, "seed": 3},
-        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
         {"repetition_penalty": 1.3},
         {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
     ],

@@ -107,9 +107,10 @@ def test_padded_tensor_with_attention_mask(tmp_path: Path) -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     output = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=8)
     assert output.token_ids == model.generate(prompts, max_new_tokens=8).token_ids
-    longest = max(3 + len(output.token_ids[0]), 5 + len(output.token_ids[1]))
-    assert output.sequences.shape == (2, longest)
-    assert output.sequences[0, : 3 + len(output.token_ids[0])].tolist() == prompts[0] + output.token_ids[0]
+    assert output.sequences.shape == (2, 5 + max(map(len, output.token_ids)))
+    assert torch.equal(output.sequences[:, :5], padded)
+    for row, new in zip(output.sequences[:, 5:].tolist(), output.token_ids, strict=True):
+        assert row[: len(new)] == new
 
 
 def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:

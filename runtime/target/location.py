@@ -1,0 +1,90 @@
+"""Where a target is: as the user names it, as the head names it, or as a folder that the head was converted with."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+
+from eagle_slim.convert.conversion.target import is_missing_folder
+from eagle_slim.convert.hub.client import is_offline
+from eagle_slim.convert.manifest import MANIFEST_NAME
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
+
+from ..errors import TargetWarning, UsageError
+
+MODELS_FOLDER = "EAGLE_SLIM_MODELS"
+"""Environment variable: a folder that holds models by name."""
+
+
+def given_target(given: str | Path, offline: bool, revision: str | None = None) -> str | Path:
+    """Return where the target is that the user names: a folder, or a repository of the Hub.
+
+    Offline, and only then, the built-in copy stands in for its repository where that is not in the Hub's cache, with a
+    `TargetWarning`. Raises `UsageError` for a folder that is not there, and for a draft head in a target's place.
+    """
+    if is_missing_folder(str(given)):
+        raise UsageError(
+            f"Target {given}: there is no such folder. Expected a folder or a Hub repository (name/model).",
+            target=str(given), missing="folder",
+        )  # fmt: skip
+    folder = Path(given).expanduser()
+    if folder.is_dir():
+        if is_draft_head(folder):
+            raise UsageError(
+                f"{given} is a draft head, not a target. Name it with head= (on the command line as HEAD), and leave "
+                "the target out or name the model that the head belongs to.",
+                target=str(given), option="head",
+            )  # fmt: skip
+        return folder
+    if str(given) == EMBEDDED_TARGET_REPO and revision is None and (offline or is_offline()) and not _is_cached(given):
+        warnings.warn(
+            f"{given} is not on this machine; the built-in copy stands in for it. Its weights are dequantised (Q4_1 "
+            "and Q8_0 to bfloat16), so its output differs from the repository's.",
+            TargetWarning,
+            stacklevel=4,
+        )
+        return embedded_target_folder()
+    return given
+
+
+def recorded_target(name: str, head_folder: Path) -> Path:
+    """Return the folder of a target that a head was converted with, of which only the name is recorded.
+
+    It may lie beside the head's folder, or in the folder that the environment variable EAGLE_SLIM_MODELS names. Raises
+    `UsageError` naming both places when it is in neither.
+    """
+    models = os.environ.get(MODELS_FOLDER)
+    places = [head_folder.resolve().parent / name, *([Path(models).expanduser() / name] if models else [])]
+    for place in places:
+        if (place / "config.json").is_file() and not is_draft_head(place):
+            return place
+    variable = f"in {MODELS_FOLDER} ({models})" if models else f"in {MODELS_FOLDER} (which is not set)"
+    raise UsageError(
+        f"Head {head_folder} was converted with the target folder {name!r}, which is neither beside it ({places[0]}) "
+        f"nor {variable}. Name the target (--target, or target= in Python).",
+        head=str(head_folder), missing=name,
+    )  # fmt: skip
+
+
+def is_draft_head(folder: Path) -> bool:
+    """Whether a folder holds a draft head: an artifact, or a configuration that names an EAGLE class."""
+    if (folder / MANIFEST_NAME).is_file():
+        return True
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return isinstance(names, list) and any("eagle" in str(name).lower() for name in names)
+
+
+def _is_cached(repository: str | Path) -> bool:
+    from transformers.utils import cached_file
+
+    found = cached_file(
+        str(repository), "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False, _raise_exceptions_for_gated_repo=False,
+    )  # fmt: skip
+    return found is not None

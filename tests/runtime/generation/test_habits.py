@@ -1,0 +1,222 @@
+"""What users of transformers and vLLM write, run beside transformers itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from eagle_slim.runtime import GenerationOutput, SpeculativeModel
+from eagle_slim.runtime.errors import UsageError
+from support.raising import raises
+from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+TREE = {"depth": 3, "top_k": 4}
+PROMPTS = random_prompts([3, 9, 6])
+WIDTH = 9
+LEFT = torch.tensor([[0] * (WIDTH - len(prompt)) + prompt for prompt in PROMPTS])
+MASK = (LEFT != 0).long()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path_factory.mktemp("head")), **TREE)
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+    target, head = write_pair(tmp_path_factory.mktemp("pair"))
+    return SpeculativeModel.from_pretrained(target, head, **TREE)
+
+
+def theirs(model: SpeculativeModel, ids: Tensor = LEFT, **options: Any) -> Any:
+    options = {"attention_mask": torch.ones_like(ids) if ids is not LEFT else MASK, "do_sample": False, **options}
+    return model.target.model.generate(ids, **options)  # type: ignore[operator]
+
+
+def test_1_a_left_padded_batch_is_returned_as_it_is(model: SpeculativeModel) -> None:
+    expected = theirs(model, max_new_tokens=12)
+    output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=12)
+    assert torch.equal(output.sequences, expected)
+    assert torch.equal(output.sequences[:, LEFT.shape[1] :], expected[:, LEFT.shape[1] :])
+    assert torch.equal(model.generate(LEFT, max_new_tokens=12).sequences, expected)  # the padding id alone marks it
+    encoded = transformers.BatchEncoding({"input_ids": LEFT, "attention_mask": MASK})
+    assert torch.equal(model.generate(**encoded, max_new_tokens=12)[:], expected)
+    # Lists of other lengths have answers in the same columns.
+    assert torch.equal(model.generate(PROMPTS, max_new_tokens=12).sequences, expected)
+
+
+def test_2_the_output_is_indexed_iterated_and_counted(model: SpeculativeModel) -> None:
+    expected = theirs(model, max_new_tokens=6)
+    output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=6)
+    assert torch.equal(output[0], expected[0])
+    assert torch.equal(output[:, WIDTH:], expected[:, WIDTH:])
+    assert [row.tolist() for row in output] == expected.tolist()
+    assert (len(output), output.shape) == (3, expected.shape)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "penalty", "sampled"])
+def test_3_scores_and_logits(model: SpeculativeModel, kind: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 10, "output_scores": True, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "eos_token_id": 99} if kind != "sampled" else {"eos_token_id": 99}
+    options |= {"repetition_penalty": 1.4} if kind == "penalty" else {}
+    if kind == "sampled":
+        output = model.generate(LEFT, attention_mask=MASK, do_sample=True, temperature=0.7, top_k=5, seed=1, **options)
+        # Transformers draws other tokens; at the first position its scores are the same whatever it draws.
+        expected = theirs(
+            model, **options, do_sample=True, temperature=0.7, top_k=5, return_dict_in_generate=True
+        )  # fmt: skip
+        torch.testing.assert_close(output.scores[0], expected.scores[0])
+        torch.testing.assert_close(output.logits[0], expected.logits[0])
+        for position, scores in enumerate(output.scores):
+            chosen = output.sequences[:, WIDTH + position]
+            assert scores.gather(1, chosen[:, None]).isfinite().all()
+        return
+    output = model.generate(LEFT, attention_mask=MASK, **options)
+    expected = theirs(model, **options)
+    assert torch.equal(output["sequences"], expected["sequences"])
+    assert torch.equal(output[0], expected[0])
+    assert list(output) == list(expected)[: len(output)] == ["sequences", "scores", "logits"]
+    for name in ("scores", "logits"):
+        assert len(output[name]) == len(expected[name]) == 10
+        for ours, own in zip(output[name], expected[name], strict=True):
+            torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+def test_3b_scores_of_answers_that_end_at_different_places(model: SpeculativeModel) -> None:
+    output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=30, eos_token_id=18, output_scores=True)
+    lengths = [len(tokens) for tokens in output.token_ids]
+    assert len(output.scores) == max(lengths) > min(lengths)
+    for place, tokens in enumerate(output.token_ids):
+        assert [int(scores[place].argmax()) for scores in output.scores[: len(tokens)]] == tokens
+        assert all(not scores[place].any() for scores in output.scores[len(tokens) :])
+    assert model.generate(LEFT, max_new_tokens=3).scores is None
+
+
+def test_4_seeds(model: SpeculativeModel) -> None:
+    def draw(**options: Any) -> GenerationOutput:
+        return model.generate(LEFT, attention_mask=MASK, max_new_tokens=12, do_sample=True, **options)
+
+    transformers.set_seed(7)
+    first, second = draw(), draw()
+    assert first.seed != second.seed
+    assert first.token_ids != second.token_ids
+    torch.manual_seed(7)
+    again = draw()
+    assert (again.seed, again.token_ids) == (first.seed, first.token_ids)
+    assert draw(seed=first.seed).token_ids == first.token_ids == draw(seed=first.seed, speculative=False).token_ids
+    state = torch.get_rng_state()
+    assert model.generate(LEFT, max_new_tokens=3).seed is None
+    assert draw(seed=3).seed == 3
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn where nothing has to be
+
+
+def test_5_properties(model: SpeculativeModel) -> None:
+    own = model.target.model
+    assert (model.device, model.dtype) == (own.device, own.dtype)
+    assert model.config is own.config
+    assert model.generation_config is own.generation_config
+
+
+class AtToken(StoppingCriteria):
+    """Ends a row at a token, as criteria are written for transformers."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        return input_ids[:, -1] == self.token
+
+
+def test_6_stopping_criteria(model: SpeculativeModel) -> None:
+    for token in (18, 7, 11):
+        criteria = StoppingCriteriaList([AtToken(token)])
+        expected = theirs(model, max_new_tokens=30, stopping_criteria=criteria)
+        output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=30, stopping_criteria=criteria)
+        assert torch.equal(output.sequences, expected)
+        reasons = {result.finish_reason for result in output.results if result.token_ids[-1] == token}
+        assert reasons <= {"criteria"}
+    (result,) = model.generate(PROMPTS[0], max_new_tokens=30, stopping_criteria=lambda ids, scores: True).results
+    assert (len(result.token_ids), result.finish_reason) == (1, "criteria")
+
+
+def test_7_stop_strings_with_a_tokenizer(chatty: SpeculativeModel) -> None:
+    tokenizer = chatty.tokenizer
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    bare = SpeculativeModel(chatty.target, chatty.drafter)
+    free = bare.generate(ids, max_new_tokens=24, ignore_eos=True, tokenizer=tokenizer)
+    stop = free.text[0][6:9]
+    options: dict[str, Any] = {"max_new_tokens": 24, "stop_strings": [stop], "tokenizer": tokenizer}
+    options["eos_token_id"] = 9999
+    assert torch.equal(bare.generate(ids, **options).sequences, theirs(chatty, ids, **options))
+    with raises(UsageError, missing="tokenizer"):
+        bare.generate(ids, stop_strings=[stop])
+
+
+def test_8_max_time_and_inputs(model: SpeculativeModel) -> None:
+    expected = theirs(model, max_new_tokens=5)
+    assert torch.equal(model.generate(inputs=LEFT, max_new_tokens=5, max_time=100.0).sequences, expected)
+    started = time.monotonic()
+    result = model.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True, max_time=1e-6).results[0]
+    assert result.finish_reason == "time"
+    assert 1 <= len(result.token_ids) < 200
+    assert time.monotonic() - started < 60
+
+
+def test_9_loading_as_transformers_spells_it(tmp_path: Path) -> None:
+    target, head = write_pair(tmp_path)
+    for device_map in ("cpu", "auto", {"": "cpu"}):
+        model = SpeculativeModel.from_pretrained(target, head, torch_dtype=torch.bfloat16, device_map=device_map)
+        assert model.dtype == torch.bfloat16
+        assert device_map == "auto" or model.device.type == "cpu"
+    with raises(UsageError, option="device_map"):
+        SpeculativeModel.from_pretrained(target, head, device_map={"model.layers.0": 0, "lm_head": "cpu"})
+    with pytest.raises(UsageError, match=r"^generate\(\) drafts with the model's own head: name it with head="):
+        model.generate([3], assistant_model=model)
+
+
+def test_10_chats_as_in_vllm(chatty: SpeculativeModel) -> None:
+    hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "good bye"))
+    one = chatty.chat(hello, max_tokens=8)
+    assert one.token_ids == chatty.generate(chatty.encode_chat(hello), max_new_tokens=8).token_ids
+    both = chatty.chat([hello, bye], max_tokens=8, temperature=0)
+    assert both.token_ids == [*one.token_ids, *chatty.chat(bye, max_tokens=8).token_ids]
+    params = SimpleNamespace(
+        n=2, max_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, seed=5, stop=[], stop_token_ids=[], logprobs=3,
+        presence_penalty=0.0, frequency_penalty=0.0, ignore_eos=True, min_tokens=0,
+    )  # fmt: skip
+    several = chatty.chat("hello", params)
+    assert len(several.results) == 2
+    for result in several.results:
+        assert len(result.token_ids) == len(result.logprobs) == 6
+        for token, logprobs in zip(result.token_ids, result.logprobs, strict=True):
+            assert token in logprobs
+            assert len(logprobs) in (3, 4)
+            assert all(value <= 0 for value in logprobs.values())
+    prompt = torch.tensor([chatty.encode_chat("hello")])
+    logits = chatty.target.model(prompt).logits[0, -1].detach().log_softmax(-1)
+    first = several.results[0]
+    assert first.logprobs[0][first.token_ids[0]] == pytest.approx(float(logits[first.token_ids[0]]), abs=1e-4)
+    ended = chatty.chat(hello, max_tokens=8, stop_token_ids=[one.token_ids[0][2]])
+    assert ended.token_ids[0] == one.token_ids[0][: one.token_ids[0].index(one.token_ids[0][2]) + 1]
+    with raises(UsageError, option="presence_penalty"):
+        chatty.chat(hello, presence_penalty=0.5)
+
+
+def test_padding_after_an_answer_is_what_transformers_pads_with(model: SpeculativeModel) -> None:
+    own = model.target.model.generation_config
+    before = own.pad_token_id, model.target.config.pad_token_id
+    try:
+        own.pad_token_id = model.target.config.pad_token_id = None
+        expected = theirs(model, max_new_tokens=30, eos_token_id=[18, 7])
+        output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=30, eos_token_id=[18, 7])
+        assert torch.equal(output.sequences, expected)
+    finally:
+        own.pad_token_id, model.target.config.pad_token_id = before

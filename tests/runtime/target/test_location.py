@@ -1,0 +1,107 @@
+"""Where a target is found, and what is said where it is not."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
+from eagle_slim.runtime import PairingError, SpeculativeModel
+from eagle_slim.runtime.drafter.weights import choose_draft_ids
+from eagle_slim.runtime.errors import HeadWarning, TargetWarning, UsageError
+from eagle_slim.runtime.target.location import given_target
+from support.raising import raises
+from support.small_tokenizers import byte_level_bpe, write_folder
+from support.tiny_models import tiny_target, write_head, write_pair
+
+
+@pytest.fixture
+def slim(tmp_path: Path) -> Path:
+    target, head = write_pair(tmp_path / "parts")
+    own = target.rename(tmp_path / "parts" / "my-target")
+    order = VocabRequest(order="ids")
+    return convert_head(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=order)[0].folder
+
+
+def test_a_local_target_is_found_beside_the_head_or_among_the_models(
+    slim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("EAGLE_SLIM_MODELS", raising=False)
+    with raises(UsageError, missing="my-target", head=str(slim)):
+        SpeculativeModel.from_pretrained(head=slim)
+    with pytest.raises(UsageError, match=r"neither beside it .* nor in EAGLE_SLIM_MODELS .*--target"):
+        SpeculativeModel.from_pretrained(head=slim)
+    monkeypatch.setenv("EAGLE_SLIM_MODELS", str(tmp_path / "parts"))
+    assert SpeculativeModel.from_pretrained(head=slim).tokenizer_source == str(tmp_path / "parts" / "my-target")
+    monkeypatch.delenv("EAGLE_SLIM_MODELS")
+    shutil.copytree(tmp_path / "parts" / "my-target", tmp_path / "my-target")
+    assert SpeculativeModel.from_pretrained(head=slim).draft_vocab == 340
+
+
+def test_another_target_of_the_recorded_name_is_refused(slim: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(tmp_path / "parts" / "my-target", tmp_path / "my-target")
+    write_folder(other, byte_level_bpe(340, ["<|im_start|>", "<|im_end|>"]), tokenizer_class="PreTrainedTokenizerFast")
+    with raises(PairingError, field="tokenizer_hash"):
+        SpeculativeModel.from_pretrained(head=slim)
+
+
+def test_a_head_in_the_place_of_a_target(slim: Path, tmp_path: Path) -> None:
+    for head in (slim, write_head(tmp_path / "unconverted")):
+        with raises(UsageError, option="head", target=str(head)):
+            SpeculativeModel.from_pretrained(head)
+        with pytest.raises(UsageError, match=r"is a draft head, not a target\. Name it with head="):
+            SpeculativeModel.from_pretrained(str(head), slim)
+
+
+def test_the_built_in_target_by_its_name_offline_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert given_target(EMBEDDED_TARGET_REPO, offline=False) == EMBEDDED_TARGET_REPO
+    assert given_target(EMBEDDED_TARGET_REPO, offline=True, revision="main") == EMBEDDED_TARGET_REPO
+    with pytest.warns(TargetWarning, match="dequantised"):
+        assert given_target(EMBEDDED_TARGET_REPO, offline=True) == embedded_target_folder()
+
+
+def test_the_built_in_head_refuses_another_tokenizer(tmp_path: Path) -> None:
+    permuted = tmp_path / "permuted"
+    permuted.mkdir()
+    own = embedded_target_folder()
+    for file in own.iterdir():
+        if file.suffix != ".safetensors":  # refused before weights are loaded
+            shutil.copy(file, permuted)
+    text = (permuted / "tokenizer.json").read_text(encoding="utf-8")
+    first, second = '"\u0120the":', '"\u0120a":'
+    assert first in text
+    assert second in text
+    swapped = text.replace(first, "\0").replace(second, first).replace("\0", second)
+    (permuted / "tokenizer.json").write_text(swapped, encoding="utf-8")
+    with raises(PairingError, field="tokenizer_hash"):
+        SpeculativeModel.from_pretrained(permuted)
+
+
+@pytest.mark.parametrize("name", ["midlayer.mlp.up_proj.weight", "norm.weight", "lm_head.weight"])
+def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = write_head(tmp_path, own_lm_head=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = SpeculativeModel.from_pretrained(tiny_target("llama"), folder, depth=1, top_k=2)
+        model.generate([3, 4], max_new_tokens=2)
+    found = [str(each.message) for each in caught if each.category is HeadWarning]
+    assert len(found) == 1
+    assert name.removeprefix("midlayer.") in found[0]
+
+
+def test_advice_that_cannot_help_is_not_given(slim: Path) -> None:
+    opened = SpeculativeModel.from_pretrained(slim.parent / "parts" / "my-target", slim).opened
+    assert opened is not None
+    for size, helps in ((1, False), (341, False), (10**6, False)):
+        with raises(UsageError, option="draft_vocab", found=size) as error:
+            choose_draft_ids(opened.head, size, opened.rank_order, opened.num_forced)
+        assert ("Convert again" in str(error.value)) == helps
