@@ -189,7 +189,7 @@ def test_top_k_limits(step: Problem) -> None:
         with raises(UsageError, option=option):
             replace(step[0], **changed)
     with raises(UsageError, field="total_tokens", found=129):
-        replace(step[0], depth=10, total_tokens=129)
+        replace(step[0], depth=2, top_k=10, total_tokens=129)
 
 
 def test_options_of_a_head_that_the_kernel_lacks() -> None:
