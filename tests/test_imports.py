@@ -32,10 +32,12 @@ FLOORS = {
     "vocab_tools": """
         errors
         base_cli files
-        tokenizer vocabulary
+        tokenizer
+        chat
         corpus
         counting
-        count_cli ranking
+        count_cli vocabulary
+        ranking
         bench cli
     """,
     "convert": """
