@@ -67,7 +67,7 @@ FLOORS = {
         bench
         model tune
         comparison model_options_cli
-        compare_cli generate_cli
+        compare_cli generate_cli bench/answers
     """,
 }
 # Library → pattern of the only files, relative to the root, that may import it. Benchmarks are programs of their own.
