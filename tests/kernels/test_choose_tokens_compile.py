@@ -12,6 +12,8 @@ import pytest
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS
 from kernels.compiled_choice import WARPS
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_fits_and_does_not_spill(capability: int) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS
 
+pytestmark = pytest.mark.compiled
+
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_fits_and_does_not_spill(capability: int) -> None:

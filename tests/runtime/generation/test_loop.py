@@ -242,14 +242,22 @@ def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path) -> None:
     assert model.drafter.num_computed == len(prompt) - 1 + passes * (tree.path_width + tree.depth * tree.top_k)
 
 
-def test_bfloat16_runs_and_stays_close(tmp_path: Path) -> None:
+def test_bfloat16_differs_at_near_ties_only(tmp_path: Path) -> None:
     target = tiny_target("llama").to(torch.bfloat16)
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
+    assert model.drafter.weights.dtype == torch.bfloat16
     drafted = model.generate(PROMPTS, max_new_tokens=16)
     plain = model.generate(PROMPTS, max_new_tokens=16, speculative=False)
-    equal = sum(a == b for a, b in zip(drafted.token_ids, plain.token_ids, strict=True))
-    assert model.drafter.weights.dtype == torch.bfloat16
-    assert equal >= len(PROMPTS) - 1
+    for prompt, mine, other in zip(PROMPTS, drafted.token_ids, plain.token_ids, strict=True):
+        differ = [at for at, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b]
+        if differ:
+            at = differ[0]
+            with torch.no_grad():
+                logits = target(torch.tensor([prompt + other[:at]])).logits[0, -1].float()
+            # Eight roundings of the largest logit.
+            assert (logits[other[at]] - logits[mine[at]]).abs() <= 8 * 2**-8 * logits.abs().max()
+        else:
+            assert mine == other
 
 
 def test_draft_ids_are_target_ids(tmp_path: Path) -> None:
