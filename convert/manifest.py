@@ -23,6 +23,9 @@ MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"
 FORMAT_VERSION = 1
 
+MOST_NEVER_COUNTED = 0.01
+"""Share of ids that no counted text holds, forced ones apart, above which conversion and audit say so."""
+
 Flavour = Literal["default", "sglang", "lmdeploy"]
 
 
@@ -205,12 +208,15 @@ def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     for name, entry in value["files"].items():
         yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
     for key in ("head", "target"):
-        yield key, all(isinstance(value[key].get(name), str | None) for name in ("repo_id", "revision", "subfolder"))
+        yield key, all(isinstance(value[key].get(name), str | None) for name in _NAMES)
     yield "tap_layers", _are_integers(value["tap_layers"] or [])
     vocabulary = value["vocabulary"] or {}
     forced = vocabulary.get("forced", {})
     yield "vocabulary: forced", isinstance(forced, dict) and all(key.isdecimal() for key in forced)
     yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
+
+
+_NAMES = ("repo_id", "revision", "subfolder", "weights_file")
 
 
 def _is_record(entry: dict[str, Any]) -> bool:

@@ -14,10 +14,11 @@ from ..artifact.eagle3 import ARCHITECTURE
 from ..artifact.engines import flavoured_architecture
 from ..files import read_regular
 from ..head import config as head_config
+from ..manifest import MOST_NEVER_COUNTED
 from ..weights import names
 from ..weights.checksums import row_checksums
 from ..weights.dtypes import FLOATS, LONG_NAMES, all_finite
-from .findings import Findings, SkipCheck, join, refuse
+from .findings import Doubt, Findings, SkipCheck, join, refuse
 
 _MAPS = frozenset(names.MAPS)
 
@@ -106,7 +107,14 @@ class RuleChecks:
         if manifest.kind == "eagle3":
             ids = self.found.need_ids()
             refuse(not np.array_equal(np.sort(ranked), ids), "the ranked ids are not those of d2t")
-        return f"{len(ranked)} ids, {manifest.num_forced} of them forced"
+        never_counted = (manifest.vocabulary or {}).get("never_counted")
+        found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
+        if never_counted is None:
+            return found
+        found += f", {never_counted} never counted"
+        if never_counted > len(ranked) * MOST_NEVER_COUNTED:
+            raise Doubt(found)
+        return found
 
     def rows(self) -> str:
         """Every lm_head row has the checksum of the row that was written there."""

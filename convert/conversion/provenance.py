@@ -8,9 +8,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.eagle3 import LmHeadSource
-from ..artifact.engines import Finding
+from ..artifact.engines import Finding, in_words
 from ..head.draft_head import DraftHead
-from ..manifest import Manifest
+from ..manifest import MOST_NEVER_COUNTED, Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights import names
 from ..weights.checkpoint import FileRecord
@@ -42,9 +42,10 @@ def manifest_of(
     tokenizer = _tokenizer(inputs.tokenizer)
     if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
         tokenizer = dict(ranking.recorded_tokenizer)
-    warnings = [*head.warnings, *(lm_head.warnings if lm_head is not None else ())]
+    warnings = [*head.warnings, *inputs.warnings, *(lm_head.warnings if lm_head is not None else ())]
     if vocab is not None:
         warnings += vocab.warnings
+        warnings += _about_counts(ranking, vocab)
         if tokenizer is None:
             warnings.append("no tokenizer was at hand: end-of-turn and other needed tokens were not looked for")
     if measured is not None:
@@ -54,7 +55,7 @@ def manifest_of(
         ranked = ranked_manifest(head)
         if ranked is None or NOT_COMPARED in ranked.warnings:
             warnings.append(NOT_COMPARED)
-    warnings += map(str, findings)
+    warnings += in_words(findings)
     return Manifest(
         kind=head.kind,
         flavour=inputs.reading.flavour,
@@ -68,7 +69,7 @@ def manifest_of(
         target=_target(inputs),
         lm_head=None if lm_head is None else _lm_head(head, lm_head),
         tokenizer=tokenizer,
-        vocabulary=None if vocab is None else _vocabulary(vocab),
+        vocabulary=None if vocab is None else _vocabulary(vocab, ranking),
         tap_layers=head.tap_layers,
         coverage=None
         if measured is None
@@ -93,6 +94,8 @@ def _head(inputs: Inputs) -> dict[str, Any]:
     found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
     if source.subfolder:
         found["subfolder"] = source.subfolder
+    if source.weights_file:
+        found["weights_file"] = source.weights_file
     return found if inputs.reading.d2t_form == "auto" else {**found, "d2t_form": inputs.reading.d2t_form}
 
 
@@ -119,11 +122,31 @@ def _lm_head(head: DraftHead, lm_head: LmHeadSource) -> dict[str, Any]:
     }
 
 
-def _vocabulary(vocab: DraftVocab) -> dict[str, Any]:
+def _about_counts(ranking: Ranking | None, vocab: DraftVocab) -> list[str]:
+    if ranking is None or ranking.counts is None:
+        return []
+    warnings = []
+    never_counted = ranking.never_counted(vocab) or 0
+    if never_counted > len(vocab) * MOST_NEVER_COUNTED:
+        warnings.append(
+            f"{never_counted:,} of the {len(vocab):,} kept ids ({never_counted / len(vocab):.0%}) were never counted: "
+            "they are in by the order of the ids alone. Count more text, or take a smaller --draft-vocab"
+        )
+    if "size_from_coverage" in vocab.provenance and ranking.measured is None:
+        warnings.append(
+            "nothing was held out, so the size was found on the text that made the ranking; other text is covered "
+            "less. Count with --held-out"
+        )
+    return warnings
+
+
+def _vocabulary(vocab: DraftVocab, ranking: Ranking | None) -> dict[str, Any]:
     """The ranking's provenance; counts from memory and from a file differ in nothing but the order of their keys."""
     found = dict(vocab.provenance)
     if "sources" in found:
         found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
+    if ranking is not None and ranking.counts is not None:
+        found["never_counted"] = ranking.never_counted(vocab)
     # Warnings have a list of their own in the manifest.
     return {key: value for key, value in found.items() if key != "warnings"}
 

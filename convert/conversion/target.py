@@ -153,6 +153,11 @@ def lm_head_rows(head: DraftHead, lm_head: TargetLMHead, where: str) -> LmHeadSo
             f"embedding's, as in vLLM and SGLang (transformers 5 takes {lm_head.unused} where the two differ). If that "
             "is the right one, set tie_word_embeddings to false in a copy of the target"
         )
+    if lm_head.bias is not None:
+        warnings.append(
+            f"{where} adds {lm_head.bias} to its logits, for which a draft head has no place: drafts are ranked "
+            "without it, so fewer may be accepted"
+        )
     return LmHeadSource(lm_head.checkpoint, lm_head.name, "target", where, tuple(warnings))
 
 

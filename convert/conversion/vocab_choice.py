@@ -103,6 +103,17 @@ class VocabRequest:
         return not (self.counts or self.corpus or self.order) and self.token_map is None
 
     @property
+    def summary(self) -> str:
+        """Where the ranking comes from, in words."""
+        if self.token_map is not None:
+            return f"token map {self.token_map}" if isinstance(self.token_map, str | Path) else "a token map"
+        if self.counts:
+            return "counts " + ", ".join(str(item) for item in self.counts if isinstance(item, str | Path))
+        if self.corpus:
+            return "text still to be counted: " + ", ".join(source.location for source in self.corpus)
+        return "the order of the ids" if self.order else "the default"
+
+    @property
     def needs_tokenizer(self) -> bool:
         """Whether the ranking is impossible without a tokenizer; a token map needs none."""
         return self.token_map is None
@@ -182,6 +193,15 @@ class Ranking:
         if self.tokenizer is None:
             return self.request.force_ids
         return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
+
+    def never_counted(self, vocab: DraftVocab) -> int | None:
+        """How many ids of a vocabulary, forced ones apart, no counted text holds; None where nothing was counted."""
+        if self.counts is None:
+            return None
+        ids = vocab.target_ids[vocab.num_forced :]
+        counts = self.counts.weighted(self.request.weights)
+        seen = ids[ids < len(counts)]
+        return len(ids) - int(np.count_nonzero(counts[seen]))
 
     def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
         """Coverage of a vocabulary on text that the ranking did not see, and a note on that text; None without counts.
