@@ -82,7 +82,7 @@ class FileChecks:
                 (notes if name == CARD_NAME else problems).append(f"{name} is not as it was written")
         if CONFIG_NAME not in small or WEIGHTS_NAME not in manifest.files:
             problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
-        join(problems)
+        join([*problems, *notes] if problems else [])
         return "; ".join([f"{len(small)} files", *notes])
 
     def tensors(self) -> str:
