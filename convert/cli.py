@@ -294,9 +294,8 @@ def _print(conversion: Conversion) -> None:
     click.echo(
         f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
     )
-    never_counted = (conversion.manifest.vocabulary or {}).get("never_counted")
-    if never_counted is not None:
-        click.echo(f"  never counted         {never_counted:,} of the ids, forced ones apart")
+    if conversion.manifest.num_uncounted is not None:
+        click.echo(f"  never counted         {conversion.manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in coverage_summary(conversion.manifest):
         interval = ""
         if entry["interval"] is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
 from .errors import ArtifactError
@@ -22,9 +23,6 @@ from .weights.names import HeadKind
 MANIFEST_NAME = "eagle_slim.json"
 FORMAT_NAME = "eagle-slim artifact"
 FORMAT_VERSION = 1
-
-MOST_NEVER_COUNTED = 0.01
-"""Share of ids that no counted text holds, forced ones apart, above which conversion and audit say so."""
 
 Flavour = Literal["default", "sglang", "lmdeploy"]
 
@@ -73,6 +71,20 @@ class Manifest:
     dropped: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> DraftVocab | None:
+        """The ranking as a vocabulary; None for a full vocabulary."""
+        if self.rank_order_ids is None:
+            return None
+        provenance = self.vocabulary or {"method": "manifest"}
+        return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, provenance)
+
+    @property
+    def num_uncounted(self) -> int | None:
+        """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
+        counted = (self.vocabulary or {}).get(COUNTED_IDS)
+        return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
@@ -213,6 +225,7 @@ def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     vocabulary = value["vocabulary"] or {}
     forced = vocabulary.get("forced", {})
     yield "vocabulary: forced", isinstance(forced, dict) and all(key.isdecimal() for key in forced)
+    yield "vocabulary: counted_ids", _are_integers([vocabulary.get(COUNTED_IDS, 0)])
     yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
 
 from ..artifact.artifact import freq_name
 from ..artifact.eagle3 import ARCHITECTURE
 from ..artifact.engines import flavoured_architecture
 from ..files import read_regular
 from ..head import config as head_config
-from ..manifest import MOST_NEVER_COUNTED
 from ..weights import names
 from ..weights.checksums import row_checksums
 from ..weights.dtypes import FLOATS, LONG_NAMES, all_finite
@@ -107,12 +107,11 @@ class RuleChecks:
         if manifest.kind == "eagle3":
             ids = self.found.need_ids()
             refuse(not np.array_equal(np.sort(ranked), ids), "the ranked ids are not those of d2t")
-        never_counted = (manifest.vocabulary or {}).get("never_counted")
         found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
-        if never_counted is None:
-            return found
-        found += f", {never_counted} never counted"
-        if never_counted > len(ranked) * MOST_NEVER_COUNTED:
+        if manifest.num_uncounted is not None:
+            found += f", {manifest.num_uncounted} never counted"
+        assert manifest.ranks is not None
+        if uncounted_warning(manifest.ranks):
             raise Doubt(found)
         return found
 

@@ -78,7 +78,7 @@ class Conversion:
             "target_vocab": self.manifest.target_vocab,
             "rows": {"before": self.rows_before, "after": self.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
-            "never_counted": (self.manifest.vocabulary or {}).get("never_counted"),
+            "never_counted": self.manifest.num_uncounted,
             "coverage": None if self.manifest.coverage is None else coverage_summary(self.manifest),
             "warnings": list(self.warnings),
         }

@@ -33,8 +33,14 @@ class KeptCounts:
         """Count; see `count_tokens`."""
         from eagle_slim.vocab_tools.counting.count import count_tokens
 
-        where = {"save_to": self._file, "resume_file": self._resume_file}
-        counts = count_tokens(sources, tokenizer, notify=self._notify, **where, **self._options)
+        counts = count_tokens(
+            sources,
+            tokenizer,
+            notify=self._notify,
+            save_to=self._file,
+            resume_file=self._resume_file,
+            **self._options,
+        )
         self.done = True
         return counts
 

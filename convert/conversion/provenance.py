@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..artifact.eagle3 import LmHeadSource
 from ..artifact.engines import Finding, in_words
 from ..head.draft_head import DraftHead
-from ..manifest import MOST_NEVER_COUNTED, Manifest
+from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights import names
 from ..weights.checkpoint import FileRecord
@@ -45,7 +45,6 @@ def manifest_of(
     warnings = [*head.warnings, *inputs.warnings, *(lm_head.warnings if lm_head is not None else ())]
     if vocab is not None:
         warnings += vocab.warnings
-        warnings += _about_counts(ranking, vocab)
         if tokenizer is None:
             warnings.append("no tokenizer was at hand: end-of-turn and other needed tokens were not looked for")
     if measured is not None:
@@ -69,7 +68,7 @@ def manifest_of(
         target=_target(inputs),
         lm_head=None if lm_head is None else _lm_head(head, lm_head),
         tokenizer=tokenizer,
-        vocabulary=None if vocab is None else _vocabulary(vocab, ranking),
+        vocabulary=None if vocab is None else _vocabulary(vocab),
         tap_layers=head.tap_layers,
         coverage=None
         if measured is None
@@ -122,31 +121,11 @@ def _lm_head(head: DraftHead, lm_head: LmHeadSource) -> dict[str, Any]:
     }
 
 
-def _about_counts(ranking: Ranking | None, vocab: DraftVocab) -> list[str]:
-    if ranking is None or ranking.counts is None:
-        return []
-    warnings = []
-    never_counted = ranking.never_counted(vocab) or 0
-    if never_counted > len(vocab) * MOST_NEVER_COUNTED:
-        warnings.append(
-            f"{never_counted:,} of the {len(vocab):,} kept ids ({never_counted / len(vocab):.0%}) were never counted: "
-            "they are in by the order of the ids alone. Count more text, or take a smaller --draft-vocab"
-        )
-    if "size_from_coverage" in vocab.provenance and ranking.measured is None:
-        warnings.append(
-            "nothing was held out, so the size was found on the text that made the ranking; other text is covered "
-            "less. Count with --held-out"
-        )
-    return warnings
-
-
-def _vocabulary(vocab: DraftVocab, ranking: Ranking | None) -> dict[str, Any]:
+def _vocabulary(vocab: DraftVocab) -> dict[str, Any]:
     """The ranking's provenance; counts from memory and from a file differ in nothing but the order of their keys."""
     found = dict(vocab.provenance)
     if "sources" in found:
         found["sources"] = json.loads(json.dumps(found["sources"], sort_keys=True))
-    if ranking is not None and ranking.counts is not None:
-        found["never_counted"] = ranking.never_counted(vocab)
     # Warnings have a list of their own in the manifest.
     return {key: value for key, value in found.items() if key != "warnings"}
 

@@ -194,15 +194,6 @@ class Ranking:
             return self.request.force_ids
         return forced_ids(self.tokenizer, self.request.force_added, self.request.force_ids)
 
-    def never_counted(self, vocab: DraftVocab) -> int | None:
-        """How many ids of a vocabulary, forced ones apart, no counted text holds; None where nothing was counted."""
-        if self.counts is None:
-            return None
-        ids = vocab.target_ids[vocab.num_forced :]
-        counts = self.counts.weighted(self.request.weights)
-        seen = ids[ids < len(counts)]
-        return len(ids) - int(np.count_nonzero(counts[seen]))
-
     def coverage(self, vocab: DraftVocab) -> tuple[CoverageReport, str] | None:
         """Coverage of a vocabulary on text that the ranking did not see, and a note on that text; None without counts.
 
@@ -248,7 +239,7 @@ def make_ranking(
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")
-        own = _ranks_of(manifest)
+        own = manifest.ranks
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
@@ -306,17 +297,8 @@ def ranked_manifest(head: DraftHead) -> Manifest | None:
 
 def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:
     """The ids that an artifact's ranks begin with, which its tokenizer forced."""
-    return tuple(_ranks_of(manifest).target_ids[: manifest.num_forced].tolist())
-
-
-def _ranks_of(manifest: Manifest) -> DraftVocab:
     assert manifest.rank_order_ids is not None
-    return DraftVocab(
-        manifest.rank_order_ids,
-        manifest.num_forced,
-        manifest.target_vocab,
-        manifest.vocabulary or {"method": "manifest"},
-    )
+    return tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
 
 
 def default_corpus() -> CorpusSource:

@@ -188,7 +188,7 @@ def test_full_disk(run, head, token_map, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".o.*"))
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", "SIGTERM"])
 def test_killed_at_any_moment(head, token_map, tmp_path, name):
     out = tmp_path / "work" / "slim"
     done = subprocess.run(

@@ -1,12 +1,15 @@
 """What is looked at before the first token is counted, and what is kept of the counts when something else fails."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 from eagle_slim.convert import (
     Artifact,
+    ArtifactError,
     CheckpointError,
     MismatchError,
     OutputError,
@@ -203,9 +206,9 @@ class TestNeverCounted:
         assert code == 0, err
         missing = 320 - 259 - 4
         assert f"never counted         {missing}" in out
-        assert f"warning: {missing} of the 320 kept ids" in err
+        assert f"{missing} of the 320 ids never occur in the counted text" in err
         artifact = Artifact.load(tmp_path / "o")
-        assert artifact.manifest.vocabulary["never_counted"] == missing
+        assert artifact.manifest.num_uncounted == missing
         assert f"forced ones apart: {missing}" in (tmp_path / "o" / "README.md").read_text()
         check = verify_artifact(tmp_path / "o")["ranks"]
         assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
@@ -217,7 +220,7 @@ class TestNeverCounted:
             write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=request, target=target, out=tmp_path / "o"
         )
         assert done.to_json()["never_counted"] == 0
-        assert not any("never counted" in warning for warning in done.warnings)
+        assert not any("never occur" in warning for warning in done.warnings)
 
     @pytest.mark.parametrize("held_out", [None, [[300, 301] * 9]])
     def test_a_coverage_of_the_text_that_ranked(self, tmp_path, target, held_out):
@@ -276,6 +279,37 @@ class TestDoubts:
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
         assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
+
+    def test_a_map_of_fr_specs_script_with_a_second_bos(self, run, tmp_path):
+        chosen = write_freq(tmp_path / "freq_10.pt", [7, 5, 9, 1, 4, 8, 300, 2, 1, 2])
+        head = write_eagle3(tmp_path / "head")
+        code, _, err = run(head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
+        assert code == 0, err
+        assert Artifact.load(tmp_path / "o").rank_order_ids.tolist() == [7, 5, 9, 1, 4, 8, 300, 2]
+        assert len([line for line in err.splitlines() if line.startswith("warning:") and "BOS" in line]) == 1
+
+    @pytest.mark.parametrize(
+        "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
+    )
+    def test_a_pipe_in_place_of_a_file_is_not_waited_for(self, tmp_path, name):
+        head = write_eagle3(tmp_path / "head")
+        (head / name).unlink(missing_ok=True)
+        os.mkfifo(head / name)
+
+        def too_long(*_):
+            raise TimeoutError(name)
+
+        before = signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(30)
+        try:
+            if name == "README.md":
+                self.convert(tmp_path, head)
+            else:
+                with pytest.raises((ArtifactError, CheckpointError)):
+                    self.convert(tmp_path, head)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
 
     def test_a_changed_model_card_is_a_note(self, tmp_path):
         done = self.convert(tmp_path, write_eagle3(tmp_path / "head"))
