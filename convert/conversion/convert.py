@@ -279,6 +279,7 @@ class PreparedConversion:
                 offline=self.inputs.reading.offline,
                 count=count or _count,
                 say=self.say,
+                target=None if self.inputs.target is None else self.inputs.target.name,
             )
         elif not self.request.is_default or self.request.force_ids:
             self.say(

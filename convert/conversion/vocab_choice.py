@@ -221,6 +221,7 @@ def make_ranking(
     offline: bool,
     count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
     say: Say,
+    target: str | None = None,
 ) -> Ranking:
     """Read or count what a request names, once for all sizes.
 
@@ -232,6 +233,7 @@ def make_ranking(
         offline: refuse to fetch the default dataset.
         count: counts text.
         say: told which default is used.
+        target: name of the target that was looked at for a tokenizer, if any.
 
     Raises:
         UsageError: a tokenizer is needed and there is none.
@@ -243,19 +245,19 @@ def make_ranking(
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
-    if request.needs_tokenizer and tokenizer is None:
+    if tokenizer is None and (request.needs_tokenizer or request.force_added == "all"):
+        why = "the vocabulary cannot be ranked without one"
+        if not request.needs_tokenizer:
+            why = "--force-added all keeps its added tokens"
+        if target is None:
+            advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
+        else:
+            advice = f"The target {target} has none beside it: name one with --tokenizer."
         raise UsageError(
-            f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one.\n"
-            "Name the target that the head is for with --target, or its tokenizer with --tokenizer.",
+            f"{head.location}: no tokenizer is at hand, and {why}.\n{advice}",
             path=head.location,
             option="--tokenizer",
-        )
-    if request.force_added == "all" and tokenizer is None:
-        raise UsageError(
-            f"{head.location}: --force-added all needs the tokenizer, whose added tokens it keeps.\n"
-            "Name the target with --target, or its tokenizer with --tokenizer.",
-            path=head.location,
-            option="--force-added",
+            target=target,
         )
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)

@@ -74,7 +74,7 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> tupl
     raise CheckpointError(
         f"{where}: no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
-        "Give the target with --target as a causal language model in the Hugging Face layout.",
+        "Expected a causal language model in the Hugging Face layout.",
         path=where,
         found=near,
     )

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
@@ -123,6 +126,53 @@ class TestCheapChecks:
                 0
             ].bytes_after
         )
+
+
+class TestAdvice:
+    def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
+        for path in target.glob("tokenizer*"):
+            path.unlink()
+        with raises(UsageError, option="--tokenizer", target=str(target)) as caught:
+            convert_head(
+                write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
+            )
+        assert "--target" not in str(caught.value)
+
+    def test_a_repository_is_named_by_its_name(self, tmp_path, target):
+        (target / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((target / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (target / "tokenizer_config.json").write_text(json.dumps(config))
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
+            (done,) = convert_head(
+                write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
+                out=tmp_path / "o",
+            )  # fmt: skip
+        assert any("org/target" in warning for warning in done.warnings)
+        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.warnings)
+
+
+NO_TORCH = """
+import sys
+from eagle_slim.convert.cli import convert
+convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted({"torch", "datasets", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    (tmp_path / "map.json").write_text(json.dumps(list(range(320))))
+    arguments = [head, "--draft-vocab", "300", "--target", target, "--token-map", tmp_path / "map.json"]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *map(str, arguments), "--out", tmp_path / "o"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)[-1] < 320
+    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=False)) == 300
 
 
 class TestCountsAreKept:
