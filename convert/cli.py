@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
+import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,7 +27,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
-    from .conversion.convert import Conversion
+    from .conversion.convert import Conversion, PreparedConversion
 
 # Options that describe a corpus: without --dataset there is nothing for them to describe.
 _DESCRIBES_DATASET = (
@@ -48,10 +49,32 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     """Read `32000`, `8192,16384,32000` or `full`."""
     if value is None:
         return None
+    # 256 single bytes alone are more than the first number would be as a size.
+    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value) and int(value.partition(",")[0]) < 256:
+        number, several = value.replace(",", ""), value.replace(",", ", ")
+        raise click.BadParameter(
+            f"{value!r} is a list of sizes, as the comma separates them: write {number} if it is one number, or "
+            f"'{several}' if it is several",
+            ctx,
+            param,
+        )
     parts = [part.strip() for part in value.split(",")]
     if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
-        raise click.BadParameter(f"{value!r} is no size such as 32000 or 8192,16384,32000, and not `full`", ctx, param)
+        raise click.BadParameter(
+            f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}", ctx, param
+        )
     return tuple("full" if part == "full" else int(part) for part in parts)
+
+
+def _flavour(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
+    """Read the engine of --for; those that take what is written anyway are told so."""
+    if value in (None, "sglang", "lmdeploy"):
+        return value or "default"
+    from .artifact.engines import ENGINES
+
+    if value in ENGINES:
+        raise click.BadParameter(f"{value} reads what is written by default: leave --for out", ctx, param)
+    raise click.BadParameter(f"expected sglang or lmdeploy, found {value!r}", ctx, param)
 
 
 def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -85,6 +108,7 @@ Examples:
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
+@click.option("--weights-file", metavar="NAME", help="File of HEAD with its weights, where there are several.")
 @click.option("--revision", metavar="REV", help="Branch, tag or commit of the head.")
 @click.option("--subfolder", metavar="NAME", help="Folder of HEAD that the head is in, such as eagle3.")
 @click.option("--target-revision", metavar="REV", help="Branch, tag or commit of the target.")
@@ -108,7 +132,7 @@ Examples:
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
-@click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
+@click.option("--for", "flavour", callback=_flavour, metavar="[sglang|lmdeploy]",
               help="Write the class name that only it reads (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
               help="Form of the head's own map, where it cannot be told.")  # fmt: skip
@@ -121,7 +145,9 @@ Examples:
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print what would be written, and stop.")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the result to this repository.")
+@click.option("--push", metavar="DIR", help="Upload this artifact to --push-to-hub, and do nothing else.")
 @click.option("--private/--public", default=None, help="Visibility of a new repository; default: your account's.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar on stderr; default: on a terminal.")
 @json_option
@@ -135,7 +161,11 @@ def convert(head: str | None, **options: Any) -> None:
     The tokens come from --counts, --token-map, --dataset or --order; without any of them from the head's own ranks (a
     head that eagle-convert wrote), from the built-in counts (the built-in head) or from a public chat dataset.
     """
-    from .conversion.convert import convert_head
+    if options["push"]:
+        _push_existing(head, options)
+        return
+    from .conversion.convert import prepare_conversion
+    from .conversion.kept_counts import KeptCounts
     from .conversion.vocab_choice import VocabRequest
 
     sources, counting = corpus_arguments(options)
@@ -143,12 +173,12 @@ def convert(head: str | None, **options: Any) -> None:
         ctx = click.get_current_context()
         given = [name for name in _DESCRIBES_DATASET if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
         if given:
-            raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given")
+            raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given.")
     sizes = options["draft_vocab"]
     if options["push_to_hub"] and sizes is not None and len(sizes) > 1:
-        raise UsageError("--push-to-hub takes one size: give each size a repository of its own")
+        raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
     if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
-        raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here")
+        raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
     save_counts = None if options["save_counts"] is None else refuse_existing(options["save_counts"], options["force"])
     request = VocabRequest(
         counts=options["counts"],
@@ -160,31 +190,39 @@ def convert(head: str | None, **options: Any) -> None:
         force_added=options["force_added"],
         force_ids=options["force_ids"],
     )
-    saved: list[Path] = []
-    done = convert_head(
+    prepared = prepare_conversion(
         head,
         draft_vocab=sizes,
         coverage=options["coverage"],
         vocabulary=request,
         target=options["target"],
         tokenizer=options["tokenizer"],
+        weights_file=options["weights_file"],
         revision=options["revision"],
         subfolder=options["subfolder"],
         target_revision=options["target_revision"],
         tokenizer_revision=options["tokenizer_revision"],
         out=options["out"],
         force=options["force"],
-        flavour=options["flavour"] or "default",
+        flavour=options["flavour"],
         d2t_form=options["d2t_form"],
         tap_layers=options["tap_layers"],
         offline=options["offline"],
-        count=partial(_count, save_counts, options["progress"], counting, saved),
         say=note,
     )
-    pushed = _push(done[0], options["push_to_hub"], options["private"]) if options["push_to_hub"] else None
+    if options["push_to_hub"]:
+        from .hub.push import check_push
+
+        check_push(options["push_to_hub"])
+    if options["dry_run"]:
+        _print_plans(prepared, options)
+        return
+    with KeptCounts(save_counts, prepared.folders[0], note, progress=options["progress"], **counting) as counts:
+        done = prepared.convert(counts.count)
+    pushed = _push(done[0].folder, options["push_to_hub"], options["private"]) if options["push_to_hub"] else None
     # Several sizes of one head have most of their warnings in common.
     warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
-    if save_counts is not None and not saved:
+    if save_counts is not None and not counts.done:
         warn([f"--save-counts: nothing was counted, so {save_counts} was not written; name text with --dataset"])
     if options["as_json"]:
         results = [conversion.to_json() for conversion in done]
@@ -201,31 +239,50 @@ def convert(head: str | None, **options: Any) -> None:
 convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
 
 
-def _count(
-    save_to: Path | None,
-    progress: bool | None,
-    arguments: dict[str, Any],
-    saved: list[Path],
-    sources: Any,
-    tokenizer: Any,
-) -> Any:
-    """Count a corpus; `saved` gets the file that the counts were kept in."""
-    from eagle_slim.vocab_tools.counting.count import count_tokens
-    from eagle_slim.vocab_tools.counting.resume import resume_file_beside
-
-    where: dict[str, Any] = {}
-    if save_to is not None:
-        where = {"save_to": save_to, "resume_file": resume_file_beside(save_to)}
-    counts = count_tokens(sources, tokenizer, progress=progress, notify=note, **where, **arguments)
-    saved += [save_to] if save_to is not None else []
-    return counts
-
-
-def _push(conversion: Conversion, repo_id: str, private: bool | None) -> str:
+def _push(folder: Path, repo_id: str, private: bool | None) -> str:
+    from .errors import SourceError
     from .hub.push import push_folder
 
-    note(f"uploading {conversion.folder} to {repo_id}")
-    return push_folder(conversion.folder, repo_id, private=private)
+    note(f"uploading {folder} to {repo_id}")
+    try:
+        return push_folder(folder, repo_id, private=private)
+    except SourceError as error:
+        command = f"eagle-convert --push {shlex.quote(str(folder))} --push-to-hub {repo_id}"
+        advice = f"{folder} is complete. Upload it later with: {command}"
+        raise SourceError(f"{error}\n{advice}", **error.facts) from error
+
+
+def _push_existing(head: str | None, options: dict[str, Any]) -> None:
+    if head is not None or options["draft_vocab"] is not None or options["coverage"] is not None:
+        raise UsageError("--push uploads an artifact that exists: give only --push-to-hub with it.")
+    if not options["push_to_hub"]:
+        raise UsageError("--push: name the repository with --push-to-hub.")
+    from .artifact.artifact import Artifact
+    from .hub.push import check_push
+
+    folder = Artifact.load(options["push"]).folder
+    check_push(options["push_to_hub"])
+    click.echo(f"uploaded to {_push(folder, options['push_to_hub'], options['private'])}")
+
+
+def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
+    if options["as_json"]:
+        plans = [plan.to_json() for plan in prepared.plans]
+        emit_json(plans if len(plans) > 1 else plans[0])
+        return
+    for plan in prepared.plans:
+        rows = "as many as --coverage needs" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
+        forced = "not known before ranking" if plan.num_forced is None else f"{plan.num_forced:,}"
+        after = "not known before ranking" if plan.bytes_after is None else _bytes(plan.bytes_after)
+        click.echo(f"would write {plan.folder}")
+        click.echo(f"  rows of the LM head   {plan.rows_before:,} → {rows}")
+        click.echo(f"  forced ids            {forced}")
+        click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {after}")
+        click.echo(f"  disk                  {after} needed, {_bytes(plan.free_bytes)} free")
+    for name, what in prepared.access.items():
+        click.echo(f"  {name:<22}{what}")
+    if options["push_to_hub"]:
+        click.echo(f"  {'upload':<22}may write to {options['push_to_hub']}")
 
 
 def _print(conversion: Conversion) -> None:
@@ -237,6 +294,8 @@ def _print(conversion: Conversion) -> None:
     click.echo(
         f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
     )
+    if conversion.manifest.num_uncounted is not None:
+        click.echo(f"  never counted         {conversion.manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in coverage_summary(conversion.manifest):
         interval = ""
         if entry["interval"] is not None:

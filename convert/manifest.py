@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import COUNTED_IDS, DraftVocab
 from numpy.typing import NDArray
 
 from .errors import ArtifactError
@@ -70,6 +71,20 @@ class Manifest:
     dropped: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> DraftVocab | None:
+        """The ranking as a vocabulary; None for a full vocabulary."""
+        if self.rank_order_ids is None:
+            return None
+        provenance = self.vocabulary or {"method": "manifest"}
+        return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, provenance)
+
+    @property
+    def num_uncounted(self) -> int | None:
+        """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
+        counted = (self.vocabulary or {}).get(COUNTED_IDS)
+        return None if counted is None else max(0, self.draft_vocab - self.num_forced - counted)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
@@ -205,12 +220,16 @@ def _parts(value: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     for name, entry in value["files"].items():
         yield f"files: {name}", isinstance(entry, dict) and _is_record(entry)
     for key in ("head", "target"):
-        yield key, all(isinstance(value[key].get(name), str | None) for name in ("repo_id", "revision", "subfolder"))
+        yield key, all(isinstance(value[key].get(name), str | None) for name in _NAMES)
     yield "tap_layers", _are_integers(value["tap_layers"] or [])
     vocabulary = value["vocabulary"] or {}
     forced = vocabulary.get("forced", {})
     yield "vocabulary: forced", isinstance(forced, dict) and all(key.isdecimal() for key in forced)
+    yield "vocabulary: counted_ids", _are_integers([vocabulary.get(COUNTED_IDS, 0)])
     yield "vocabulary: forced_but_untrained", _are_integers(vocabulary.get("forced_but_untrained", []))
+
+
+_NAMES = ("repo_id", "revision", "subfolder", "weights_file")
 
 
 def _is_record(entry: dict[str, Any]) -> bool:

@@ -231,6 +231,14 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
     ]
 
 
+def in_words(findings: Sequence[Finding]) -> list[str]:
+    """One sentence for each finding; what several engines make alike of a head is said once."""
+    engines: dict[tuple[str, str], list[str]] = {}
+    for finding in findings:
+        engines.setdefault((finding.problem, finding.alternative), []).append(ENGINES[finding.engine].title)
+    return [f"{', '.join(titles)}: {problem}; {alternative}" for (problem, alternative), titles in engines.items()]
+
+
 def _vllm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     yield from _activation_refused(head)
     if head.kind == "eagle":

@@ -179,6 +179,8 @@ def _making(manifest: Manifest) -> str:
         lines.append(f"- LM-head rows: {origin} `{manifest.lm_head['tensor']}`, {kept}")
     if manifest.vocabulary is not None:
         lines.append(f"- ranking: {_ranking(manifest.vocabulary)}")
+        if manifest.num_uncounted is not None:
+            lines.append(f"- ids that the counted text does not hold, forced ones apart: {manifest.num_uncounted:,}")
         lines.append(
             f"- {manifest.num_forced} ids are in whatever their rank (end of turn, chat markers, single bytes)"
         )

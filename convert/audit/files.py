@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..artifact.artifact import CONFIG_NAME, WEIGHTS_NAME, freq_name
+from ..artifact.artifact import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..errors import ArtifactError
 from ..files import read_object
 from ..manifest import MANIFEST_NAME, Manifest
@@ -70,18 +70,20 @@ class FileChecks:
     def checksums(self) -> str:
         """Every small file has the size and SHA-256 that the manifest records."""
         manifest = self.found.need_manifest()
-        problems = []
+        problems: list[str] = []
+        notes: list[str] = []
         small = {name: entry for name, entry in manifest.files.items() if "sha256" in entry}
         for name, entry in small.items():
             path = self.found.folder / name
             if not path.is_file():
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != entry["size_bytes"] or sha256_file(path) != entry["sha256"]:
-                problems.append(f"{name} is not as it was written")
+                # People edit a model card, and the Hub adds to it.
+                (notes if name == CARD_NAME else problems).append(f"{name} is not as it was written")
         if CONFIG_NAME not in small or WEIGHTS_NAME not in manifest.files:
             problems.append(f"the manifest does not record {CONFIG_NAME} and {WEIGHTS_NAME}")
-        join(problems)
-        return f"{len(small)} files"
+        join([*problems, *notes] if problems else [])
+        return "; ".join([f"{len(small)} files", *notes])
 
     def tensors(self) -> str:
         """Size, header and tensors of the weights are those that the manifest records."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
 
 from ..artifact.artifact import freq_name
 from ..artifact.eagle3 import ARCHITECTURE
@@ -17,7 +18,7 @@ from ..head import config as head_config
 from ..weights import names
 from ..weights.checksums import row_checksums
 from ..weights.dtypes import FLOATS, LONG_NAMES, all_finite
-from .findings import Findings, SkipCheck, join, refuse
+from .findings import Doubt, Findings, SkipCheck, join, refuse
 
 _MAPS = frozenset(names.MAPS)
 
@@ -106,7 +107,13 @@ class RuleChecks:
         if manifest.kind == "eagle3":
             ids = self.found.need_ids()
             refuse(not np.array_equal(np.sort(ranked), ids), "the ranked ids are not those of d2t")
-        return f"{len(ranked)} ids, {manifest.num_forced} of them forced"
+        found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
+        if manifest.num_uncounted is not None:
+            found += f", {manifest.num_uncounted} never counted"
+        assert manifest.ranks is not None
+        if uncounted_warning(manifest.ranks):
+            raise Doubt(found)
+        return found
 
     def rows(self) -> str:
         """Every lm_head row has the checksum of the row that was written there."""

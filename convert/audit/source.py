@@ -21,6 +21,7 @@ from ..head.draft_head import DraftHead
 from ..head.open import open_head
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
+from ..sources.source import open_head_source
 from ..weights import names
 from ..weights.checksums import row_checksums
 from ..weights.rows import GatheredRows
@@ -149,20 +150,20 @@ class SourceChecks:
     def _source_head(self) -> DraftHead:
         manifest = self.found.need_manifest()
         # How the source was read when it was converted.
-        inside = manifest.head.get("subfolder")
+        where: dict[str, Any] = {key: manifest.head.get(key) for key in ("subfolder", "weights_file")}
         reading: dict[str, Any] = {
             "d2t_form": manifest.head.get("d2t_form", "auto"),
             "tap_layers": manifest.tap_layers or None,
         }
         if self.head_name is not None:
-            return open_head(self.head_name, offline=self.offline, subfolder=inside, **reading)
+            return open_head(open_head_source(self.head_name, offline=self.offline, **where), **reading)
         name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
         if name is None:
             if manifest.head.get("name") != EMBEDDED_HEAD_NAME:
                 raise SkipCheck("the source head was a local folder; name it with --head")
             return open_head(None, **reading)
         try:
-            return open_head(name, revision=revision, offline=True, subfolder=inside, **reading)
+            return open_head(open_head_source(name, revision=revision, offline=True, **where), **reading)
         except (SourceError, CheckpointError) as error:
             raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
 

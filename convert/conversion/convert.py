@@ -78,6 +78,7 @@ class Conversion:
             "target_vocab": self.manifest.target_vocab,
             "rows": {"before": self.rows_before, "after": self.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
+            "never_counted": self.manifest.num_uncounted,
             "coverage": None if self.manifest.coverage is None else coverage_summary(self.manifest),
             "warnings": list(self.warnings),
         }
@@ -110,6 +111,7 @@ def convert_head(
     vocabulary: VocabRequest | None = None,
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    weights_file: str | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
     target_revision: str | None = None,
@@ -134,6 +136,7 @@ def convert_head(
         target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
             public heads.
         tokenizer: folder, tokenizer.json or Hub repository; default the target's.
+        weights_file: name of the file with the head's weights, where its folder holds several.
         revision, target_revision, tokenizer_revision: branch, tag or commit on the Hub.
         subfolder: where in the folder or repository the head is, such as "eagle3".
         out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
@@ -161,6 +164,7 @@ def convert_head(
         vocabulary=vocabulary,
         target=target,
         tokenizer=tokenizer,
+        weights_file=weights_file,
         revision=revision,
         subfolder=subfolder,
         target_revision=target_revision,
@@ -248,6 +252,19 @@ class PreparedConversion:
             )
         return tuple(found)
 
+    @property
+    def access(self) -> dict[str, str]:
+        """What the conversion reads from, in words, by what it is."""
+        inputs = self.inputs
+        found = {"head": inputs.source.label if inputs.source.repo_id else inputs.head.location}
+        if inputs.lm_head is not None and inputs.target is not None:
+            found["LM head"] = f"{inputs.lm_head.name} of target {inputs.target.name}, at hand"
+        elif inputs.head.has_lm_head:
+            found["LM head"] = "the head's own"
+        found["tokenizer"] = "none" if inputs.tokenizer is None else f"at hand, {inputs.tokenizer.vocab_size:,} ids"
+        found["vocabulary"] = self.request.summary
+        return found
+
     def convert(
         self, count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts] | None = None
     ) -> tuple[Conversion, ...]:
@@ -262,6 +279,7 @@ class PreparedConversion:
                 offline=self.inputs.reading.offline,
                 count=count or _count,
                 say=self.say,
+                target=None if self.inputs.target is None else self.inputs.target.name,
             )
         elif not self.request.is_default or self.request.force_ids:
             self.say(
@@ -286,6 +304,7 @@ def prepare_conversion(
     vocabulary: VocabRequest | None = None,
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
+    weights_file: str | None = None,
     revision: str | None = None,
     subfolder: str | None = None,
     target_revision: str | None = None,
@@ -319,7 +338,7 @@ def prepare_conversion(
         check_output(folder, force, MANIFEST_NAME)
     reading = Reading(flavour, d2t_form, None if tap_layers is None else tuple(tap_layers), offline)
     inputs = open_inputs(
-        open_head_source(head_name, revision=revision, offline=offline, subfolder=inside),
+        open_head_source(head_name, revision=revision, offline=offline, subfolder=inside, weights_file=weights_file),
         reading,
         request,
         Named(target, target_revision),

@@ -18,9 +18,10 @@ from ..head.open import open_head
 from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
 from ..sources import card
-from ..sources.builtin import EMBEDDED_LICENCE
+from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource
 from . import target as targets
+from .doubts import doubts_about
 from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Inputs:
         lm_head: the target's LM head, where the rows come from it.
         tokenizer: of the target, where it is at hand.
         is_builtin: whether the head is the built-in one.
+        warnings: about the head's files.
     """
 
     head: DraftHead
@@ -80,6 +82,7 @@ class Inputs:
     lm_head: TargetLMHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
+    warnings: tuple[str, ...] = ()
 
     @property
     def licence(self) -> str | None:
@@ -103,7 +106,7 @@ def open_inputs(
         SourceError, CheckpointError, UnsupportedHeadError, MismatchError: see convert/errors.py.
     """
     if is_builtin:
-        say("head: built in, for SmolLM2-135M-Instruct")
+        say(f"head: built-in {EMBEDDED_HEAD_NAME}")
     head = open_head(source, d2t_form=reading.d2t_form, tap_layers=reading.tap_layers)
     if head.kind == "eagle" and reading.flavour == "lmdeploy":
         raise UnsupportedHeadError(
@@ -144,7 +147,8 @@ def open_inputs(
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = targets.open_lm_head(opened, reading.offline)
         targets.lm_head_rows(head, lm_head, f"target {opened.name}")
-    return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin)
+    doubts = tuple(doubts_about(head, source))
+    return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin, doubts)
 
 
 def check_sizes(

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.eagle3 import LmHeadSource
-from ..artifact.engines import Finding
+from ..artifact.engines import Finding, in_words
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
@@ -42,7 +42,7 @@ def manifest_of(
     tokenizer = _tokenizer(inputs.tokenizer)
     if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
         tokenizer = dict(ranking.recorded_tokenizer)
-    warnings = [*head.warnings, *(lm_head.warnings if lm_head is not None else ())]
+    warnings = [*head.warnings, *inputs.warnings, *(lm_head.warnings if lm_head is not None else ())]
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:
@@ -54,7 +54,7 @@ def manifest_of(
         ranked = ranked_manifest(head)
         if ranked is None or NOT_COMPARED in ranked.warnings:
             warnings.append(NOT_COMPARED)
-    warnings += map(str, findings)
+    warnings += in_words(findings)
     return Manifest(
         kind=head.kind,
         flavour=inputs.reading.flavour,
@@ -93,6 +93,8 @@ def _head(inputs: Inputs) -> dict[str, Any]:
     found = {"name": name, "repo_id": source.repo_id, "revision": source.commit}
     if source.subfolder:
         found["subfolder"] = source.subfolder
+    if source.weights_file:
+        found["weights_file"] = source.weights_file
     return found if inputs.reading.d2t_form == "auto" else {**found, "d2t_form": inputs.reading.d2t_form}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from ..sources.target_lm_head import open_target_lm_head
 _MOST_PADDING = 2048
 # Gemma-3's tokenizer has one token more than its model has rows; more than a few mean another tokenizer.
 _MOST_SURPLUS = 8
-_OTHER_TARGET = "This is not the target that the head was trained for: name that with --target."
+_OTHER_TARGET = "This is not the target that the head was trained for: give that one with --target."
 
 RECORDED = "recorded in the head's manifest"
 
@@ -153,6 +153,11 @@ def lm_head_rows(head: DraftHead, lm_head: TargetLMHead, where: str) -> LmHeadSo
             f"embedding's, as in vLLM and SGLang (transformers 5 takes {lm_head.unused} where the two differ). If that "
             "is the right one, set tie_word_embeddings to false in a copy of the target"
         )
+    if lm_head.bias is not None:
+        warnings.append(
+            f"{where} adds {lm_head.bias} to its logits, for which a draft head has no place: drafts are ranked "
+            "without it, so fewer may be accepted"
+        )
     return LmHeadSource(lm_head.checkpoint, lm_head.name, "target", where, tuple(warnings))
 
 
@@ -201,31 +206,27 @@ def open_tokenizer(
             "repository with --tokenizer.",
             option="--tokenizer-revision",
         )
-    own = target.source.folder if target is not None and _has_tokenizer(target.source.folder) else None
-    if given is None and own is None:
+    own = None
+    if target is not None and _has_tokenizer(target.source.folder):
+        # Under the target's name: nobody knows the folder of the cache that it lies in.
+        own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
+    tokenizer = own if given is None else load_tokenizer(given, revision=revision, offline=offline)
+    if tokenizer is None:
         return None
-    if given is None:
-        tokenizer = load_tokenizer(str(own), offline=True)
-        name = target.name if target is not None else str(own)
-    else:
-        tokenizer = load_tokenizer(given, revision=revision, offline=offline)
-        name = given
-        if own is not None:
-            expected = load_tokenizer(str(own), offline=True)
-            if expected.tokenizer_hash != tokenizer.tokenizer_hash:
-                raise MismatchError(
-                    f"tokenizer {given}: its vocabulary is not that of the target {target.name if target else ''} "
-                    f"(hash {tokenizer.tokenizer_hash[:23]}…, expected {expected.tokenizer_hash[:23]}…).\nLeave "
-                    "--tokenizer out to use the target's own.",
-                    tokenizer=given,
-                    expected=expected.tokenizer_hash,
-                    found=tokenizer.tokenizer_hash,
-                )
-    check_tokenizer_size(tokenizer, target_vocab, name)
+    if own is not None and own.tokenizer_hash != tokenizer.tokenizer_hash:
+        raise MismatchError(
+            f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
+            f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
+            "Leave --tokenizer out to use the target's own.",
+            tokenizer=given,
+            expected=own.tokenizer_hash,
+            found=tokenizer.tokenizer_hash,
+        )
+    check_tokenizer_size(tokenizer, target_vocab)
     return tokenizer
 
 
-def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int, name: str) -> None:
+def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
     """Refuse a tokenizer whose ids cannot be those of a vocabulary of `target_vocab` rows.
 
     Raises:
@@ -235,9 +236,10 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int, name: st
     missing = target_vocab - tokenizer.vocab_size
     if surplus > _MOST_SURPLUS or missing > max(_MOST_PADDING, target_vocab // 20):
         raise MismatchError(
-            f"tokenizer {name}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has {target_vocab} "
-            "rows.\nThis is the tokenizer of another model: name the right one with --tokenizer or --target.",
-            tokenizer=name,
+            f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
+            f"{target_vocab} rows.\n"
+            "This is the tokenizer of another model: name the right one with --tokenizer or --target.",
+            tokenizer=tokenizer.source,
             expected=target_vocab,
             found=tokenizer.vocab_size,
         )

@@ -103,6 +103,17 @@ class VocabRequest:
         return not (self.counts or self.corpus or self.order) and self.token_map is None
 
     @property
+    def summary(self) -> str:
+        """Where the ranking comes from, in words."""
+        if self.token_map is not None:
+            return f"token map {self.token_map}" if isinstance(self.token_map, str | Path) else "a token map"
+        if self.counts:
+            return "counts " + ", ".join(str(item) for item in self.counts if isinstance(item, str | Path))
+        if self.corpus:
+            return "text still to be counted: " + ", ".join(source.location for source in self.corpus)
+        return "the order of the ids" if self.order else "the default"
+
+    @property
     def needs_tokenizer(self) -> bool:
         """Whether the ranking is impossible without a tokenizer; a token map needs none."""
         return self.token_map is None
@@ -210,6 +221,7 @@ def make_ranking(
     offline: bool,
     count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
     say: Say,
+    target: str | None = None,
 ) -> Ranking:
     """Read or count what a request names, once for all sizes.
 
@@ -221,6 +233,7 @@ def make_ranking(
         offline: refuse to fetch the default dataset.
         count: counts text.
         say: told which default is used.
+        target: name of the target that was looked at for a tokenizer, if any.
 
     Raises:
         UsageError: a tokenizer is needed and there is none.
@@ -228,23 +241,23 @@ def make_ranking(
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")
-        own = _ranks_of(manifest)
+        own = manifest.ranks
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
-    if request.needs_tokenizer and tokenizer is None:
+    if tokenizer is None and (request.needs_tokenizer or request.force_added == "all"):
+        why = "the vocabulary cannot be ranked without one"
+        if not request.needs_tokenizer:
+            why = "--force-added all keeps its added tokens"
+        if target is None:
+            advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
+        else:
+            advice = f"The target {target} has none beside it: name one with --tokenizer."
         raise UsageError(
-            f"{head.location}: no tokenizer is at hand, and the vocabulary cannot be ranked without one.\n"
-            "Name the target that the head is for with --target, or its tokenizer with --tokenizer.",
+            f"{head.location}: no tokenizer is at hand, and {why}.\n{advice}",
             path=head.location,
             option="--tokenizer",
-        )
-    if request.force_added == "all" and tokenizer is None:
-        raise UsageError(
-            f"{head.location}: --force-added all needs the tokenizer, whose added tokens it keeps.\n"
-            "Name the target with --target, or its tokenizer with --tokenizer.",
-            path=head.location,
-            option="--force-added",
+            target=target,
         )
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)
@@ -286,17 +299,8 @@ def ranked_manifest(head: DraftHead) -> Manifest | None:
 
 def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:
     """The ids that an artifact's ranks begin with, which its tokenizer forced."""
-    return tuple(_ranks_of(manifest).target_ids[: manifest.num_forced].tolist())
-
-
-def _ranks_of(manifest: Manifest) -> DraftVocab:
     assert manifest.rank_order_ids is not None
-    return DraftVocab(
-        manifest.rank_order_ids,
-        manifest.num_forced,
-        manifest.target_vocab,
-        manifest.vocabulary or {"method": "manifest"},
-    )
+    return tuple(manifest.rank_order_ids[: manifest.num_forced].tolist())
 
 
 def default_corpus() -> CorpusSource:

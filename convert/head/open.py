@@ -58,7 +58,7 @@ def open_head(
     if not isinstance(source, ResolvedSource):
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
     return head_from_checkpoint(
-        open_checkpoint(source.folder),
+        open_checkpoint(source.folder, weights_file=source.weights_file),
         read_config(source.folder, source.name),
         location=source.name,
         source=source,

@@ -7,6 +7,29 @@ from pathlib import Path
 from ..errors import SourceError
 from .client import api, ask
 from .errors import plain
+from .snapshot import check_repository_id
+
+
+def check_push(repo_id: str) -> None:
+    """Make sure, without a trace on the Hub, that the token may write to a repository of this name.
+
+    Raises:
+        SourceError: not a repository id, no token, a token that may only read, or a name of somebody else.
+    """
+    check_repository_id(repo_id)
+    who = ask(lambda: api().whoami(), repo_id, purpose="write")
+    owners = [who["name"], *(org["name"] for org in who.get("orgs") or ())]
+    role = ((who.get("auth") or {}).get("accessToken") or {}).get("role")
+    owner = repo_id.partition("/")[0] if "/" in repo_id else who["name"]
+    if owner not in owners or role == "read":
+        reason = "its token may only read" if role == "read" else f"it writes to {', '.join(owners)}"
+        raise SourceError(
+            f"{repo_id}: may not be written with this account: {reason}.\n"
+            "Log in with another token (`hf auth login`, or HF_TOKEN), or choose another name.",
+            repo_id=repo_id,
+            owners=owners,
+            role=role,
+        )
 
 
 def push_folder(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..files import read_regular
+
 
 def front_matter(folder: Path) -> dict[str, Any]:
     """The card's metadata; {} where there is no card, no front matter, or none that is valid YAML."""
     import yaml  # type: ignore[import-untyped]  # PyYAML's stubs are a package of their own
 
     try:
-        text = (folder / "README.md").read_text(encoding="utf-8")
+        text = read_regular(folder / "README.md").decode("utf-8")
     except (OSError, UnicodeDecodeError):
         return {}
     lines = text.splitlines()

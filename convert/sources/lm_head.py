@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ..errors import CheckpointError
 from ..files import read_regular
-from ..weights.checkpoint import Checkpoint, FileRecord, open_checkpoint
+from ..weights.checkpoint import Checkpoint, FileRecord, open_checkpoint, same_tensors
 from ..weights.dtypes import FLOATS
 from ..weights.paths import choose_weights, list_names, path_inside, read_index
 from ..weights.types import shorten
@@ -76,7 +74,7 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> tupl
     raise CheckpointError(
         f"{where}: no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
-        "Give the target with --target as a causal language model in the Hugging Face layout.",
+        "Expected a causal language model in the Hugging Face layout.",
         path=where,
         found=near,
     )
@@ -85,6 +83,12 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> tupl
 def unused_lm_head(names: Collection[str], chosen: str) -> str | None:
     """Name of an LM head that is stored beside `chosen`, the tied embedding; None without one."""
     return next((name for name in LM_HEAD_NAMES if name in names), None) if chosen in EMBEDDING_NAMES else None
+
+
+def lm_head_bias(names: Collection[str], lm_head: str) -> str | None:
+    """Name of the bias that is stored with an LM head; None without one."""
+    bias = f"{lm_head.removesuffix('weight')}bias"
+    return bias if bias in names and lm_head not in EMBEDDING_NAMES else None
 
 
 def ties_embedding(folder: Path) -> bool:
@@ -115,6 +119,7 @@ class TargetLMHead:
         etag: identifies the content of that file on the Hub (its sha256 for large files); None for a folder.
         label: names the target in messages.
         unused: name of an LM head that is stored beside a tied embedding, if the two differ or were not compared.
+        bias: name of the LM head's bias, if the target has one.
     """
 
     checkpoint: Checkpoint
@@ -124,6 +129,7 @@ class TargetLMHead:
     etag: str | None
     label: str
     unused: str | None = None
+    bias: str | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -170,8 +176,8 @@ def open_local_lm_head(folder: Path, label: str) -> TargetLMHead:
     if unused is not None and (shards is None or (folder / shards[unused]).is_file()):
         # Opened anew: what is read for this comparison is not what the conversion read.
         both = open_checkpoint(folder, {name, unused})
-        unused = None if _equal(both, name, unused) else unused
-    return lm_head_of(checkpoint, name, tied, None, label, unused)
+        unused = None if same_tensors(both, name, both, unused) else unused
+    return lm_head_of(checkpoint, name, tied, None, label, unused, lm_head_bias(stored, name))
 
 
 def _shards(folder: Path) -> Mapping[str, str] | None:
@@ -180,16 +186,14 @@ def _shards(folder: Path) -> Mapping[str, str] | None:
     return read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
 
 
-def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    infos = [checkpoint.info(name) for name in (one, other)]
-    if infos[0].shape != infos[1].shape or infos[0].dtype != infos[1].dtype:
-        return False
-    pieces = zip(checkpoint.pieces(one), checkpoint.pieces(other), strict=True)
-    return all(np.array_equal(a, b) for a, b in pieces)
-
-
 def lm_head_of(
-    checkpoint: Checkpoint, name: str, tied: bool, etag: str | None, label: str, unused: str | None = None
+    checkpoint: Checkpoint,
+    name: str,
+    tied: bool,
+    etag: str | None,
+    label: str,
+    unused: str | None = None,
+    bias: str | None = None,
 ) -> TargetLMHead:
     """Check the form of the tensor and return it as an LM head.
 
@@ -205,4 +209,4 @@ def lm_head_of(
             tensor=name,
             found=info.dtype,
         )
-    return TargetLMHead(checkpoint, name, tied, checkpoint.path_of(name).name, etag, label, unused)
+    return TargetLMHead(checkpoint, name, tied, checkpoint.path_of(name).name, etag, label, unused, bias)

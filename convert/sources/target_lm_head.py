@@ -18,7 +18,15 @@ from ..hub.snapshot import cache_folder, fetch, not_cached
 from ..weights.checkpoint import Checkpoint, open_weights_file
 from ..weights.paths import TORCH_SUFFIXES, choose_weights, list_names, read_index
 from ..weights.safetensors_header import SafetensorsHeader
-from .lm_head import TargetLMHead, find_lm_head, lm_head_of, open_local_lm_head, ties_embedding, unused_lm_head
+from .lm_head import (
+    TargetLMHead,
+    find_lm_head,
+    lm_head_bias,
+    lm_head_of,
+    open_local_lm_head,
+    ties_embedding,
+    unused_lm_head,
+)
 from .source import Notify, ResolvedSource, notify_stderr, resolve
 
 
@@ -90,11 +98,13 @@ def _fetch(target: ResolvedSource, notify: Notify) -> TargetLMHead:
         )
     path = fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder, progress_bar)
     unused = unused_lm_head(stored, name)
+    bias = lm_head_bias(stored, name)
     note = {"etag": file.etag, "file": chosen, "tensor": name, "tied": tied, "said": said, "unused": unused}
+    note |= {"bias": bias}
     with contextlib.suppress(OutputError), atomic_file(_commit_note(target)) as out:
         # Only a shortcut for the next time, and the way without a connection; a full disk need not stop this one.
         out.write(json.dumps(note, sort_keys=True).encode())
-    return _from_tensor(target, path, chosen, name, tied, file.etag, unused)
+    return _from_tensor(target, path, chosen, name, tied, file.etag, unused, bias)
 
 
 def _cached(target: ResolvedSource) -> TargetLMHead | None:
@@ -111,13 +121,13 @@ def _cached(target: ResolvedSource) -> TargetLMHead | None:
     try:
         note = json.loads(_commit_note(target).read_bytes())
         etag, file, name, tied = str(note["etag"]), str(note["file"]), str(note["tensor"]), bool(note["tied"])
-        said, unused = bool(note.get("said")), note.get("unused")
+        said, unused, bias = bool(note.get("said")), note.get("unused"), note.get("bias")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     entry = _entry(target, etag, name)
     if said != ties_embedding(target.folder) or not entry.checked():
         return None
-    return _from_tensor(target, entry.whole, file, name, tied, etag, unused)
+    return _from_tensor(target, entry.whole, file, name, tied, etag, unused, bias)
 
 
 def _from_snapshot(target: ResolvedSource, file: str) -> TargetLMHead:
@@ -127,10 +137,17 @@ def _from_snapshot(target: ResolvedSource, file: str) -> TargetLMHead:
 
 
 def _from_tensor(
-    target: ResolvedSource, path: Path, file: str, name: str, tied: bool, etag: str, unused: str | None
+    target: ResolvedSource,
+    path: Path,
+    file: str,
+    name: str,
+    tied: bool,
+    etag: str,
+    unused: str | None,
+    bias: str | None,
 ) -> TargetLMHead:
     checkpoint = Checkpoint(target.label, {name: open_weights_file(path)})
-    return replace(lm_head_of(checkpoint, name, tied, etag, target.label, unused), file=file)
+    return replace(lm_head_of(checkpoint, name, tied, etag, target.label, unused, bias), file=file)
 
 
 def _open(target: ResolvedSource, name: str) -> HubFile:

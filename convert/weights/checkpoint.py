@@ -15,7 +15,15 @@ import numpy as np
 from ..errors import CheckpointError
 from . import stream
 from .dtypes import torch_dtype
-from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
+from .paths import (
+    TORCH_SUFFIXES,
+    WeightsIndex,
+    choose_weights,
+    holds_weights,
+    list_names,
+    path_inside,
+    read_index,
+)
 from .safetensors_file import SafetensorsFile
 from .stream import Bytes, WeightsFile
 from .torch_file import TorchFile
@@ -182,7 +190,7 @@ class Checkpoint:
         self._reads.setdefault(self._file(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
 
 
-def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Checkpoint:
+def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:
     """Open the weights in a folder, or one file of weights.
 
     Which files of a folder count is said in `weights/paths.py`. Everything is checked before it is trusted: headers
@@ -191,6 +199,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Ch
     Args:
         path: a folder as `save_pretrained` writes it, a snapshot of the Hugging Face cache, or a file.
         only: names of the tensors that will be wanted; shards that hold none of them need not be there. All, if None.
+        weights_file: name of the file in the folder to open; "" for the usual one.
 
     Raises:
         CheckpointError: no weights, or damaged, incomplete, contradictory or unsafe ones.
@@ -200,11 +209,20 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None) -> Ch
         return _single(path, open_weights_file(path))
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder or file.\nExpected a checkpoint.", path=str(path))
-    chosen = choose_weights(list_names(path), str(path))
+    chosen = weights_file or _chosen(path)
     if not chosen.endswith(".index.json"):
         return _single(path, open_weights_file(path_inside(path, chosen)))
     index = read_index(path_inside(path, chosen))
     return Checkpoint(str(path), _sharded(path, index, only))
+
+
+def same_tensors(one: Checkpoint, name: str, other: Checkpoint, other_name: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bits."""
+    infos = one.info(name), other.info(other_name)
+    if infos[0].dtype != infos[1].dtype or infos[0].shape != infos[1].shape:
+        return False
+    pieces = zip(one.pieces(name), other.pieces(other_name), strict=True)
+    return all(np.array_equal(a, b) for a, b in pieces)
 
 
 def open_weights_file(path: Path) -> WeightsFile:
@@ -214,6 +232,22 @@ def open_weights_file(path: Path) -> WeightsFile:
         CheckpointError: `SafetensorsFile` or `TorchFile` refuses it.
     """
     return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)
+
+
+def _chosen(folder: Path) -> str:
+    try:
+        return choose_weights(list_names(folder), str(folder))
+    except CheckpointError as error:
+        inside = [path for path in sorted(folder.glob("*/")) + sorted(folder.glob("*/*/")) if holds_weights(path)]
+        if not inside:
+            raise
+        found = [str(path.relative_to(folder)) for path in inside]
+        raise CheckpointError(
+            f"{folder}: no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
+            "Name one with --subfolder.",
+            path=str(folder),
+            subfolders=found,
+        ) from error
 
 
 def _single(path: Path, file: WeightsFile) -> Checkpoint:

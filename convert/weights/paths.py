@@ -79,6 +79,11 @@ def choose_weights(names: list[str], where: str) -> str:
     )
 
 
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder holds weights under one of their usual names."""
+    return any((folder / name).is_file() for name in WEIGHTS_PREFERENCE)
+
+
 def read_index(path: Path) -> WeightsIndex:
     """Read and check an index file on disk; the shards themselves are not looked at.
 

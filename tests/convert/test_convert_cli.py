@@ -111,6 +111,9 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head,), "--draft-vocab"),
         ((head, "--draft-vocab", "many"), "many"),
         ((head, "--draft-vocab", "0"), "'0'"),
+        ((head, "--draft-vocab", "16,384"), "write 16384 if it is one number"),
+        ((head, "--draft-vocab", "8", "--for", "vllm"), "leave --for out"),
+        ((head, "--draft-vocab", "8", "--for", "trt"), "expected sglang or lmdeploy"),
         ((head, "--draft-vocab", "8", "--coverage", "0.9"), "exclude"),
         ((head, "--draft-vocab", "8", "--order", "ids", "--token-map", token_map), "exclude"),
         ((head, "--draft-vocab", "8", "--split", "train"), "--split describes a --dataset"),
@@ -185,7 +188,7 @@ def test_full_disk(run, head, token_map, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".o.*"))
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", "SIGTERM"])
 def test_killed_at_any_moment(head, token_map, tmp_path, name):
     out = tmp_path / "work" / "slim"
     done = subprocess.run(

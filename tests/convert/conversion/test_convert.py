@@ -362,7 +362,7 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
     ranked = by_map(tmp_path, RANKED)
     with raises(UsageError, option="--weights"):
         replace(ranked, weights={"chat": 2.0})
-    with raises(UsageError, option="--force-added"):
+    with raises(UsageError, option="--tokenizer", target=None):
         convert_head(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
     with raises(UsageError, option="--tokenizer-revision"):
         convert_head(head, draft_vocab=8, vocabulary=ranked, tokenizer_revision="main", out=tmp_path / "out")

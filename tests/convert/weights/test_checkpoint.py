@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -628,6 +630,59 @@ def test_pickles_of_other_things(tmp_path: Path, value: Any, facts: dict[str, An
     torch.save(value, tmp_path / "pytorch_model.bin")
     with raises(CheckpointError, **facts):
         open_checkpoint(tmp_path)
+
+
+def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    values = torch.arange(1000, dtype=torch.int64)
+    torch.save({"a": values}, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(values.numpy().tobytes()) + 4000
+    content[at] ^= 1
+    path.write_bytes(content)
+    with raises(CheckpointError, path=str(path), record="pytorch_model/data/0"):
+        open_checkpoint(tmp_path)
+
+
+MEMORY = """
+import sys, threading, time
+import torch
+from eagle_slim.convert import VocabRequest, convert_head
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon:"))
+
+before, peak, done = anonymous(), [0], threading.Event()
+def watch():
+    while not done.wait(0.001):
+        peak[0] = max(peak[0], anonymous() - before)
+watcher = threading.Thread(target=watch, daemon=True)
+watcher.start()
+convert_head(sys.argv[1], draft_vocab=[8, 9], vocabulary=VocabRequest(token_map=sys.argv[2]), out=sys.argv[3])
+done.set()
+watcher.join()
+print(peak[0])
+"""
+
+
+def test_a_legacy_bin_needs_no_more_memory_than_its_size(tmp_path: Path) -> None:
+    from support.heads import eagle3_tensors, write_eagle3, write_freq
+
+    head = write_eagle3(tmp_path / "head")
+    (head / "model.safetensors").unlink()
+    tensors = eagle3_tensors(rows=1_500_000)
+    torch.save(tensors, head / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"vocab_size": 1_500_000, "draft_vocab_size": 1_500_000}))
+    chosen = write_freq(tmp_path / "freq.pt", range(10))
+    run = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(head), str(chosen), str(tmp_path / "out")],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    size = (head / "pytorch_model.bin").stat().st_size
+    assert size > 90e6
+    assert int(run.stdout) < size + 80e6
 
 
 def test_truncated_bin(tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""Counts of a corpus that outlive the conversion they were made for, where it ends before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.corpus.source import CorpusSource
+    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+
+
+class KeptCounts:
+    """Counts, and keeps what was counted when the block it manages is left by an error, saying how to go on.
+
+    Args:
+        save_to: where the user wants the counts; None for nowhere, so that they go when all is well.
+        out: the output, beside which they are kept then.
+        notify: told how to go on.
+        options: of `count_tokens`.
+    """
+
+    def __init__(self, save_to: Path | None, out: Path, notify: Callable[[str], None], **options: Any) -> None:
+        self.done = False
+        self._is_ours = save_to is None
+        self._file = save_to or out.with_name(f".{out.name}.counts.safetensors")
+        self._notify = notify
+        self._options = options
+
+    def count(self, sources: Sequence[CorpusSource], tokenizer: LoadedTokenizer) -> TokenCounts:
+        """Count; see `count_tokens`."""
+        from eagle_slim.vocab_tools.counting.count import count_tokens
+
+        counts = count_tokens(
+            sources,
+            tokenizer,
+            notify=self._notify,
+            save_to=self._file,
+            resume_file=self._resume_file,
+            **self._options,
+        )
+        self.done = True
+        return counts
+
+    def __enter__(self) -> KeptCounts:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            if self.done and self._is_ours:
+                self._file.unlink(missing_ok=True)
+        elif self.done:
+            self._notify(f"The counts are kept: go on with --counts {self._file} instead of --dataset.")
+        elif self._resume_file.exists():
+            self._notify(
+                f"What was counted so far is kept in {self._resume_file}: the same command goes on from there."
+            )
+
+    @property
+    def _resume_file(self) -> Path:
+        from eagle_slim.vocab_tools.counting.resume import resume_file_beside
+
+        return resume_file_beside(self._file)

@@ -1,0 +1,368 @@
+"""What is looked at before the first token is counted, and what is kept of the counts when something else fails."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from eagle_slim.convert import (
+    Artifact,
+    ArtifactError,
+    CheckpointError,
+    MismatchError,
+    OutputError,
+    SourceError,
+    VocabRequest,
+    convert_head,
+    open_head,
+    verify_artifact,
+)
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from safetensors.torch import load_file, save_file
+from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
+from support.hub_server import HubServer, connected
+from support.raising import raises
+from support.token_counts import token_counts
+
+BY_ID = VocabRequest(order="ids")
+
+
+@pytest.fixture
+def target(tmp_path):
+    return write_target(tmp_path / "target")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Run eagle-convert in-process in `tmp_path`; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            convert_command([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return call
+
+
+@pytest.fixture
+def chats(tmp_path):
+    lines = [
+        {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": f"def main(): {n} fox"}]}
+        for n in range(50)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return ("--dataset", "chat=chats.jsonl", "--workers", "0")
+
+
+def never(*_):
+    pytest.fail("counted, although the conversion cannot be finished")
+
+
+class TestCheapChecks:
+    def test_weights_of_the_target_that_are_not_there(self, tmp_path, target):
+        head = write_eagle3(tmp_path / "head", lm_head=False)
+        (target / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError):
+            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+
+    def test_weights_of_the_target_that_are_damaged_or_of_another_width(self, tmp_path, target):
+        head = write_eagle3(tmp_path / "head", lm_head=False)
+        data = (target / "model.safetensors").read_bytes()
+        (target / "model.safetensors").write_bytes(data[:-8])
+        with pytest.raises(CheckpointError):
+            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+        save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
+        with raises(MismatchError, tensor="lm_head.weight", found=8):
+            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+
+    def test_a_disk_that_is_too_small(self, tmp_path, target, monkeypatch):
+        from eagle_slim.convert import atomic
+
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
+        with raises(OutputError, free=1000):
+            convert_head(
+                write_eagle3(tmp_path / "head"), draft_vocab=300, target=target, out=tmp_path / "out", count=never
+            )
+
+    @pytest.mark.parametrize(
+        ("token", "name"),
+        [(None, "tester/x"), ("hf_good", "other/x"), ("hf_good", "two words"), ("hf_expired", "tester/x")],
+    )
+    def test_a_repository_that_may_not_be_written(self, run, tmp_path, target, chats, token, name):
+        head = write_eagle3(tmp_path / "head")
+        with HubServer() as hub, connected(hub, tmp_path / "home", token=token):
+            code, _, err = run(head, "--draft-vocab", "300", "--target", target, *chats, "--push-to-hub", name)
+        assert code == 1
+        assert name in err
+        assert not (tmp_path / "head-v300").exists()
+        assert not hub.repos
+
+    def test_a_dry_run_says_what_it_would_do_and_does_nothing(self, run, tmp_path, target, chats):
+        head = write_eagle3(tmp_path / "head", lm_head=False)
+        before = sorted(tmp_path.iterdir())
+        arguments = (head, "--draft-vocab", "270,300", "--target", target, *chats, "--dry-run")
+        code, out, err = run(*arguments)
+        assert code == 0, err
+        for words in ("would write head-v270", "384 → 300", "forced ids", "free", "lm_head.weight of target", "chats"):
+            assert words in out
+        code, out, _ = run(*arguments, "--json")
+        plans = json.loads(out)
+        assert [plan["draft_vocab"] for plan in plans] == [270, 300]
+        assert plans[0]["num_forced"] == 259
+        assert sorted(tmp_path.iterdir()) == before
+        convert_head(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "done")
+        assert (
+            plans[1]["bytes_after"]
+            == convert_head(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again")[
+                0
+            ].bytes_after
+        )
+
+
+class TestAdvice:
+    def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
+        for path in target.glob("tokenizer*"):
+            path.unlink()
+        with raises(UsageError, option="--tokenizer", target=str(target)) as caught:
+            convert_head(
+                write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
+            )
+        assert "--target" not in str(caught.value)
+
+    def test_a_repository_is_named_by_its_name(self, tmp_path, target):
+        (target / "chat_template.jinja").unlink(missing_ok=True)
+        config = json.loads((target / "tokenizer_config.json").read_text())
+        config.pop("chat_template", None)
+        (target / "tokenizer_config.json").write_text(json.dumps(config))
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
+            (done,) = convert_head(
+                write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
+                out=tmp_path / "o",
+            )  # fmt: skip
+        assert any("org/target" in warning for warning in done.warnings)
+        assert not any("snapshots" in warning or str(tmp_path) in warning for warning in done.warnings)
+
+
+NO_TORCH = """
+import sys
+from eagle_slim.convert.cli import convert
+convert.main(sys.argv[1:], standalone_mode=False)
+print(*sorted({"torch", "datasets", "matplotlib"} & set(sys.modules)))
+"""
+
+
+def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
+    head = write_eagle3(tmp_path / "head", lm_head=False)
+    (tmp_path / "map.json").write_text(json.dumps(list(range(320))))
+    arguments = [head, "--draft-vocab", "300", "--target", target, "--token-map", tmp_path / "map.json"]
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH, *map(str, arguments), "--out", tmp_path / "o"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""
+    assert torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)[-1] < 320
+    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=False)) == 300
+
+
+class TestCountsAreKept:
+    def test_when_writing_fails(self, run, tmp_path, target, chats, monkeypatch):
+        from eagle_slim.convert.conversion import convert
+
+        head = write_eagle3(tmp_path / "head")
+        arguments = (head, "--draft-vocab", "300", "--target", target)
+
+        def full(*_):
+            raise OutputError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(convert, "write_slim", full)
+            code, _, err = run(*arguments, *chats)
+        assert code == 1
+        kept = tmp_path / ".head-v300.counts.safetensors"
+        assert f"--counts {kept.name}" in err
+        assert run(*arguments, "--counts", kept)[0] == 0
+        # The next run that counts for the same name leaves none.
+        assert run(*arguments, *chats, "--force")[0] == 0
+        assert not kept.exists()
+
+    def test_when_counting_is_interrupted(self, run, tmp_path, target, chats, monkeypatch):
+        from eagle_slim.vocab_tools.counting import count
+
+        real = count.count_tokens
+
+        def interrupted(*arguments, **options):
+            real(*arguments, **{**options, "save_to": None})
+            [state] = [value for key, value in options.items() if key in ("checkpoint", "resume_file")]
+            state.write_bytes(b"what is counted so far")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(count, "count_tokens", interrupted)
+        code, _, err = run(write_eagle3(tmp_path / "head"), "--draft-vocab", "300", "--target", target, *chats)
+        assert code == 1
+        assert "the same command goes on from there" in err
+
+
+class TestPush:
+    # huggingface_hub uploads with an argument that its HTTP library calls old.
+    @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+    def test_a_push_that_fails_names_the_command_that_ends_it(self, run, tmp_path, monkeypatch):
+        from eagle_slim.convert.hub import push
+
+        head, chosen = write_eagle3(tmp_path / "head"), write_freq(tmp_path / "freq.pt", range(10))
+        arguments = (head, "--draft-vocab", "8", "--token-map", chosen, "--push-to-hub", "tester/slim")
+
+        def broken(*_, **__):
+            raise SourceError("gone")
+
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            with monkeypatch.context() as patch:
+                patch.setattr(push, "push_folder", broken)
+                code, _, err = run(*arguments)
+            assert code == 1
+            assert "eagle-convert --push head-v8 --push-to-hub tester/slim" in err
+            assert verify_artifact(tmp_path / "head-v8").ok
+            code, out, err = run("--push", "head-v8", "--push-to-hub", "tester/slim")
+            assert code == 0, err
+            assert "uploaded to" in out
+            assert set(hub.repo("tester/slim").files) == {path.name for path in (tmp_path / "head-v8").iterdir()}
+
+    def test_pushing_needs_an_artifact_and_a_name(self, run, tmp_path):
+        head = write_eagle3(tmp_path / "head")
+        assert run("--push", head, "--push-to-hub", "tester/slim")[0] == 1
+        assert run("--push", head)[0] == 2
+        assert run(head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
+
+
+class TestNeverCounted:
+    def test_ids_that_no_text_holds_are_told_of_everywhere(self, run, tmp_path, target):
+        counts = [0] * TOKENS
+        counts[300], counts[301], counts[302], counts[303] = 9, 8, 7, 6
+        token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+        head = write_eagle3(tmp_path / "head")
+        code, out, err = run(
+            head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o"
+        )
+        assert code == 0, err
+        missing = 320 - 259 - 4
+        assert f"never counted         {missing}" in out
+        assert f"{missing} of the 320 ids never occur in the counted text" in err
+        artifact = Artifact.load(tmp_path / "o")
+        assert artifact.manifest.num_uncounted == missing
+        assert f"forced ones apart: {missing}" in (tmp_path / "o" / "README.md").read_text()
+        check = verify_artifact(tmp_path / "o")["ranks"]
+        assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
+
+    def test_a_vocabulary_that_was_counted_is_not_doubted(self, tmp_path, target):
+        counts = token_counts([5] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
+        request = VocabRequest(counts=(counts,))
+        (done,) = convert_head(
+            write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=request, target=target, out=tmp_path / "o"
+        )
+        assert done.to_json()["never_counted"] == 0
+        assert not any("never occur" in warning for warning in done.warnings)
+
+    @pytest.mark.parametrize("held_out", [None, [[300, 301] * 9]])
+    def test_a_coverage_of_the_text_that_ranked(self, tmp_path, target, held_out):
+        counts = token_counts([5] * TOKENS, held_out, load_tokenizer(str(target)).tokenizer_hash)
+        (done,) = convert_head(
+            write_eagle3(tmp_path / "head"), coverage=0.5, vocabulary=VocabRequest(counts=(counts,)), target=target,
+            out=tmp_path / "o",
+        )  # fmt: skip
+        assert any("nothing was held out" in warning for warning in done.warnings) == (held_out is None)
+
+
+class TestDoubts:
+    def convert(self, tmp_path, head, **options):
+        request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", range(10)))
+        (done,) = convert_head(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
+        return done
+
+    def test_two_sets_of_weights(self, tmp_path):
+        head = write_eagle3(tmp_path / "head")
+        torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
+        assert not any("pytorch_model.bin" in warning for warning in self.convert(tmp_path, head).warnings)
+        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
+        torch.save(other, head / "pytorch_model.bin")
+        doubted = self.convert(tmp_path, head)
+        assert any("--weights-file chooses" in warning for warning in doubted.warnings)
+        chosen = self.convert(tmp_path, head, weights_file="pytorch_model.bin")
+        assert not any("--weights-file" in warning for warning in chosen.warnings)
+        assert chosen.manifest.head["weights_file"] == "pytorch_model.bin"
+        found = load_file(chosen.folder / "model.safetensors")
+        assert torch.equal(found["fc.weight"], other["fc.weight"])
+        assert verify_artifact(chosen.folder, head=head).ok
+        with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
+            self.convert(tmp_path, head, weights_file="eagle.bin")
+
+    def test_a_tied_head_with_another_lm_head(self, tmp_path):
+        tensors = eagle3_tensors(rows=VOCAB, embedding=True)
+        head = write_eagle3(tmp_path / "head", tensors=tensors, tie_word_embeddings=True)
+        assert any("stores another LM head" in warning for warning in self.convert(tmp_path, head).warnings)
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
+        head = write_eagle3(tmp_path / "same", tensors=tensors, tie_word_embeddings=True)
+        assert not any("another LM head" in warning for warning in self.convert(tmp_path, head).warnings)
+
+    def test_an_lm_head_with_a_bias(self, tmp_path, target):
+        tensors = load_file(target / "model.safetensors")
+        save_file(tensors | {"lm_head.bias": random((VOCAB,), 3)}, target / "model.safetensors", {"format": "pt"})
+        head = write_eagle3(tmp_path / "head", lm_head=False)
+        (done,) = convert_head(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+        assert any("lm_head.bias" in warning for warning in done.warnings)
+
+    def test_a_head_in_a_sub_folder_that_was_not_named(self, tmp_path):
+        write_eagle3(tmp_path / "repository" / "eagle3")
+        with raises(CheckpointError, subfolders=["eagle3"]) as caught:
+            open_head(tmp_path / "repository")
+        assert "--subfolder" in str(caught.value)
+
+    def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
+        done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
+        assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
+
+    def test_a_map_of_fr_specs_script_with_a_second_bos(self, run, tmp_path):
+        chosen = write_freq(tmp_path / "freq_10.pt", [7, 5, 9, 1, 4, 8, 300, 2, 1, 2])
+        head = write_eagle3(tmp_path / "head")
+        code, _, err = run(head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
+        assert code == 0, err
+        assert Artifact.load(tmp_path / "o").rank_order_ids.tolist() == [7, 5, 9, 1, 4, 8, 300, 2]
+        assert len([line for line in err.splitlines() if line.startswith("warning:") and "BOS" in line]) == 1
+
+    @pytest.mark.parametrize(
+        "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]
+    )
+    def test_a_pipe_in_place_of_a_file_is_not_waited_for(self, tmp_path, name):
+        head = write_eagle3(tmp_path / "head")
+        (head / name).unlink(missing_ok=True)
+        os.mkfifo(head / name)
+
+        def too_long(*_):
+            raise TimeoutError(name)
+
+        before = signal.signal(signal.SIGALRM, too_long)
+        signal.alarm(30)
+        try:
+            if name == "README.md":
+                self.convert(tmp_path, head)
+            else:
+                with pytest.raises((ArtifactError, CheckpointError)):
+                    self.convert(tmp_path, head)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
+
+    def test_a_changed_model_card_is_a_note(self, tmp_path):
+        done = self.convert(tmp_path, write_eagle3(tmp_path / "head"))
+        (done.folder / "README.md").write_text("my own words")
+        check = verify_artifact(done.folder)["file checksums"]
+        assert (check.status, "README.md" in check.detail) == ("ok", True)
