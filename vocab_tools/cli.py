@@ -26,6 +26,7 @@ from .base_cli import (
 from .count_cli import count
 from .errors import UsageError
 from .files import refuse_existing
+from .vocabulary.formats import FORMATS
 
 if TYPE_CHECKING:
     from .counting.counts import TokenCounts
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from .vocabulary.token_map import D2TForm
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
-
-_FORMATS = ("freq", "vllm", "d2t-pt", "modelopt", "safetensors", "npy", "json")
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
@@ -326,7 +325,7 @@ def import_command(
 ) -> None:
     """Read a token map of another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM
-    from .vocabulary.interchange import import_token_map
+    from .vocabulary.import_map import import_token_map
 
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
@@ -350,7 +349,7 @@ Example:
 @click.option(
     "--format",
     "map_format",
-    type=click.Choice(_FORMATS),
+    type=click.Choice(FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
 @click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Take the first N ids of the ranking.")
@@ -373,7 +372,7 @@ def export(
 ) -> None:
     """Write VOCAB as a token map for another tool."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
-    from .vocabulary.interchange import export_token_map, writes_t2d
+    from .vocabulary.export_map import export_token_map, writes_t2d
 
     path = Path(out)
     if map_format == "npy" or path.is_dir():
@@ -420,7 +419,7 @@ def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
-    from .vocabulary.interchange import import_token_map
+    from .vocabulary.import_map import import_token_map
 
     read = import_token_map(path, target_vocab)
     if read.provenance.get("method") == "token map":
