@@ -201,7 +201,8 @@ def _run_to_the_end(command: click.Command, arguments: list[str], prog_name: str
     except click.ClickException as error:
         context = getattr(error, "ctx", None)
         hint = f" Try `{context.command_path} --help`." if context is not None else ""
-        return _fail(error.format_message().rstrip(".") + "." + hint, error.exit_code, debug)
+        message = error.format_message().rstrip(".")
+        return _fail(message + ("" if message.endswith("?") else ".") + hint, error.exit_code, debug)
     except EagleSlimError as error:
         return _fail(str(error), error.exit_code, debug)
     except OSError as error:

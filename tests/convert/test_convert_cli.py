@@ -126,6 +126,7 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
         ((head, "--unknown"), "--unknown"),
+        ((head, "--draft-vocb", "8"), "'--draft-vocab'? Try"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
     ]
     failures = [

@@ -152,6 +152,14 @@ def test_head_that_has_only_a_bin(hub: HubServer, home: Path, tmp_path: Path) ->
     assert torch.equal(open_checkpoint(found.folder).tensor("fc.weight"), WEIGHTS["fc.weight"])
 
 
+def test_the_weights_that_were_chosen(hub: HubServer, home: Path) -> None:
+    found = open_head_source("org/head", weights_file="pytorch_model.bin")
+    assert sorted(path.name for path in found.folder.iterdir()) == ["README.md", "config.json", "pytorch_model.bin"]
+    assert open_head_source("org/head", weights_file="pytorch_model.bin", offline=True).folder == found.folder
+    with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
+        open_head_source("org/head", weights_file="eagle.safetensors")
+
+
 @pytest.mark.parametrize("subfolder", ["", "eagle3"])
 def test_sharded_head(hub: HubServer, home: Path, subfolder: str) -> None:
     def publish(files: dict[str, bytes | str]) -> None:
