@@ -12,7 +12,8 @@ from .tokenizer.forced import ForcedIds, forced_ids
 from .tokenizer.load import load_tokenizer
 from .tokenizer.tokenizer import LoadedTokenizer
 from .vocabulary.draft_vocab import DraftVocab
-from .vocabulary.interchange import export_token_map, import_token_map
+from .vocabulary.export_map import export_token_map
+from .vocabulary.import_map import import_token_map
 from .vocabulary.token_map import d2t_from_ids, ids_from_d2t, t2d_from_ids
 
 __all__ = [

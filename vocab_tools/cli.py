@@ -326,7 +326,7 @@ def import_command(
 ) -> None:
     """Read a token map of another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM
-    from .vocabulary.interchange import import_token_map
+    from .vocabulary.import_map import import_token_map
 
     path = refuse_existing(out, force)
     read = import_token_map(token_map, target_vocab, d2t_form, kind)
@@ -373,7 +373,7 @@ def export(
 ) -> None:
     """Write VOCAB as a token map for another tool."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning
-    from .vocabulary.interchange import export_token_map, writes_t2d
+    from .vocabulary.export_map import export_token_map, writes_t2d
 
     path = Path(out)
     if map_format == "npy" or path.is_dir():
@@ -420,7 +420,7 @@ def _load_tokenizer(options: Mapping[str, Any]) -> LoadedTokenizer:
 
 
 def _import(path: str, target_vocab: int | None) -> DraftVocab:
-    from .vocabulary.interchange import import_token_map
+    from .vocabulary.import_map import import_token_map
 
     read = import_token_map(path, target_vocab)
     if read.provenance.get("method") == "token map":

@@ -324,7 +324,7 @@ def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVo
     """
     if isinstance(value, DraftVocab):
         return value
-    from eagle_slim.vocab_tools.vocabulary.interchange import import_token_map
+    from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
 
     return import_token_map(value, target_vocab=target_vocab)
 

@@ -15,7 +15,7 @@ from eagle_slim.vocab_tools.errors import EagleSlimError, VocabularyError
 from eagle_slim.vocab_tools.files import expand_home, write_file
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from eagle_slim.vocab_tools.vocabulary.interchange import import_token_map
+from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
 from support.raising import raises
 
 

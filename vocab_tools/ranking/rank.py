@@ -8,15 +8,14 @@ forced id 3 rank as 3, 1, 2, 4, 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from operator import index
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import UsageError, VocabularyError
-from ..tokenizer.load import ForcedIds, check_tokenizer, forced_ids
+from ..tokenizer.forced import ForcedIds
+from ..tokenizer.load import check_tokenizer
 from ..tokenizer.tokenizer import LoadedTokenizer
 from ..vocabulary.draft_vocab import (
     COUNTED_IDS,
@@ -26,12 +25,11 @@ from ..vocabulary.draft_vocab import (
     doubts_of_rank,
     uncounted_warning,
 )
+from .pool import ROUND_TO, Pool, round_up, some
+from .shares import tokens_for_sizing
 
 if TYPE_CHECKING:
     from ..counting.counts import TokenCounts
-
-ROUND_TO = 64
-"""Serving engines pad and shard draft rows by 64 (`DEFAULT_VOCAB_PADDING_SIZE` of vLLM and SGLang)."""
 
 
 def rank_vocabulary(
@@ -84,7 +82,7 @@ def rank_vocabulary(
         warnings.append(
             f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
         )
-    pool = _Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
+    pool = Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
     score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
@@ -153,7 +151,7 @@ def rank_by_order(
     if isinstance(order, DraftVocab):
         warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
         order = order.target_ids
-    pool = _Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
+    pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
         found["method"] = "ids"
@@ -161,142 +159,6 @@ def rank_by_order(
         ranked, size = _follow(np.asarray(order), size, pool, warnings)
         found["method"] = "token map"
     return pool.cut(ranked, size, round_to, {**found, **(provenance or {})})
-
-
-@dataclass(frozen=True, eq=False)
-class _Pool:
-    """The ids that may be chosen, and those that must be.
-
-    Attributes:
-        ids: may be chosen, int64 [pool], ascending.
-        forced: must be, int64 [forced], ascending, all in `ids`.
-        reasons: why, by id.
-        target_vocab: rows of the target's LM head.
-        trained: how many ids the head was trained on, None for a head without a map.
-        untrained: forced ids that the head never trained.
-        warnings: for the user; more are added on the way.
-    """
-
-    ids: NDArray[np.int64]
-    forced: NDArray[np.int64]
-    reasons: Mapping[int, str]
-    target_vocab: int
-    trained: int | None
-    untrained: list[int]
-    warnings: list[str]
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: LoadedTokenizer | None,
-        num_counts: int,
-        target_vocab: int,
-        candidates: ArrayLike | None,
-        forced: ForcedIds | Sequence[int] | None,
-        force_added: Literal["chat", "all"],
-        warnings: list[str],
-    ) -> _Pool:
-        """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
-        if target_vocab < 1:
-            raise UsageError(
-                f"target_vocab: expected the number of rows of the target's LM head, found {target_vocab}.",
-                target_vocab=target_vocab,
-            )
-        real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
-        real = real[real < target_vocab]
-        if forced is None:
-            forced = () if tokenizer is None else forced_ids(tokenizer, force_added)
-        reasons: Mapping[int, str] = forced.reasons if isinstance(forced, ForcedIds) else {}
-        wanted = np.unique(np.asarray(forced.ids if isinstance(forced, ForcedIds) else [*map(index, forced)], np.int64))
-        if isinstance(forced, ForcedIds):
-            warnings.extend(forced.warnings)
-        outside = wanted[~np.isin(wanted, real)]
-        if len(outside):
-            if not isinstance(forced, ForcedIds):
-                raise UsageError(
-                    f"Forced id {outside[0]} is not a token of the target's vocabulary of {target_vocab}.",
-                    id=int(outside[0]),
-                )
-            warnings.append(
-                f"{len(outside)} forced ids are outside the target's vocabulary of {target_vocab} and left out: "
-                f"{_some(outside.tolist())}"
-            )
-            wanted = wanted[np.isin(wanted, real)]
-        if candidates is None:
-            return cls(real, wanted, reasons, target_vocab, None, [], warnings)
-        trained = np.asarray(candidates)
-        check_ids(trained, target_vocab, "ids the head was trained on")
-        pool = real[np.isin(real, trained)]
-        if len(pool) < len(trained):
-            warnings.append(
-                f"{len(trained) - len(pool)} of the {len(trained)} ids that the head was trained on belong to no token"
-            )
-        untrained = wanted[~np.isin(wanted, pool)].tolist()
-        if untrained:
-            warnings.append(
-                f"{len(untrained)} forced ids were never trained in this head and are not added: {_some(untrained)}"
-            )
-        kept = wanted[np.isin(wanted, pool)]
-        return cls(pool, kept, reasons, target_vocab, len(trained), untrained, warnings)
-
-    def order_by_score(self, score: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return all ids of the pool: forced first, then by score descending, ties by id."""
-        held = np.zeros(self.target_vocab, np.float64)
-        held[: len(score)] = score[: self.target_vocab]
-        is_other = ~np.isin(self.ids, self.forced)
-        # lexsort's last key is the first in importance.
-        ordered: NDArray[np.int64] = self.ids[np.lexsort((self.ids, -held[self.ids], is_other))]
-        return ordered
-
-    @property
-    def largest_size(self) -> int:
-        """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
-        return len(self.ids) if self.trained is not None else len(self.ids) - 1
-
-    def cut(
-        self, order: NDArray[np.int64], size: int | None, warn_unless: int | None, provenance: dict[str, Any]
-    ) -> DraftVocab:
-        """Take the first N of an order and record how it came about."""
-        if size is None:
-            size = len(order)
-        else:
-            self._check_size(size)
-        if warn_unless and size % warn_unless and size < len(self.ids):
-            self.warnings.append(
-                f"a draft vocabulary of {size} is not a multiple of {warn_unless}: it is kept exactly, but serving "
-                f"engines pad it, and tensor parallelism needs a multiple (the next is {_round_up(size, warn_unless)})"
-            )
-        provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
-        if self.trained is not None:
-            provenance["trained_ids"] = self.trained
-            provenance["forced_but_untrained"] = self.untrained
-        provenance["warnings"] = self.warnings
-        return DraftVocab(order[:size], len(self.forced), self.target_vocab, provenance)
-
-    def _check_size(self, size: int) -> None:
-        if size < 1:
-            raise UsageError(f"A draft vocabulary of {size} is too small: at least one id is needed.", size=size)
-        if size < len(self.forced):
-            raise UsageError(
-                f"A draft vocabulary of {size} is smaller than the {len(self.forced)} forced ids (end of turn, chat "
-                f"markers, single bytes). Ask for at least {len(self.forced)}.",
-                size=size,
-                forced=len(self.forced),
-            )
-        if self.trained is not None and size > len(self.ids):
-            raise UsageError(
-                f"A draft vocabulary of {size} was asked for, but the head was trained on {self.trained} ids only "
-                f"({len(self.ids)} of them usable), and untrained rows cannot be made up.",
-                size=size,
-                trained=self.trained,
-            )
-        if self.trained is None and size >= len(self.ids):
-            raise UsageError(
-                f"A draft vocabulary of {size} is not smaller than the {len(self.ids)} real tokens of the target. "
-                "Ask for fewer, or for `--draft-vocab full`, which writes the whole head without a map.",
-                size=size,
-                real=len(self.ids),
-            )
 
 
 def _scores(
@@ -330,12 +192,10 @@ def _size_for_coverage(
     weights: Mapping[str, float] | None,
     order: NDArray[np.int64],
     coverage: float,
-    pool: _Pool,
+    pool: Pool,
     round_to: int,
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
-    from .shares import tokens_for_sizing
-
     check_coverage(coverage)
     tokens, part = tokens_for_sizing(counts, weights)
     held = np.zeros(max(pool.target_vocab, len(tokens)), np.float64)
@@ -354,13 +214,13 @@ def _size_for_coverage(
             size=pool.largest_size,
         )
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
-    size = min(_round_up(smallest, round_to), pool.largest_size)
+    size = min(round_up(smallest, round_to), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
     return size, account
 
 
 def _follow(
-    order: NDArray[Any], size: int | None, pool: _Pool, warnings: list[str]
+    order: NDArray[Any], size: int | None, pool: Pool, warnings: list[str]
 ) -> tuple[NDArray[np.int64], int | None]:
     """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
     if order.ndim != 1 or order.dtype.kind not in "iu":
@@ -374,12 +234,12 @@ def _follow(
     if len(usable) < len(order):
         gone = order[~np.isin(order, pool.ids)].tolist()
         why = "belong to no token" if pool.trained is None else "were never trained in this head or belong to no token"
-        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {_some(gone)}")
+        warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]
     if len(missing):
         warnings.append(
             f"the token map lacks {len(missing)} forced ids; they are added in place of its last ones: "
-            f"{_some(missing.tolist())}"
+            f"{some(missing.tolist())}"
         )
     is_forced = np.isin(usable, pool.forced)
     ranked = np.concatenate([usable[is_forced], missing, usable[~is_forced]])
@@ -406,12 +266,3 @@ def _describe(counts: TokenCounts, weights: Mapping[str, float] | None) -> list[
         }
         for source in counts.sources
     ]
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _some(ids: list[int], limit: int = 8) -> str:
-    shown = ", ".join(str(token_id) for token_id in ids[:limit])
-    return shown + (", ..." if len(ids) > limit else "")

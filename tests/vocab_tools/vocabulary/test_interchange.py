@@ -9,13 +9,9 @@ import torch
 from eagle_slim.vocab_tools.errors import UsageError, VocabularyError
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from eagle_slim.vocab_tools.vocabulary.interchange import (
-    FORMATS,
-    MapFormat,
-    export_token_map,
-    freq_bytes,
-    import_token_map,
-)
+from eagle_slim.vocab_tools.vocabulary.export_map import export_token_map, freq_bytes
+from eagle_slim.vocab_tools.vocabulary.formats import FORMATS, MapFormat
+from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file

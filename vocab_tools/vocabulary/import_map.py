@@ -1,52 +1,23 @@
-"""Token maps of other tools ↔ DraftVocab.
-
-    format       file                     content                                            read and written by
-    freq         freq_N.pt                list[int] or int64 tensor, ids in rank order       FR-Spec, SGLang, vLLM
-    vllm         NAME.json or NAME.pt     flat list of ids in rank order                     vLLM `draft_token_map`
-    d2t-pt       NAME.pt                  {"d2t": offsets [N], "t2d": mask [V]}              SpecForge
-    modelopt     d2t.pt                   offsets [N]                                        NVIDIA ModelOpt
-    safetensors  NAME.safetensors         tensors d2t and, mostly, t2d; others are ignored   heads, SafeAILab's form
-    npy          folder                   d2t.npy and t2d.npy                                speculators
-    json         NAME.json                our own form, with provenance                      eagle-slim
-                 folder                   an artifact: the rank order in eagle_slim.json     eagle-convert
-
-Maps are written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a
-vocabulary read from it has no smaller prefix. Pickle is only ever read with `weights_only=True`, numpy files without
-pickle.
-"""
+"""Token maps of other tools → DraftVocab; formats.py lists them."""
 
 from __future__ import annotations
 
-import io
 import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, VocabularyError, errors_of
-from ..files import read_json, regular_file, write_file
+from ..errors import VocabularyError, errors_of
+from ..files import read_json, regular_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
-from .token_map import D2TForm, d2t_from_ids, ids_from_d2t, t2d_from_ids
+from .formats import NPY_NAMES, PICKLES
+from .token_map import D2TForm, ids_from_d2t
 
-MapFormat = Literal["freq", "vllm", "d2t-pt", "modelopt", "safetensors", "npy", "json"]
-FORMATS: tuple[MapFormat, ...] = get_args(MapFormat)
-
-_PICKLES = (".pt", ".pth", ".bin")
-_SUFFIXES: dict[str, tuple[str, ...]] = {
-    "freq": _PICKLES,
-    "vllm": (".json", *_PICKLES),
-    "d2t-pt": _PICKLES,
-    "modelopt": _PICKLES,
-    "safetensors": (".safetensors",),
-    "npy": ("",),
-    "json": (".json",),
-}
 _MANIFEST_NAME = "eagle_slim.json"
-_NPY_NAMES = ("d2t.npy", "t2d.npy")
 
 
 def import_token_map(
@@ -55,7 +26,7 @@ def import_token_map(
     d2t_form: D2TForm | None = None,
     kind: Literal["ids", "d2t"] | None = None,
 ) -> DraftVocab:
-    """Read a token map of any of the formats above, told apart by content.
+    """Read a token map of any format, told apart by content.
 
     A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets;
     `kind` says otherwise. An artifact of `eagle-convert` keeps its rank order.
@@ -132,98 +103,6 @@ def _from_d2t(
     return DraftVocab(ids, 0, target_vocab, provenance, ranked=not ascending)
 
 
-def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | None = None) -> None:
-    """Write a vocabulary as a token map; the bytes depend on the ids only, not on the file's name.
-
-    Args:
-        vocab: the vocabulary.
-        path: file to write; for "npy" a folder that exists.
-        format: one of `FORMATS`; by default "json" for .json, "safetensors" for .safetensors, "freq" for .pt.
-
-    Raises:
-        UsageError: the format does not go with the file's ending, or the list formats are asked of ids without rank.
-        OSError: the file cannot be written.
-    """
-    path = Path(path)
-    format = format or _format_of(path)
-    if format not in FORMATS:
-        raise UsageError(f"token map format {format!r}: expected one of {', '.join(FORMATS)}.", format=format)
-    if path.suffix not in _SUFFIXES[format]:
-        endings = " or ".join(_SUFFIXES[format])
-        found = f"{path.suffix!r}" if path.suffix else "a name without ending"
-        expected = f"a file ending in {endings}" if endings.strip() else "a folder"
-        raise UsageError(f"{path}: format {format!r} is written to {expected}, not {found}.", path=path, format=format)
-    if format in ("freq", "vllm") and not vocab.ranked:
-        raise UsageError(
-            f"Format {format!r} lists ids in rank order, but these come from a map in ascending order, which has none. "
-            "Rank them with counts first (`eagle-vocab rank --candidates`).",
-            format=format,
-            ranked=False,
-        )
-    for name, data in _encode(vocab, format, path.suffix).items():
-        write_file(path / name if name else path, data)
-
-
-def writes_t2d(path: str | Path, format: MapFormat | None = None) -> bool:
-    """Whether `export_token_map` writes a t2d, whose length is the target's vocabulary, and not ids alone."""
-    return (format or _format_of(Path(path))) in ("d2t-pt", "safetensors", "npy")
-
-
-def _format_of(path: Path) -> MapFormat:
-    if path.suffix == ".json":
-        return "json"
-    if path.suffix == ".safetensors":
-        return "safetensors"
-    if path.suffix in _PICKLES:
-        return "freq"
-    if path.is_dir():
-        return "npy"
-    raise UsageError(f"{path}: this name tells no token map format. Give one with --format.", path=path, format=None)
-
-
-def freq_bytes(vocab: DraftVocab) -> bytes:
-    """Return the bytes of freq_N.pt: a python list[int] in rank order, through `torch.save`."""
-    import torch
-
-    buffer = io.BytesIO()
-    torch.save(vocab.target_ids.tolist(), buffer)
-    return buffer.getvalue()
-
-
-def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> dict[str, bytes]:
-    """Return the bytes by file name inside the output folder, "" for the output itself."""
-    import json
-
-    ids = vocab.ascending_ids
-    d2t, t2d = d2t_from_ids(ids), t2d_from_ids(ids, vocab.target_vocab)
-    if format == "json":
-        return {"": vocab.to_bytes()}
-    if format == "vllm" and suffix == ".json":
-        return {"": (json.dumps(vocab.target_ids.tolist()) + "\n").encode()}
-    if format in ("freq", "vllm"):
-        return {"": freq_bytes(vocab)}
-    if format == "safetensors":
-        from safetensors.numpy import save
-
-        return {"": bytes(save({"d2t": d2t, "t2d": t2d}, metadata={"format": "pt"}))}
-    if format == "npy":
-        return {name: _npy_bytes(array) for name, array in zip(_NPY_NAMES, (d2t, t2d), strict=True)}
-    import torch
-
-    value: Any = torch.from_numpy(d2t)
-    if format == "d2t-pt":
-        value = {"d2t": value, "t2d": torch.from_numpy(t2d)}
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return {"": buffer.getvalue()}
-
-
-def _npy_bytes(array: NDArray[Any]) -> bytes:
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    return buffer.getvalue()
-
-
 @dataclass(frozen=True, eq=False)
 class _Map:
     """The content of a file: ids in rank order, or d2t with or without t2d."""
@@ -241,7 +120,7 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
         return _read_safetensors(path)
     if path.suffix == ".npy":
         return _read_npy(path)
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLES:
         value = _read_pickle(path)
     elif path.suffix == ".json" or _starts_as_json(path):
         value = read_json(path, VocabularyError)
@@ -349,7 +228,7 @@ def _read_npy(path: Path) -> _Map:
     if path.name != "d2t.npy":
         raise VocabularyError(f"{path}: numpy maps are read from d2t.npy, with t2d.npy beside it.", path=str(path))
     arrays = []
-    for file in (path, path.with_name("t2d.npy")):
+    for file in (path, path.with_name(NPY_NAMES[1])):
         if not file.is_file():
             continue
         try:
