@@ -26,6 +26,7 @@ from .base_cli import (
 from .count_cli import count
 from .errors import UsageError
 from .files import refuse_existing
+from .vocabulary.formats import FORMATS
 
 if TYPE_CHECKING:
     from .counting.counts import TokenCounts
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from .vocabulary.token_map import D2TForm
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
-
-_FORMATS = ("freq", "vllm", "d2t-pt", "modelopt", "safetensors", "npy", "json")
 
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
@@ -350,7 +349,7 @@ Example:
 @click.option(
     "--format",
     "map_format",
-    type=click.Choice(_FORMATS),
+    type=click.Choice(FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
 @click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Take the first N ids of the ranking.")

@@ -107,15 +107,11 @@ def count_tokens(
     files = []
     with ProgressBar(corpora, states, progress) as bar:
         try:
-            with _workers(run_on, plan, workers, corpora) as running:
+            with _workers(run_on, plan, workers, corpora) as running, state.saved_on_error():
                 for position, corpus in enumerate(corpora):
                     files.append(SourceRun(position, corpus, plan, running, state, bar, say).count())
         except KeyboardInterrupt as error:
-            state.save()
             raise CountingInterruptedError(_interrupted(state), tokens=state.tokens, path=state.path) from error
-        except EagleSlimError:
-            state.save()
-            raise
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
     result = TokenCounts(

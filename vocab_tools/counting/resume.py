@@ -10,6 +10,7 @@ import glob
 import json
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CorpusError, UsageError
+from ..errors import CorpusError, EagleSlimError, UsageError
 from ..files import regular_file, write_file
 from .block import PartialCounts
 from .held_out import Candidates
@@ -87,6 +88,15 @@ class CountState:
         if self.path is not None and any(state.cursor for state in self.sources):
             save_states(self.path, self._identity, self.sources)
             self._saved_at = time.monotonic()
+
+    @contextmanager
+    def saved_on_error(self) -> Iterator[None]:
+        """Save when the block ends by Ctrl-C or by an error that is told to the user."""
+        try:
+            yield
+        except (KeyboardInterrupt, EagleSlimError):
+            self.save()
+            raise
 
     def forget(self, position: int) -> None:
         """Drop the state of one source; a resume file that then holds nothing is removed."""

@@ -10,12 +10,15 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..corpus.blocks import Block
 from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError
 from .block import BlockCounter, BlockCounts, CountPlan
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 @dataclass(frozen=True)
@@ -88,16 +91,23 @@ class Processes(BlockByBlock):
     def __init__(self, plan: CountPlan, num_workers: int) -> None:
         from multiprocessing import get_context
 
+        context = get_context("spawn")
         self._in_flight = 2 * num_workers + 1
+        # Workers end when the other end of this pipe is closed, by this process or because it died.
+        alive, self._alive = context.Pipe(duplex=False)
         self._pool = ProcessPoolExecutor(
-            num_workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(plan,)
+            num_workers, mp_context=context, initializer=_start_worker, initargs=(plan, alive)
         )
 
     def __enter__(self) -> Processes:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            # Nobody wants the blocks that are being counted.
+            self._alive.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self._alive.close()
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
         """See `Workers`."""
@@ -127,10 +137,9 @@ class Processes(BlockByBlock):
 _counter: BlockCounter | None = None
 
 
-def _start_worker(plan: CountPlan) -> None:
-    """Prepare a worker process: one tokenizer thread, no Ctrl-C of its own, and it ends when its parent does."""
+def _start_worker(plan: CountPlan, alive: Connection) -> None:
+    """Prepare a worker process: one tokenizer thread, no Ctrl-C of its own, and it ends when `alive` does."""
     import signal
-    from multiprocessing import parent_process
 
     # Read by rayon when it first makes its threads, which is after this.
     os.environ["RAYON_NUM_THREADS"] = "1"
@@ -138,17 +147,13 @@ def _start_worker(plan: CountPlan) -> None:
     # A terminal sends these to the whole group; the parent process saves its state and then ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True, name="parent-watch").start()
+    threading.Thread(target=_end_with, args=(alive,), daemon=True, name="parent-watch").start()
     global _counter
     _counter = BlockCounter(plan)
 
 
-def _end_with(sentinel: int) -> None:
-    from multiprocessing.connection import wait
-
-    wait([sentinel])
+def _end_with(alive: Connection) -> None:
+    alive.poll(None)
     os._exit(1)
 
 
