@@ -230,7 +230,7 @@ def _stats_of(answered: Sequence[GenerationStats]) -> GenerationStats:
 
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items())
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items() if share or name == "host")
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes); time: {shares}"

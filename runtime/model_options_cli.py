@@ -32,8 +32,12 @@ _OPTIONS = (
     ),
     click.option("--device", metavar="D", help="Such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
     click.option(
-        "--drafter", type=click.Choice(["reference", "triton"]), default="reference", show_default=True,
-        help="Plain PyTorch, or the persistent kernel.",
+        "--drafter", type=click.Choice(["auto", "reference", "triton"]), default="auto", show_default=True,
+        help="The persistent kernel (triton) or plain PyTorch; auto takes the kernel where GPU and head allow it.",
+    ),
+    click.option(
+        "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
+        help="Our own forward over the target's weights, or transformers'; auto takes ours on a GPU where it can.",
     ),
     click.option("--max-model-len", type=int, metavar="N", help="Most tokens of prompt and answer together."),
     click.option("--tap-layers", metavar="L,L,...", help="Target layers whose inputs an unconverted head reads."),
@@ -74,6 +78,7 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
         dtype=torch_dtype(options.pop("dtype")),
         device=options.pop("device"),
         drafter=options.pop("drafter"),
+        target_backend=options.pop("target_backend"),
         max_model_len=options.pop("max_model_len"),
         revision=options.pop("revision"),
         head_revision=options.pop("head_revision"),
@@ -82,6 +87,7 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
         d2t_form=options.pop("d2t_form"),
         offline=options.pop("offline"),
     )
+    note(f"target: {model.target.backend}; drafter: {model.drafter_kind} ({model.drafter_reason})")
     assert model.opened is not None
     for warning in model.opened.head.warnings:
         click.echo(f"warning: {warning}", err=True)

@@ -61,8 +61,8 @@ _CORPUS_OPTIONS = (
         help="Of chats, count the assistant's turns with their end-of-turn token, or the whole rendered text.",
     ),
     click.option("--chat-template", metavar="FILE", help="Jinja file in place of the tokenizer's own."),
-    click.option("--max-tokens", type=Amount(), metavar="N", help="Of each source, stop at so many tokens (10M)."),
-    click.option("--max-documents", type=Amount(), metavar="N", help="Of each source, stop at so many documents."),
+    click.option("--max-tokens", type=Amount(), metavar="N", help="Stop each source at this many tokens (10M)."),
+    click.option("--max-documents", type=Amount(), metavar="N", help="Stop each source at this many documents."),
     click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
     click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
     click.option(

@@ -81,13 +81,6 @@ def test_mistakes(
     assert not out.exists()
 
 
-def test_help_ends_in_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--help") == 0
-    text = capsys.readouterr().out
-    assert "eagle-vocab count" in text.split("Example:")[-1]
-    assert "[NAME=]LOCATION[,KEY=VALUE...]" in text
-
-
 @pytest.mark.parametrize(
     ("text", "amount"), [("5", 5), ("500k", 500_000), ("10M", 10_000_000), ("1.5B", 1_500_000_000), ("1,000", 1000)]
 )

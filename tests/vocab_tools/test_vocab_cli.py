@@ -261,6 +261,7 @@ def test_help_ends_in_an_example(run) -> None:
         shown = run(name, "--help")
         assert shown.code == 0
         assert f"eagle-vocab {name} " in shown.out.split("Example:")[1]
+    assert "[NAME=]LOCATION[,KEY=VALUE...]" in run("count", "--help").out
     assert list(vocab.commands) == list(EXAMPLE_COMMANDS)
     assert "Usage" in run().err
     assert "eagle-slim" in run("--version").out

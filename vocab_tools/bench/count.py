@@ -45,8 +45,8 @@ def _set_threads(threads: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
 
 
-def _apart(function: Callable[..., float], threads: int, *arguments: Any) -> float:
-    """Run in a process of its own with so many tokenizer threads and nothing cached."""
+def _in_new_process(function: Callable[..., float], threads: int, *arguments: Any) -> float:
+    """Run in a new process, with this many tokenizer threads and nothing cached."""
     with ProcessPoolExecutor(1, get_context("spawn"), initializer=_set_threads, initargs=(threads,)) as pool:
         return pool.submit(function, *arguments).result()
 
@@ -142,12 +142,14 @@ def measure(
     seed = 0
     for _ in range(repeats):
         seed += 1
-        rates["FR-Spec loop"].append(_apart(fr_spec_loop, 1, spec, seed, megabytes["tokenizers"] << 19))
+        rates["FR-Spec loop"].append(_in_new_process(fr_spec_loop, 1, spec, seed, megabytes["tokenizers"] << 19))
         for library, size in megabytes.items():
             encoder = EncoderSpec(spec.tokenizer_json, spec.vocab_size, library)
             for cores in sorted({1, workers}):
                 num_bytes = (size << 20) * cores // workers
-                rates[f"bare {library}, {cores} threads"].append(_apart(bare, cores, encoder, seed + 1, num_bytes))
+                rates[f"bare {library}, {cores} threads"].append(
+                    _in_new_process(bare, cores, encoder, seed + 1, num_bytes)
+                )
                 seed += 2
                 maker.write(path, seed, num_bytes)
                 path.read_bytes()

@@ -60,7 +60,7 @@ class TextMaker:
         return " ".join(words)
 
     def texts(self, seed: int, num_bytes: int) -> list[str]:
-        """Return documents of so many bytes in total."""
+        """Return documents of `num_bytes` in total."""
         texts = []
         for text in self.documents(seed):
             texts.append(text)
@@ -70,7 +70,7 @@ class TextMaker:
         raise AssertionError("documents never end")
 
     def write(self, path: Path, seed: int, num_bytes: int) -> None:
-        """Write a JSON-lines file of so many bytes of text."""
+        """Write a JSON-lines file with `num_bytes` of text."""
         with path.open("w", encoding="utf-8") as file:
             for text in self.documents(seed):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")

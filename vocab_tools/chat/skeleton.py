@@ -6,7 +6,7 @@ roles (user, assistant) its literals are
     "<|im_start|>user\\n"   "<|im_end|>\\n<|im_start|>assistant\\n"   "<|im_end|>\\n"
 
 A conversation with these roles must render to exactly the literals with its contents between them, as they are or
-stripped; then its turns lie where the skeleton says. Otherwise the skeleton is not used.
+stripped; then its turns are where the skeleton has them. Otherwise the skeleton is not used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Piece:
     """Text to tokenize, and the part of it that is counted.
 
     Attributes:
-        text: tokenized as it stands.
+        text: tokenized as it is.
         header_chars: characters at the beginning that are context only.
         spans: where given, only these (start, stop) stretches count; then `text` is a whole conversation.
     """

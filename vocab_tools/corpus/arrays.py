@@ -71,7 +71,7 @@ def array_pieces(stream: BinaryIO, start: int) -> Iterator[ArrayPiece]:
             held += stream.read(BLOCK_BYTES)
             fault = fault_of(stream)
             if held[1:].strip():
-                fault = "the array ends here, and the file goes on"
+                fault = "the array ends here, but the file continues"
         elif ended:
             fault = fault or "the file ends within the array"
         elif len(held) > MAX_RECORD_BYTES:

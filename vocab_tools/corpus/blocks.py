@@ -123,7 +123,7 @@ class TextBlock(Block):
 
 @dataclass(frozen=True)
 class RowGroupBlock(Block):
-    """One row group of a Parquet file, read by whoever counts it."""
+    """One row group of a Parquet file, read by the worker that counts it."""
 
     path: str
     row_group: int
@@ -335,7 +335,7 @@ def cut_text(data: bytes) -> int:
     cut = len(data)
     while cut > max(1, len(data) - 3) and data[cut - 1] & 0xC0 == 0x80:
         cut -= 1
-    # Before a lead byte whose continuation may lie beyond the end; bytes that are not UTF-8 are cut anywhere.
+    # Before a lead byte whose continuation may be beyond the end; bytes that are not UTF-8 are cut anywhere.
     return cut - 1 if cut > 1 and data[cut - 1] >= 0xC0 else len(data)
 
 

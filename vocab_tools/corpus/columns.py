@@ -1,4 +1,4 @@
-"""Which column of a corpus holds the text or the chats, told from its first records."""
+"""Which column of a corpus holds the text or the chats, found out from its first records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROWS_LOOKED_AT = 1000
 def first_values(rows: Iterable[Mapping[str, Any]], wanted: Sequence[str]) -> dict[str, Any] | None:
     """Return the first row, its nulls filled in from the next rows until no column of `wanted` is null.
 
-    A null does not tell what its column holds, and real tables begin with them. None without rows.
+    A null does not show what its column holds, and real tables begin with nulls. None without rows.
     """
     found: dict[str, Any] | None = None
     for row in itertools.islice(rows, _ROWS_LOOKED_AT):
@@ -38,7 +38,7 @@ def wanted_columns(source: CorpusSource) -> tuple[str, ...]:
 
 
 def choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Kind]:
-    """Choose the column to read, and tell what it holds.
+    """Choose the column to read, and say what it holds.
 
     Args:
         source: its `column`, if given, is taken.

@@ -40,7 +40,7 @@ class HubDataset:
         split: the split that was opened.
         config: the configuration that was opened.
         commit: commit of the repository, or None where `datasets` does not say.
-        num_shards: number of shards, read one after the other.
+        num_shards: number of shards, which are read in order.
         urls: the files behind a URL; () for a dataset of the Hub.
 
     Raises:

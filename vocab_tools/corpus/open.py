@@ -138,7 +138,7 @@ def open_corpus(source: CorpusSource, seed: int = 0) -> OpenCorpus:
 def refuse_repeated_inputs(corpora: Sequence[OpenCorpus]) -> None:
     """Refuse text that is read twice: it would count twice, and what is held out once would be counted all the same.
 
-    Another column of a file is other text. Two revisions of a split are taken to be the same.
+    Another column of the same file counts as different text. Two revisions of a split are taken to be the same.
 
     Raises:
         UsageError: a file or split is read twice; facts `input` and `sources` say which and by whom.

@@ -33,8 +33,8 @@ class CorpusSource:
         revision: branch, tag or commit of a Hub dataset.
         column: the column with the text or the chat; None: found by looking at the first record.
         roles: of chats, what is counted: "assistant" turns with their end-of-turn token, or "all" the rendered text.
-        max_documents: stop after so many documents.
-        max_tokens: stop with the document that reaches so many tokens.
+        max_documents: stop after this many documents.
+        max_tokens: stop with the document that reaches this many tokens.
         sample: share of the documents to take, drawn by the seed; None: all.
         shuffle: take the files or shards in an order drawn by the seed.
 

@@ -4,8 +4,8 @@
     PartialCounts + PartialCounts            `merge_partial`, associative and commutative
     PartialCounts → counts and held-out part `PartialCounts.finish`
 
-Only the limits on documents and tokens need an order: whoever runs the blocks applies them in the corpus's order, with
-`BlockCounts.doc_tokens` to see where a limit falls and `limit` to count a block up to there.
+Only the limits on documents and tokens need an order. They are applied in the order of the corpus by source_run.py:
+`BlockCounts.doc_tokens` shows where a limit falls, and `limit` counts a block up to there.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 File format (`save`, `load`): one safetensors file with, for source number s in order,
 
     counts.<s>                   int64 [vocab]          count of id i at position i
-    held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, one after the other
+    held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, concatenated
     held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
 
 and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, and per source name, weight
@@ -244,7 +244,7 @@ class TokenCounts:
                         missing=METADATA_KEY,
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        # numpy does not know bfloat16, and says so with a TypeError.
+        # numpy does not know bfloat16 and raises a TypeError.
         except (SafetensorError, OSError, TypeError) as error:
             raise VocabularyError(
                 f"{path}: not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`.",

@@ -49,7 +49,7 @@ class HeldOutRule:
         return self.fraction > 0 and self.max_documents > 0 and self.max_tokens > 0
 
     def documents_of(self, num_documents: int) -> int:
-        """Number of documents to hold out of so many."""
+        """Return how many of `num_documents` documents to hold out."""
         if not self.active or num_documents < 2:
             return 0
         return max(1, int(self.fraction * num_documents + 0.5))
@@ -79,7 +79,7 @@ class Candidates:
     Attributes:
         keys: uint64 [documents].
         lengths: tokens per document, int64 [documents].
-        token_ids: int32 [tokens], the documents one after the other.
+        token_ids: int32 [tokens], of all documents, concatenated.
         bound: keys at or above this one have been given up.
     """
 
@@ -131,7 +131,7 @@ def merge_candidates(a: Candidates, b: Candidates, rule: HeldOutRule) -> tuple[C
 
 
 def ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the positions of each range in turn: starts [7, 2] with lengths [2, 3] give [7, 8, 2, 3, 4]."""
+    """Return the positions of all ranges, concatenated: starts [7, 2] with lengths [2, 3] give [7, 8, 2, 3, 4]."""
     ends = np.cumsum(lengths)
     shifts: NDArray[np.int64] = np.repeat(starts - (ends - lengths), lengths)
     shifts += np.arange(len(shifts))

@@ -58,7 +58,7 @@ class ProgressBar:
         self._bar.close()
 
     def moved(self, size: int, tokens: int) -> None:
-        """Go on by a block of so many units of `OpenCorpus.size` and so many tokens."""
+        """Advance by a block: its size in units of `OpenCorpus.size`, and its tokens."""
         if self._call:
             self._call(tokens)
         self._tokens += tokens

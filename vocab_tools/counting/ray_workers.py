@@ -188,6 +188,6 @@ class _UnitCounter:
             if bad and not self._plan.skip_bad:
                 break
         if last is not None:
-            # The position alone: whoever takes the result needs no text.
+            # Only the position: nothing later needs the text.
             position = Block(last.shard, last.start, last.stop, size)
             yield Task(self._source, position, self._bound), BlockCounts(partial, np.zeros(0, np.int32), bad)

@@ -91,7 +91,7 @@ class CountState:
 
     @contextmanager
     def saved_on_error(self) -> Iterator[None]:
-        """Save when the block ends by Ctrl-C or by an error that is told to the user."""
+        """Save when the block ends by Ctrl-C or one of our errors."""
         try:
             yield
         except (KeyboardInterrupt, EagleSlimError):

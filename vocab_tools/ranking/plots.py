@@ -14,7 +14,7 @@ from .report import CoverageReport
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette, told apart under all common colour blindness; black is kept for the mean of all sources.
+# Okabe and Ito's palette, safe for all common forms of colour blindness; black is kept for the mean of all sources.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5C00")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # The axis ends here at the latest; curves that cover more run out of it at the top.

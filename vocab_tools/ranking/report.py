@@ -21,8 +21,8 @@ class SourceCoverage:
         name: of the source; "all sources" is their weighted mean.
         weight: share of the source in the mean, 1 in sum.
         part: "held-out", or "counted" where nothing was held out (optimistic: the same text made the ranking).
-        documents: measured; 0 where documents were not kept apart.
-        tokens: measured.
+        documents: number measured; 0 for counted text, where documents are not known.
+        tokens: number measured.
         coverage: share of the tokens covered, float64 [sizes].
         low, high: bounds of the 95% interval, float64 [sizes]; None with fewer than two documents.
         baseline: coverage of the first ids, float64 [sizes].

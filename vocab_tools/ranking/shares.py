@@ -20,7 +20,7 @@ def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = Non
     """Return the share of each source in a weighted mean, float64 [sources], 1 in sum.
 
     Raises:
-        UsageError: a weight names no source, is negative, or all are zero.
+        UsageError: a weight is for no known source, is negative, or all are zero.
     """
     names = [source.name for source in counts.sources]
     unknown = sorted(set(weights or {}) - set(names))

@@ -57,7 +57,7 @@ class Encoded:
     """Token ids of several texts.
 
     Attributes:
-        token_ids: uint32 [tokens], the texts one after the other.
+        token_ids: uint32 [tokens], of all texts, concatenated.
         offsets: int64 [texts + 1].
     """
 
@@ -66,7 +66,7 @@ class Encoded:
 
 
 class Encoder(Protocol):
-    """Encodes texts as they stand: special tokens in the text are recognised, none are added."""
+    """Encodes texts as they are: special tokens in the text are recognised, none are added."""
 
     def encode(self, texts: Sequence[str]) -> Encoded:
         """Encode one batch; the caller keeps batches small."""
@@ -176,7 +176,7 @@ def _join(parts: Sequence[Encoded]) -> Encoded:
 
 
 class SpanEncoder:
-    """Ids of the tokens that lie in given stretches of a text, exactly as the whole text is tokenized."""
+    """Ids of the tokens in given parts of a text, exactly as the whole text is tokenized."""
 
     def __init__(self, tokenizer_json: str) -> None:
         from tokenizers import Tokenizer
@@ -257,7 +257,7 @@ def _first_difference(expected: Encoder, found: Encoder, texts: Sequence[str]) -
     right, _ = encode_all(expected, texts)
     try:
         other, _ = encode_all(found, texts)
-    except Exception as error:  # whatever it raises: it cannot encode this corpus
+    except Exception as error:  # any error at all: it cannot encode this corpus
         return 0, "those of tokenizers", f"an error, {error}"
     for position in range(len(texts)):
         a = right.token_ids[right.offsets[position] : right.offsets[position + 1]]

@@ -81,7 +81,7 @@ def check_tokenizer(
     """Check that a tokenizer is the one some data was made with.
 
     Args:
-        tokenizer: the tokenizer at hand.
+        tokenizer: the tokenizer to check.
         tokenizer_hash: hash recorded in the data; None (not recorded) passes with a warning.
         where: the data, for the message.
         chat_template_hash: hash of the templates recorded in the data; a difference is only warned about.

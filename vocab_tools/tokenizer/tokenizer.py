@@ -1,7 +1,7 @@
 """A tokenizer as ranking needs it: which ids are real, what they say, which chat markers it knows, its hash.
 
 The hash names a vocabulary, not a folder: it is over the canonical (id, token, special) list, the normaliser and the
-pre-tokeniser. The chat template is hashed apart, because a changed template changes no id.
+pre-tokeniser. The chat template has a hash of its own, because a changed template changes no id.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class LoadedTokenizer:
 
     @cached_property
     def chat_template_hash(self) -> str | None:
-        """Hash of all chat templates, or None where there is none."""
+        """Hash of all chat templates, or None without any."""
         return _sha256(dict(self.chat_templates)) if self.chat_templates else None
 
     def apply_chat(
@@ -201,7 +201,7 @@ class LoadedTokenizer:
 
     @cached_property
     def byte_of_id(self) -> dict[int, int]:
-        """The tokens that stand for one byte: id to byte value, byte-level and `<0xNN>` spellings both."""
+        """The tokens that stand for one byte: id to byte value, spelled in the byte alphabet or as `<0xNN>`."""
         found: dict[int, int] = {}
         added = self.added_tokens
         for text, token_id in self.vocab.items():

@@ -31,7 +31,7 @@ _LONG = 8
 class DraftVocab:
     """Target ids in rank order. Forced ids come first, so any prefix with all of them is a valid vocabulary.
 
-    For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows lie ascending,
+    For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows ascend,
     (0, 2, 7, 9), and `rank_of_row` says (2, 0, 3, 1).
 
     Attributes:
@@ -77,7 +77,7 @@ class DraftVocab:
 
     @property
     def ascending_ids(self) -> NDArray[np.int64]:
-        """The ids ascending, as the rows of a head lie, int64 [draft_vocab]."""
+        """The ids in ascending order, which is that of a head's rows, int64 [draft_vocab]."""
         return np.sort(self.target_ids)
 
     @property
@@ -132,7 +132,7 @@ class DraftVocab:
         makes larger; one that was stated must agree.
 
         Raises:
-            VocabularyError: the stated sizes differ, or an id lies outside.
+            VocabularyError: the stated sizes differ, or an id is out of range.
         """
         if target_vocab == self.target_vocab:
             return self

@@ -26,7 +26,7 @@ def import_token_map(
     d2t_form: D2TForm | None = None,
     kind: Literal["ids", "d2t"] | None = None,
 ) -> DraftVocab:
-    """Read a token map of any format, told apart by content.
+    """Read a token map; its content shows which format it has.
 
     A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets;
     `kind` says otherwise. An artifact of `eagle-convert` keeps its rank order.
@@ -218,7 +218,7 @@ def _read_safetensors(path: Path) -> _Map:
                 )
             d2t = file.get_tensor(found["d2t"][0])
             t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
-    # numpy does not know bfloat16, and says so with a TypeError.
+    # numpy does not know bfloat16 and raises a TypeError.
     except (SafetensorError, OSError, TypeError) as error:
         raise VocabularyError(f"{path}: not a readable safetensors file: {error}.", path=str(path)) from error
     return _Map(d2t=d2t, t2d=t2d)

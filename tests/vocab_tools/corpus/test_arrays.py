@@ -71,8 +71,8 @@ def test_records_and_places(records: list[dict[str, Any]], indent: int | None, c
         (b'{"a": 3', 2, "ends within the array"),
         (b"", 2, "ends within the array"),
         (b'{"a": "x]', 2, "ends within the array"),
-        (b'{"a": 3}]]', 3, "the array ends here, and the file goes on"),
-        (b'{"a": 3}}, {"a": 4}]', 3, "the array ends here, and the file goes on"),
+        (b'{"a": 3}]]', 3, "the array ends here, but the file continues"),
+        (b'{"a": 3}}, {"a": 4}]', 3, "the array ends here, but the file continues"),
     ],
 )
 def test_what_cannot_be_followed_is_one_fault(tail: bytes, kept: int, fault: str) -> None:
@@ -119,7 +119,7 @@ def test_a_broken_record_does_not_hide_the_next(
     if b'"}' in broken[:-2]:
         # The record seems to end before it does, and then the array: the rest is lost, and that is said.
         assert (lines[0], len(faults)) == (b'{"a": 1}', 1)
-        assert "the array ends here, and the file goes on; the rest is not read" in faults[0]
+        assert "the array ends here, but the file continues; the rest is not read" in faults[0]
     else:
         assert lines == [b'{"a": 1}', broken.replace(b"\n", b" "), *after]
         assert faults == []
