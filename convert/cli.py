@@ -46,9 +46,11 @@ _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
 def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int | str, ...] | None:
-    """Read `32000`, `8192,16384,32000` or `full`."""
+    """Read `32000`, `8192,16384,32000`, `full` or `auto`."""
     if value is None:
         return None
+    if value.strip() == "auto":
+        return ("auto",)
     # 256 single bytes alone are more than the first number would be as a size.
     if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value) and int(value.partition(",")[0]) < 256:
         number, several = value.replace(",", ""), value.replace(",", ", ")
@@ -101,8 +103,9 @@ Examples:
     "--draft-vocab",
     callback=_sizes,
     metavar="N",
-    help="Rows to keep, several sizes at once, or `full` to normalise only.",
+    help="Rows to keep, several sizes at once, `full` to normalise only, or `auto`: the fastest by --cost.",
 )
+@click.option("--cost", metavar="FILE", help="For --draft-vocab auto: compare.json of eagle-compare on your device.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
 )
@@ -194,6 +197,7 @@ def convert(head: str | None, **options: Any) -> None:
         head,
         draft_vocab=sizes,
         coverage=options["coverage"],
+        cost=options["cost"],
         vocabulary=request,
         target=options["target"],
         tokenizer=options["tokenizer"],

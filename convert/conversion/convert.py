@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.ranking.rank import check_coverage
+from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 
 from ..artifact.artifact import Artifact
 from ..atomic import check_output, free_bytes, require_space
@@ -24,7 +25,7 @@ from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
 from ..weights.paths import clean_subfolder
 from .inputs import Inputs, Named, Reading, check_sizes, open_inputs
-from .vocab_choice import Say, VocabRequest, make_ranking
+from .vocab_choice import Ranking, Say, VocabRequest, make_ranking
 from .write import bytes_per_draft_step, write_slim
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
     from eagle_slim.vocab_tools.ranking.report import CoverageReport
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 DraftVocabSize = int | Literal["full"]
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,9 @@ def coverage_summary(manifest: Manifest) -> list[dict[str, Any]]:
 def convert_head(
     head: str | Path | None = None,
     *,
-    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None,
+    draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize] | None = None,
     coverage: float | None = None,
+    cost: str | Path | None = None,
     vocabulary: VocabRequest | None = None,
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
@@ -129,8 +133,10 @@ def convert_head(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it.
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it; "auto" takes the
+            size that is fastest by ``cost`` and the coverage of the ranking.
         coverage: instead of a size, the share of the counted text that must be covered.
+        cost: for "auto", the compare.json of a comparison on the device that will serve the head.
         vocabulary: where the ranking comes from; None is the default: the built-in counts for the built-in head, else
             `vocab_choice.DEFAULT_DATASET_NOTE`.
         target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
@@ -161,6 +167,7 @@ def convert_head(
         head,
         draft_vocab=draft_vocab,
         coverage=coverage,
+        cost=cost,
         vocabulary=vocabulary,
         target=target,
         tokenizer=tokenizer,
@@ -216,6 +223,7 @@ class PreparedConversion:
         request: where the ranking comes from.
         sizes: rows of each artifact.
         coverage: instead of a size.
+        cost: instead of a size.
         titles, folders: of each artifact.
         num_forced: as `check_sizes` found them.
         force: replace artifacts that are there.
@@ -226,6 +234,7 @@ class PreparedConversion:
     request: VocabRequest
     sizes: Sequence[DraftVocabSize | None]
     coverage: float | None
+    cost: StepCost | None
     titles: Sequence[str]
     folders: Sequence[Path]
     num_forced: Mapping[DraftVocabSize | None, int | None]
@@ -286,21 +295,27 @@ class PreparedConversion:
                 "--draft-vocab full keeps every row in its place: counts, maps, text and forced ids change nothing"
             )
         # All of them before the first is written: a size that does not fit leaves nothing behind.
-        vocabs = [
-            None if size == "full" or ranking is None else ranking.cut(size, self.coverage) for size in self.sizes
-        ]
+        vocabs = [None if size == "full" or ranking is None else self._cut(ranking, size) for size in self.sizes]
         done = []
         for vocab, title, folder in zip(vocabs, self.titles, self.folders, strict=True):
             self.say(f"writing {folder}")
             done.append(Conversion(*write_slim(self.inputs, ranking, vocab, folder, title, self.force)))
         return tuple(done)
 
+    def _cut(self, ranking: Ranking, size: int | None) -> DraftVocab:
+        if self.cost is None:
+            return ranking.cut(size, self.coverage)
+        vocab = ranking.cut_by_cost(self.cost)
+        self.say(f"the measured cost and the coverage of the ranking are fastest at {len(vocab):,} rows")
+        return vocab
+
 
 def prepare_conversion(
     head: str | Path | None = None,
     *,
-    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None = None,
+    draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize] | None = None,
     coverage: float | None = None,
+    cost: str | Path | None = None,
     vocabulary: VocabRequest | None = None,
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
@@ -329,7 +344,8 @@ def prepare_conversion(
             found=flavour,
         )
     request = vocabulary or VocabRequest()
-    sizes = _sizes(draft_vocab, coverage)
+    step_cost = _step_cost(draft_vocab, coverage, cost)
+    sizes = [None] if step_cost is not None else _sizes(draft_vocab, coverage)
     head_name = None if head is None else str(head)
     inside = clean_subfolder(subfolder)
     titles = [default_name(head_name, size, coverage, flavour, inside) for size in sizes]
@@ -347,13 +363,33 @@ def prepare_conversion(
         say=say,
     )
     num_forced = check_sizes(inputs, request, sizes)
-    prepared = PreparedConversion(inputs, request, sizes, coverage, titles, folders, num_forced, force, say)
+    prepared = PreparedConversion(inputs, request, sizes, coverage, step_cost, titles, folders, num_forced, force, say)
     require_space(folders[0], sum(plan.bytes_after or 0 for plan in prepared.plans))
     return prepared
 
 
+def _step_cost(draft_vocab: Any, coverage: float | None, cost: str | Path | None) -> StepCost | None:
+    """Read the cost that finds the size; None where a size or a coverage is given."""
+    if draft_vocab != AUTO and list(draft_vocab if isinstance(draft_vocab, (tuple, list)) else ()) != [AUTO]:
+        if cost is not None:
+            raise UsageError("--cost finds the size of --draft-vocab auto. Give both.", option="--cost")
+        return None
+    if coverage is not None:
+        raise UsageError(
+            "--draft-vocab and --coverage exclude each other: give a size, or let it be found.",
+            options=["--draft-vocab", "--coverage"],
+        )
+    if cost is None:
+        raise UsageError(
+            "--draft-vocab auto needs the cost of a step on the device that will serve the head: run eagle-compare "
+            "there with --out DIR, and give --cost DIR/compare.json.",
+            option="--cost",
+        )
+    return StepCost.load(cost)
+
+
 def _sizes(
-    draft_vocab: DraftVocabSize | Sequence[DraftVocabSize] | None, coverage: float | None
+    draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize] | None, coverage: float | None
 ) -> list[DraftVocabSize | None]:
     if coverage is not None:
         if draft_vocab is not None:
@@ -397,7 +433,8 @@ def default_name(
     """Name of the output folder: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
     base = EMBEDDED_HEAD_NAME if head is None else expand_home(head).resolve().name
     base = "-".join([base, *PurePosixPath(subfolder).parts])
-    endings: dict[DraftVocabSize | None, str] = {None: f"coverage{coverage}", "full": "full"}
+    found = AUTO if coverage is None else f"coverage{coverage}"
+    endings: dict[DraftVocabSize | None, str] = {None: found, "full": "full"}
     ending = endings.get(size, f"v{size}")
     return f"{base}-{ending}" + ("" if flavour == "default" else f"-{flavour}")
 

@@ -16,6 +16,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
 from eagle_slim.vocab_tools.ranking.report import CoverageReport
+from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost, choose_size
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -159,6 +160,28 @@ class Ranking:
             rest = np.setdiff1d(trained, vocab.target_ids)
             vocab = replace(vocab, target_ids=np.concatenate([vocab.target_ids, rest]))
         return vocab
+
+    def cut_by_cost(self, cost: StepCost) -> DraftVocab:
+        """The vocabulary of the size that is fastest by a measured cost and this ranking's coverage.
+
+        Raises:
+            UsageError: there are no counts to measure a coverage on.
+        """
+        whole = self.cut(None)
+        measured = self.coverage(whole)
+        if measured is None:
+            raise UsageError(
+                "--draft-vocab auto needs counted text to measure a coverage on. Give --counts or --dataset.",
+                option="--draft-vocab",
+            )
+        report = measured[0]
+        # A vocabulary as large as the target's has no map: `full` is the word for it.
+        largest = len(whole) if self.head.trained_ids is not None else (len(whole) - 1) // 64 * 64
+        size, why = choose_size(
+            cost, report.sizes, list(report.sources[-1].coverage), whole.num_forced, largest
+        )  # fmt: skip
+        vocab = self.cut(size)
+        return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why})
 
     def _cut(self, counts: TokenCounts | None, size: int | None, coverage: float | None) -> DraftVocab:
         trained = self.head.trained_ids

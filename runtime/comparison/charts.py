@@ -78,7 +78,7 @@ def _draw_lengths(axes: Axes, report: CompareReport, category: str) -> None:
         for curve, style in zip(report.curves, cycle(("--", ":", "-.")), strict=False):
             right.plot(curve.sizes, curve.covered, color="0.35", linestyle=style, label=f"coverage of {curve.name}")
         right.yaxis.set_major_formatter(PercentFormatter(1.0))
-        right.set_ylabel("coverage: share of tokens in the draft vocabulary")
+        right.set_ylabel("coverage (share of tokens)")
         handles.append(right.get_legend_handles_labels())
     axes.legend([h for pair in handles for h in pair[0]], [t for pair in handles for t in pair[1]], fontsize=8)
 

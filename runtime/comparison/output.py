@@ -51,7 +51,7 @@ def markdown(report: CompareReport, advice: Sequence[Advice]) -> str:
     """Return the table, the advice and the remarks as Markdown."""
     titles, *lines = _cells(report)
     rule = ["---"] * _NUM_NAMES + ["---:"] * (len(titles) - _NUM_NAMES)
-    parts = [_heading(report), "\n".join(f"| {' | '.join(line)} |" for line in (titles, rule, *lines))]
+    parts = [_heading(report), "\n".join(_markdown_row(line) for line in (titles, rule, *lines))]
     for each in advice:
         parts.append("\n".join([f"**{each.headline[0].upper()}{each.headline[1:]}**", "", *_bullets(each.reasons)]))
     if report.remarks:
@@ -98,6 +98,10 @@ def _heading(report: CompareReport) -> str:
         f"{heading(report)}; {'; '.join(setup['trees'])}; {setup['num_prompts']} prompts, at most "
         f"{setup['max_new_tokens']} new tokens, {setup['repeats']} repeat(s).{part}"
     )
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _bullets(lines: Iterable[str]) -> list[str]:
