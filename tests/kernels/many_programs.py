@@ -25,7 +25,7 @@ from kernels.cases import CASES, draft
 from triton.runtime.interpreter import interpreter_builder
 
 FORK = multiprocessing.get_context("fork")
-SECONDS = 60.0
+SECONDS = 300.0
 """For which a program waits at a barrier."""
 
 

@@ -188,7 +188,7 @@ def test_a_chat_without_a_template_outlives_a_message_that_does_not_fit(pair: tu
     )  # fmt: skip
     os.close(theirs)
     os.write(ours, b"x" * 90 + b"\nhello\n/exit\n")
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=300)
     os.close(ours)
     assert process.returncode == 0, err
     assert "leaves no room" in err
@@ -205,7 +205,7 @@ def test_a_chat_in_a_terminal(pair: tuple[str, str, str]) -> None:
     )  # fmt: skip
     os.close(theirs)
     os.write(ours, b"hello\n\n/reset\nhello\n" + b"x" * 90 + b"\nhello\n/exit\n")
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     os.close(ours)
     assert process.returncode == 0, err
     figures = [line for line in err.splitlines() if "tokens per target pass" in line]

@@ -346,14 +346,14 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path,
     program = (
         "import signal, sys, time\nsignal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
         "from eagle_slim.vocab_tools import cli, files\n"
-        "def fsync(descriptor):\n    print('writing', file=sys.stderr, flush=True)\n    time.sleep(60)\n"
+        "def fsync(descriptor):\n    print('writing', file=sys.stderr, flush=True)\n    time.sleep(600)\n"
         "files.os.fsync = fsync\ncli.main()"
     )
     with start(program, "import", tmp_path / "m.json", "-o", tmp_path / "v.json") as process:
         assert process.stderr is not None
         assert process.stderr.readline() == "writing\n"
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == (1, "")
     assert err.strip() == "error: Interrupted; nothing half-written is left behind."
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
@@ -368,7 +368,7 @@ def test_a_signal_in_a_long_count_saves_its_state(files: Path, tmp_path: Path, n
         "from eagle_slim.vocab_tools.counting import source_run\nfile_blocks.BLOCK_BYTES = 5000\n"
         "merge, left = source_run.merge_partial, [3]\n"
         "def slow(*parts):\n    left[0] -= 1\n    if not left[0] and sys.argv[-1] == '--no-progress':\n"
-        "        print('counting', file=sys.stderr, flush=True)\n        time.sleep(60)\n    return merge(*parts)\n"
+        "        print('counting', file=sys.stderr, flush=True)\n        time.sleep(600)\n    return merge(*parts)\n"
         "source_run.merge_partial = slow\ncli.main()"
     )
     out = tmp_path / "counts"
@@ -378,11 +378,11 @@ def test_a_signal_in_a_long_count_saves_its_state(files: Path, tmp_path: Path, n
         while process.stderr.readline() not in ("counting\n", ""):
             pass
         process.send_signal(number)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert (process.returncode, "The same command goes on from there" in err) == (1, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts.resume"]
     with start(program, *command) as process:
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert (process.returncode, "going on from" in err) == (0, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts"]
 

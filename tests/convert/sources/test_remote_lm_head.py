@@ -279,7 +279,7 @@ def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
     command = [sys.executable, "-c", SCRIPT, "org/target"]
     hub.inject(SHARD, Fault(bytes_per_s=200_000))
     process = subprocess.Popen(command, env=hub.env(home), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     partial: list[Path] = []
     while not partial or partial[0].stat().st_size < 100_000:
         assert process.poll() is None
@@ -292,7 +292,7 @@ def test_killed_and_run_again(hub: HubServer, tmp_path: Path) -> None:
     assert list(home.glob("assets/**/*.safetensors")) == []
     hub.clear_faults()
     hub.reset_counts()
-    done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=hub.env(home), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert torch.equal(open_checkpoint(done.stdout.strip()).tensor("lm_head.weight"), LM_HEAD)
     assert hub.bytes_sent(SHARD) <= LM_HEAD.nbytes - kept + 20_000
