@@ -136,6 +136,10 @@ class DeviceLoop:
     def _step(self) -> None:
         num_active = len(self.running)
         if self.time_phases:
+            if not self.is_drafted:
+                # A step's times begin with its draft, empty or not.
+                with self.timer.phase("draft"):
+                    pass
             for name, run in self.decoder.timed_step(num_active, self.rules):
                 with self.timer.phase("draft" if name == "draft" else "verify"), self.decoder.named_range(name):
                     run()

@@ -257,14 +257,20 @@ class AttentionTiles:
     num_stages: int
 
 
-def attention_tiles(query_rows: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Choose tiles from the query rows of one key head (nodes * group): a pure function, testable without a GPU.
+def attention_tiles(query_rows: int, head_dim: int, dtype: torch.dtype, major: int = 9) -> AttentionTiles:
+    """Choose tiles from the query rows of one key head (nodes * group) and the chip's major compute capability.
 
     Measured on one H200, 60 nodes of Llama-3.1-8B dimensions: 64 and 128 query rows did equally well, 256 spilled.
+    Before sm_90, whose products keep their operands in shared memory, tiles of 64 keys spill as well.
     """
     block_q = max(16, min(64, triton.next_power_of_2(query_rows)))
     wide = head_dim > 128 or dtype == torch.float32
-    return AttentionTiles(block_q, 32 if wide else 64, 128, 4, 2 if wide else 3)
+    return AttentionTiles(block_q, 32 if wide or major < 9 else 64, 128, 4, 2 if wide else 3)
+
+
+def major_capability(device: torch.device) -> int:
+    """The first number of a GPU's compute capability; 9 where there is no GPU."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
 def tree_attention(
@@ -282,7 +288,7 @@ def tree_attention(
     places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     group, splits = heads // kv_heads, scratch.out.shape[1]
-    tiles = tiles or attention_tiles(nodes * group, head_dim, qkv.dtype)
+    tiles = tiles or attention_tiles(nodes * group, head_dim, qkv.dtype, major_capability(qkv.device))
     block_d = max(16, triton.next_power_of_2(head_dim))
     causal = rows.ancestors is None
     _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), splits, places)](

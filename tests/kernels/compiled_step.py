@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import triton
-from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_rows
+from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_attention, tree_rows
 from eagle_slim.runtime.kernels.acceptance import SlotState
 from eagle_slim.runtime.kernels.compile_check import assembler_report
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
 from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.kernels.tree_attention import AttentionScratch, tree_attention
+from eagle_slim.runtime.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.kernels.tree_rows import ForwardRows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -97,7 +97,7 @@ def run_all(compiler: Compiler) -> None:
         out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
         query = torch.zeros(places * nodes, width, **bf16)
         scratch = AttentionScratch.allocate(places, nodes, HEADS, HEAD_DIM, 16, "cpu")
-        tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch)
+        tree_attention.tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, tree[0], tree[1], 7, state, state.active_count)
@@ -110,6 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     compiler = Compiler(KNOWN_CHIPS[parser.parse_args().chip])
+    tree_attention.major_capability = lambda _device: compiler.chip.capability // 10
     JITFunction.__getitem__ = lambda kernel, _grid: lambda *args, **keywords: compiler.launch(kernel, args, keywords)
     run_all(compiler)
     print(json.dumps(compiler.reports))
