@@ -261,11 +261,11 @@ def attention_tiles(query_rows: int, head_dim: int, dtype: torch.dtype, major: i
     """Choose tiles from the query rows of one key head (nodes * group) and the chip's major compute capability.
 
     Measured on one H200, 60 nodes of Llama-3.1-8B dimensions: 64 and 128 query rows did equally well, 256 spilled.
-    Before sm_90, whose products keep their operands in shared memory, tiles of 64 keys spill as well.
+    Before sm_90, whose products keep their operands in shared memory, four warps spill as well.
     """
     block_q = max(16, min(64, triton.next_power_of_2(query_rows)))
     wide = head_dim > 128 or dtype == torch.float32
-    return AttentionTiles(block_q, 32 if wide or major < 9 else 64, 128, 4, 2 if wide else 3)
+    return AttentionTiles(block_q, 32 if wide else 64, 128, 8 if major < 9 and block_q == 64 else 4, 2 if wide else 3)
 
 
 def major_capability(device: torch.device) -> int:
