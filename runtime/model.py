@@ -35,7 +35,7 @@ from .generation.arguments import (
     read_stop_strings,
 )
 from .generation.choice_rules import DeviceRules, device_rules
-from .generation.device import DeviceDecoders
+from .generation.device import DeviceDecoders, try_captured
 from .generation.device_loop import DeviceLoop
 from .generation.logit_records import LogitRecord
 from .generation.loop import GenerationLoop
@@ -109,7 +109,10 @@ class SpeculativeModel:
         """Most tokens of prompt and answer together."""
         self.drafter_reason = "asked for"
         """Why this drafter."""
-        self._decoders = None if target.fused is None else DeviceDecoders(target.fused, drafter)
+        if target.on_device is None and target.device.type == "cuda" and target.pieces_reason is None:
+            tried = try_captured(target, drafter)
+            target.on_device, target.pieces_reason = (None, tried) if isinstance(tried, str) else (tried, None)
+        self._decoders = None if target.on_device is None else DeviceDecoders(target.on_device, drafter)
 
     @classmethod
     def from_pretrained(
@@ -452,7 +455,7 @@ class SpeculativeModel:
     ) -> DeviceRules | str:
         """Return the rules if the whole call can run on the device, else why it runs in pieces."""
         if self._decoders is None:
-            return self.target.backend.reason
+            return self.target.pieces_reason or self.target.backend.reason
         if drafter is not None and self._decoders.backend is None:
             return f"{type(drafter).__name__} drafts on the host"
         return device_rules(options, sampling, requests, self._decoders.target.vocab_size)

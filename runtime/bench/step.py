@@ -26,7 +26,9 @@ from ..generation.decoder import PHASES, DeviceDecoder
 from ..generation.device import DeviceDecoders
 from ..kernels.choose_tokens import ChoiceRules
 from ..kernels.launch import TritonDrafter
+from ..target.captured import CapturedTarget
 from ..target.fused import FusedTarget
+from ..target.transformers import TargetModel
 from .problem import MODELS, Dims, first_rows, random_head
 from .timing import commit, copy_bytes_per_s, machine
 
@@ -147,19 +149,25 @@ def main() -> None:
     parser.add_argument("--prefixes", type=int, nargs="*", default=[512, 8192, 32768])
     parser.add_argument("--batch", type=int, nargs="*", default=[1])
     parser.add_argument("--nodes", type=int, default=60)
+    parser.add_argument("--target", choices=("fused", "transformers"), default="fused")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     device, dtype = torch.device("cuda"), torch.bfloat16
     dims = MODELS[arguments.dims]
     bandwidth = copy_bytes_per_s(device)
     model = random_target(arguments.dims, dims, dtype, device)
-    target = FusedTarget(model, (2, LAYERS[arguments.dims] // 2, LAYERS[arguments.dims] - 3))
+    taps = (2, LAYERS[arguments.dims] // 2, LAYERS[arguments.dims] - 3)
+    target: FusedTarget | CapturedTarget
+    if arguments.target == "fused":
+        target = FusedTarget(model, taps)
+    else:
+        target = CapturedTarget(TargetModel(model, taps))
     head = first_rows(random_head(dims, device, dtype), min(arguments.draft_vocab, dims.vocab))
     decoders = DeviceDecoders(target, TritonDrafter(head, TreeConfig(5, 10, arguments.nodes)))
     weight_bytes = sum(
         p.numel() * p.element_size() for name, p in model.named_parameters() if "embed_tokens" not in name
     )
-    weight_bytes += target.lm_head.numel() * target.lm_head.element_size() if arguments.dims in TIED else 0
+    weight_bytes += dims.vocab * dims.hidden * 2 if arguments.dims in TIED else 0
     rows: list[dict[str, Any]] = []
     with torch.inference_mode():
         for batch in arguments.batch:
@@ -168,7 +176,7 @@ def main() -> None:
                     decoder = decoders.get(batch, max(arguments.prefixes) + 400, is_drafted)
                     decoder.cache.keys.normal_()
                     decoder.cache.values.normal_()
-                    kv_bytes = 2 * batch * prefix * len(target.layers) * target.num_kv_heads * target.head_dim * 2
+                    kv_bytes = 2 * batch * prefix * target.num_layers * target.num_kv_heads * target.head_dim * 2
                     row = {"batch": batch, "prefix": prefix, "nodes": decoder.nodes, "sampled": False}
                     row |= {"floor_ms": (weight_bytes + kv_bytes) / bandwidth * 1e3}
                     start = time.perf_counter()
@@ -185,7 +193,7 @@ def main() -> None:
                         rows.append(sampled)
                         print({k: round(v, 3) if isinstance(v, float) else v for k, v in sampled.items()}, flush=True)
     report = {
-        "dims": arguments.dims, "draft_vocab": head.draft_vocab, "machine": machine(device), "commit": commit(),
+        "dims": arguments.dims, "target": arguments.target, "draft_vocab": head.draft_vocab, "machine": machine(device), "commit": commit(),
         "copy_TB_per_s": bandwidth / 1e12, "phases": PHASES, "rows": rows,
     }  # fmt: skip
     if arguments.out:

@@ -36,7 +36,7 @@ from ..kernels.choose_tokens import (
 )
 from ..kernels.prompt_chunks import ChunkRows, PromptBox
 from ..kernels.tree_rows import ForwardRows
-from ..target.fused import ForwardBuffers, FusedTarget, KVCache
+from ..target.device_buffers import DeviceTarget, ForwardBuffers, KVCache
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that there are graphs for."""
@@ -94,7 +94,7 @@ class DeviceDecoder:
     ``drafter`` None decodes plainly: a tree of its root alone.
     """
 
-    def __init__(self, target: FusedTarget, cache: KVCache, drafter: BufferedDrafter | None, num_slots: int) -> None:
+    def __init__(self, target: DeviceTarget, cache: KVCache, drafter: BufferedDrafter | None, num_slots: int) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
         self.nodes = 1 if drafter is None else drafter.tree.total_tokens
@@ -115,7 +115,7 @@ class DeviceDecoder:
         self.choice = replace(choice, num_generated=self.state.num_generated)
         self.box = PromptBox.allocate(cache.capacity, device)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
-        self._bufs = ForwardBuffers(target, num_slots, self.nodes, num_slots * self.nodes)
+        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes)
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
         self._roots = _Roots(self.state) if drafter is None else None
         self._rows: dict[int, ForwardRows] = {}
@@ -263,7 +263,7 @@ class DeviceDecoder:
         if nodes not in self._chunks:
             self._chunks[nodes] = (
                 ChunkRows.allocate(nodes, self.state.lengths),
-                ForwardBuffers(self.target, 1, nodes, 1),
+                self.target.new_buffers(1, nodes, 1),
                 torch.zeros((1, 1), dtype=torch.int32, device=self.target.device),
             )
         chunk, bufs, choice = self._chunks[nodes]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..drafter.buffered import BufferedDrafter
 from ..drafter.config import MAX_NEW_TOKENS
 from ..drafter.reference import Drafter, ReferenceDrafter
+from ..kernels.choose_tokens import ChoiceRules
 from ..kernels.launch import TritonDrafter, Weights
-from ..target.fused import FusedTarget, KVCache
+from ..target.captured import CapturedTarget
+from ..target.device_buffers import DeviceTarget, KVCache
+from ..target.transformers import TargetModel
 from .decoder import DeviceDecoder, bucket_of
 
 _SMALLEST_CAPACITY = 1024
@@ -15,7 +20,7 @@ _SMALLEST_CAPACITY = 1024
 class DeviceDecoders:
     """Builds `DeviceDecoder`s and keeps them with their graphs, as long as the cache is large enough."""
 
-    def __init__(self, target: FusedTarget, drafter: Drafter) -> None:
+    def __init__(self, target: DeviceTarget, drafter: Drafter) -> None:
         self.target, self.head, self.tree = target, drafter.weights, drafter.tree
         self.backend = _backend_of(drafter)
         """How the drafter drafts from buffers; None if it cannot."""
@@ -34,7 +39,8 @@ class DeviceDecoders:
         A cache that has to grow takes all decoders with it: their graphs hold its addresses.
         """
         num_slots, nodes = bucket_of(num_sequences), max(self.tree.total_tokens, self.tree.path_width)
-        cache, needed = self._cache, max_tokens + nodes
+        # One row more, which a captured forward writes where a row of its own goes nowhere.
+        cache, needed = self._cache, max_tokens + nodes + 1
         if cache is None or cache.num_slots < num_slots or cache.capacity < needed:
             slots = num_slots if cache is None else max(num_slots, cache.num_slots)
             capacity = _SMALLEST_CAPACITY
@@ -58,6 +64,19 @@ class DeviceDecoders:
         drafter = BufferedDrafter(self.head, self.tree, num_slots, capacity, self.backend, packed)
         self._packed[num_slots] = drafter.weights
         return drafter
+
+
+def try_captured(target: TargetModel, drafter: Drafter) -> CapturedTarget | str:
+    """Capture one plain step of transformers' forward: the target if that works, else the reason why not."""
+    name = type(target.model).__name__
+    try:
+        captured = CapturedTarget(target)
+        with torch.inference_mode(), torch.cuda.device(target.device):
+            DeviceDecoders(captured, drafter).get(1, 1, is_drafted=False).warm_up(ChoiceRules(), 1)
+    except Exception as error:  # a model's own code may raise anything under capture
+        torch.cuda.synchronize(target.device)
+        return f"the forward of {name} cannot be captured: {str(error).splitlines()[0][:200]}"
+    return captured
 
 
 def _backend_of(drafter: Drafter) -> str | None:

@@ -13,7 +13,7 @@ no other word of it down. So our mask function hands down a mark for each window
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,18 @@ from ..errors import UnsupportedModelError
 
 ATTENTION_NAME = "eagle_slim_tree"
 CONTEXT_ARGUMENT = "tree_context"
+
+
+class ForwardContext(Protocol):
+    """What one forward of the target attends to; each layer of transformers' calls it."""
+
+    calls: int
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attend with ``query`` [batch, heads, nodes, head_dim] to what the cache returned; same shape."""
 
 
 @dataclass
@@ -40,6 +52,14 @@ class TreeContext:
     kv_length: int
     calls: int = 0
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
+        softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """See `ForwardContext.attend`."""
+        self.calls += 1
+        return masked_attention(query, key, value, self.mask(window), scale, softcap, sinks)
 
     def mask(self, sliding_window: int | None) -> Tensor:
         """Return bool [batch, 1, nodes, kv_length]: which key each node may see."""
@@ -140,8 +160,8 @@ def tree_attention_forward(
     Raises `UnsupportedModelError` if the model does not hand keyword arguments down, adds a position bias, or computes
     a mask of its own.
     """
-    context = kwargs.get(CONTEXT_ARGUMENT)
-    if not isinstance(context, TreeContext):
+    context: ForwardContext | None = kwargs.get(CONTEXT_ARGUMENT)
+    if context is None:
         raise UnsupportedModelError(
             f"{type(module).__name__} does not receive the keyword arguments of forward, so the tree mask cannot reach "
             "it. Use a model whose attention takes **kwargs (Llama, Qwen2, Qwen3, Mistral and most others do)."
@@ -155,9 +175,9 @@ def tree_attention_forward(
         raise _own_mask(module)
     if attention_mask is not None:
         sliding_window = _marked_window(attention_mask, module)
-    context.calls += 1
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = masked_attention(query, key, value, context.mask(sliding_window), scale, softcap, s_aux)
+    layer: Any = getattr(module, "layer_idx", -1)
+    out = context.attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -19,11 +19,9 @@ from torch import Tensor, nn
 
 from ..kernels import fused_layers, tree_attention
 from ..kernels.tree_rows import ForwardRows
+from .device_buffers import ForwardBuffers, KVCache
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TREE_SPLITS = 16
-_CHUNK_SPLITS = 4
-_CHUNK_NODES = 129
 
 
 @dataclass(frozen=True)
@@ -69,66 +67,6 @@ class FusedLayer:
     down: Tensor
     down_bias: Tensor | None
     window: int | None
-
-
-class KVCache:
-    """Keys and values of all layers: twice [layers, slots, kv_heads, capacity, head_dim]."""
-
-    def __init__(self, target: FusedTarget, num_slots: int, capacity: int) -> None:
-        shape = (len(target.layers), num_slots, target.num_kv_heads, capacity, target.head_dim)
-        # Never read before it is written, so it may hold anything.
-        self.keys = torch.empty(shape, dtype=target.dtype, device=target.device)
-        self.values = torch.empty_like(self.keys)
-
-    def first(self, num_slots: int) -> KVCache:
-        """The same cache for fewer slots."""
-        view = object.__new__(KVCache)
-        view.keys, view.values = self.keys[:, :num_slots], self.values[:, :num_slots]
-        return view
-
-    @property
-    def num_slots(self) -> int:
-        """Sequences that it holds."""
-        return self.keys.shape[1]
-
-    @property
-    def capacity(self) -> int:
-        """Rows of a slot."""
-        return self.keys.shape[3]
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of keys and values."""
-        return 2 * self.keys.numel() * self.keys.element_size()
-
-
-class ForwardBuffers:
-    """What a forward of up to ``rows`` rows writes besides the cache; static, so that graphs may hold its addresses."""
-
-    def __init__(self, target: FusedTarget, places: int, nodes: int, logit_rows: int) -> None:
-        rows, device = places * nodes, target.device
-
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=target.dtype, device=device)
-
-        self.residual, self.normed, self.delta = (empty(rows, target.hidden_size) for _ in range(3))
-        self.qkv = empty(rows, target.qkv_size)
-        self.attended = empty(rows, target.num_heads * target.head_dim)
-        self.gate_up, self.gated = empty(rows, 2 * target.intermediate_size), empty(rows, target.intermediate_size)
-        self.features = empty(rows, target.feature_width)
-        self.last = empty(logit_rows, target.hidden_size)
-        self.logits = empty(logit_rows, target.vocab_size)
-        splits = _CHUNK_SPLITS if nodes >= _CHUNK_NODES else _TREE_SPLITS
-        self.scratch = tree_attention.AttentionScratch.allocate(
-            places, nodes, target.num_heads, target.head_dim, splits, device
-        )
-
-    def first(self, rows: int) -> ForwardBuffers:
-        """The same buffers for fewer rows, all of which get logits."""
-        view = object.__new__(ForwardBuffers)
-        for name, tensor in vars(self).items():
-            setattr(view, name, tensor[:rows] if isinstance(tensor, Tensor) else tensor)
-        return view
 
 
 class FusedTarget:
@@ -179,6 +117,22 @@ class FusedTarget:
     def feature_width(self) -> int:
         """Width of the features handed to the drafter."""
         return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, each with keys and values of its own."""
+        return len(self.layers)
+
+    def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
+        """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them."""
+        rows = places * nodes
+        wide = {"qkv": self.qkv_size, "gate_up": 2 * self.intermediate_size, "gated": self.intermediate_size}
+        return ForwardBuffers(
+            self, places, nodes, logit_rows,
+            residual=(rows, self.hidden_size), normed=(rows, self.hidden_size), delta=(rows, self.hidden_size),
+            attended=(rows, self.num_heads * self.head_dim), last=(logit_rows, self.hidden_size),
+            **{name: (rows, width) for name, width in wide.items()},
+        )  # fmt: skip
 
     def reserve_positions(self, num_positions: int) -> None:
         """Have rotary tables for positions below ``num_positions``; graphs captured before hold the old tables."""

@@ -22,6 +22,7 @@ from . import attention
 from .attention import TreeContext
 from .cache import SlotCache
 from .choose import Choice, fuse
+from .device_buffers import DeviceTarget
 from .lock import lock_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -76,7 +77,10 @@ class TargetModel:
         self._attention_configs = _distinct_attention_configs(model)
         self.backend = backend or Choice("transformers", "asked for")
         """The forward that generation uses where it can, and why."""
-        self.fused = fuse(model, self.tap_layers, self.backend)
+        self.on_device: DeviceTarget | None = fuse(model, self.tap_layers, self.backend)
+        """The forward that steps on the device use; None where they run in pieces."""
+        self.pieces_reason: str | None = None
+        """Why transformers' forward was not captured on a GPU; None before it was tried."""
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +183,7 @@ class TargetModel:
         if self.longrope_limit is not None:
             # Nodes that can no longer be kept must not change the frequencies of those that can.
             position_ids = position_ids.clamp(max=self.longrope_limit - 1)
-        with self._tree_attention(), self._record_features() as taps, torch.inference_mode():
+        with self.tree_attention(), self.record_features() as taps, torch.inference_mode():
             output = self.model(
                 input_ids=token_ids,
                 position_ids=position_ids,
@@ -210,7 +214,7 @@ class TargetModel:
         return TargetOutput(output.logits, torch.cat(features, -1))
 
     @contextmanager
-    def _tree_attention(self) -> Iterator[None]:
+    def tree_attention(self) -> Iterator[None]:
         """Switch the model to tree attention for one forward, so that its own ``generate`` stays as it was."""
         before = [config._attn_implementation for config in self._attention_configs]
         try:
@@ -222,7 +226,7 @@ class TargetModel:
                 config._attn_implementation = name
 
     @contextmanager
-    def _record_features(self) -> Iterator[dict[int, Tensor]]:
+    def record_features(self) -> Iterator[dict[int, Tensor]]:
         """Collect the features of one forward, by their place among the taps."""
         taps: dict[int, Tensor] = {}
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from support.tiny_models import random_prompts, tiny_target, write_head
+from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
 TREE = {"depth": 3, "top_k": 4, "total_tokens": 24}
@@ -47,6 +48,37 @@ def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
     return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Gemma3"])
+def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
+    """Targets that are not fused run the same steps over transformers' own forward."""
+    import transformers
+
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512, "head_dim": 16}
+    kind = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, kind)(**sizes)
+    target = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    widen(target.named_parameters())
+    head = write_head(tmp_path, hidden=64)
+    model = SpeculativeModel.from_pretrained(target.cuda(), head, drafter="triton", **TREE)
+    prompts = random_prompts([1, 9, 70])
+    output = model.generate(prompts, max_new_tokens=40)
+    assert "CUDA graphs" in output.stats.path, output.stats.path
+    assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
+
+
+def test_smollm2_in_fp32_needs_the_measured_passes() -> None:
+    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="triton")
+    lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
+    prompts = [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
+    output = model.generate(prompts, max_new_tokens=40)
+    plain = model.generate(prompts, max_new_tokens=40, speculative=False)
+    assert "CUDA graphs" in output.stats.path
+    assert output.token_ids == plain.token_ids
+    assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
+    assert output.stats.num_accepted_tokens == pytest.approx(484, abs=3)
+    assert output.stats.num_passes == pytest.approx(160, abs=2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
 from eagle_slim.runtime.kernels.tree_rows import ForwardRows, tree_rows_ref
-from eagle_slim.runtime.target.fused import ForwardBuffers, FusedTarget, KVCache, LayerOps, unfit_reason
+from eagle_slim.runtime.target.device_buffers import KVCache
+from eagle_slim.runtime.target.fused import FusedTarget, LayerOps, unfit_reason
 from eagle_slim.runtime.tree import layout_tree
 from support.tiny_models import VOCAB, random_prompts, tiny_target
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, pro
     box.tokens.copy_(torch.tensor(prompt))
     features = []
     for start in range(0, len(prompt), chunk):
-        rows, bufs = ChunkRows.allocate(chunk, lengths), ForwardBuffers(target, 1, chunk, 1)
+        rows, bufs = ChunkRows.allocate(chunk, lengths), target.new_buffers(1, chunk, 1)
         chunk_rows_ref(box, rows)
         target.forward(rows.forward, cache, bufs, last_row=rows.last_row)
         count = min(chunk, len(prompt) - start)
@@ -100,7 +101,7 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
     cache = poisoned_cache(target, 3, 40)
     found = prefill(target, cache, lengths, 1, prompt, chunk=8)
     torch.testing.assert_close(found, prompt_features, rtol=1e-4, atol=1e-4)
-    rows, bufs = ForwardRows.allocate(2, 7, lengths), ForwardBuffers(target, 2, 7, 14)
+    rows, bufs = ForwardRows.allocate(2, 7, lengths), target.new_buffers(2, 7, 14)
     slots = [torch.full((3, 7), -1), torch.full((3, 7), -1), torch.zeros((3, 7), dtype=torch.int64)]
     for by_slot, value in zip(slots, (tokens, tree.parents, tree.tree_position_ids), strict=True):
         by_slot[1] = value[0]
