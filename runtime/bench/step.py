@@ -158,10 +158,7 @@ def main() -> None:
     model = random_target(arguments.dims, dims, dtype, device)
     taps = (2, LAYERS[arguments.dims] // 2, LAYERS[arguments.dims] - 3)
     target: FusedTarget | CapturedTarget
-    if arguments.target == "fused":
-        target = FusedTarget(model, taps)
-    else:
-        target = CapturedTarget(TargetModel(model, taps))
+    target = FusedTarget(model, taps) if arguments.target == "fused" else CapturedTarget(TargetModel(model, taps))
     head = first_rows(random_head(dims, device, dtype), min(arguments.draft_vocab, dims.vocab))
     decoders = DeviceDecoders(target, TritonDrafter(head, TreeConfig(5, 10, arguments.nodes)))
     weight_bytes = sum(

@@ -43,14 +43,13 @@ def score_distance(score, largest):
 def distance_weight(distance):
     """int64 weights of int32 distances. Strictly falling until shifted: a step of 1 is 128 units of the fraction."""
     exponent = distance.to(tl.int64) * _LOG2_E  # base 2, in units of 2**-54
-    # Even, so that PyTorch's products of two such numbers fit int64.
-    f = (exponent >> 22).to(tl.uint32) & 0xFFFFFFFE
-    lost = _C5 - tl.umulhi(f, _C6)
-    lost = _C4 - tl.umulhi(f, lost)
-    lost = _C3 - tl.umulhi(f, lost)
-    lost = _C2 - tl.umulhi(f, lost)
-    lost = tl.umulhi(f, _C1 - tl.umulhi(f, lost))
-    return ((4294967296 - lost.to(tl.int64)) << 12) >> tl.minimum(exponent >> 54, 63)
+    half_f = (exponent >> 23) & 0x7FFFFFFF
+    lost = _C5 - (half_f * _C6 >> 31)
+    lost = _C4 - (half_f * lost >> 31)
+    lost = _C3 - (half_f * lost >> 31)
+    lost = _C2 - (half_f * lost >> 31)
+    lost = half_f * (_C1 - (half_f * lost >> 31)) >> 31
+    return ((4294967296 - lost) << 12) >> tl.minimum(exponent >> 54, 63)
 
 
 def score_distance_ref(scores: Tensor) -> Tensor:
