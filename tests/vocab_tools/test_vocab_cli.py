@@ -123,7 +123,7 @@ def test_swapped_arguments_and_sizes_with_separators_are_named(run, files: Path,
         swapped = run(*arguments)
         assert (swapped.code, "Are COUNTS and VOCAB swapped?" in swapped.err) == (1, True)
     sizes = run("coverage", vocab_file, files / "chat.counts", "--sizes", "8,192,16,384")
-    assert (sizes.code, "without thousands separators" in sizes.err) == (2, True)
+    assert (sizes.code, "Sizes have no thousands separator" in sizes.err) == (2, True)
 
 
 def test_ids_that_were_never_counted_are_printed(run, files: Path, tmp_path: Path) -> None:
