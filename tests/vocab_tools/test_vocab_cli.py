@@ -116,6 +116,7 @@ def test_swapped_arguments_and_sizes_with_separators_are_named(run, files: Path,
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", vocab_file)
     (files / "chat.safetensors").write_bytes((files / "chat.counts").read_bytes())
     for arguments in (
+        ("coverage", files / "chat.counts", vocab_file),
         ("coverage", files / "chat.safetensors", vocab_file),
         ("coverage", vocab_file, vocab_file),
         ("rank", vocab_file, "--tokenizer", files / "tok", "-o", tmp_path / "w.json"),
