@@ -116,6 +116,7 @@ def test_swapped_arguments_and_sizes_with_separators_are_named(run, files: Path,
     run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", vocab_file)
     (files / "chat.safetensors").write_bytes((files / "chat.counts").read_bytes())
     for arguments in (
+        ("coverage", files / "chat.counts", vocab_file),
         ("coverage", files / "chat.safetensors", vocab_file),
         ("coverage", vocab_file, vocab_file),
         ("rank", vocab_file, "--tokenizer", files / "tok", "-o", tmp_path / "w.json"),
@@ -123,7 +124,7 @@ def test_swapped_arguments_and_sizes_with_separators_are_named(run, files: Path,
         swapped = run(*arguments)
         assert (swapped.code, "Are COUNTS and VOCAB swapped?" in swapped.err) == (1, True)
     sizes = run("coverage", vocab_file, files / "chat.counts", "--sizes", "8,192,16,384")
-    assert (sizes.code, "without thousands separators" in sizes.err) == (2, True)
+    assert (sizes.code, "Sizes have no thousands separator" in sizes.err) == (2, True)
 
 
 def test_ids_that_were_never_counted_are_printed(run, files: Path, tmp_path: Path) -> None:

@@ -187,7 +187,8 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
             )
     files = find_files(source.location)
     tables = [file for file in files if file.format != "txt"]
-    column, kind = "", "text"
+    column = ""
+    kind: Kind = "text"
     if tables:
         if len(tables) < len(files):
             raise UsageError(
@@ -208,7 +209,7 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
         )
     return OpenCorpus(
         source=source,
-        kind="chat" if kind == "chat" else "text",
+        kind=kind,
         column=column,
         size=sum(file.size for file in files),
         identity={"files": [[file.path, file.size, file.modified_ns] for file in files]},

@@ -27,9 +27,7 @@ from ..files import regular_file, write_file
 
 JSON = Any
 
-METADATA_KEY = "eagle_slim.token_counts"
-"""Name of the metadata entry by which a counts file is known."""
-
+_KEY = "eagle_slim.token_counts"
 _VERSION = 1
 
 
@@ -214,7 +212,7 @@ class TokenCounts:
             ],
         }
         # One metadata entry only: safetensors writes several in no fixed order.
-        return bytes(save(tensors, metadata={METADATA_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
+        return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
 
     @classmethod
     def load(cls, path: str | Path) -> TokenCounts:
@@ -236,12 +234,12 @@ class TokenCounts:
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
-                if METADATA_KEY not in metadata:
+                if _KEY not in metadata:
                     raise VocabularyError(
-                        f"{path}: a safetensors file, but not token counts (no {METADATA_KEY!r} in its metadata). "
+                        f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
                         "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
                         path=str(path),
-                        missing=METADATA_KEY,
+                        missing=_KEY,
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         # numpy does not know bfloat16 and raises a TypeError.
@@ -252,9 +250,20 @@ class TokenCounts:
             ) from error
         with errors_of(path):
             try:
-                return _from_parts(json.loads(metadata[METADATA_KEY]), tensors)
+                return _from_parts(json.loads(metadata[_KEY]), tensors)
             except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
+
+
+def is_counts_file(path: str | Path) -> bool:
+    """Whether an existing file is a safetensors file of token counts, whatever its name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            return _KEY in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
 
 
 def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:

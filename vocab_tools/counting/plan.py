@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -107,36 +108,35 @@ def _probe_texts(corpora: Sequence[OpenCorpus], plan: CountPlan) -> Iterator[tup
 
 def _probe_chats(corpora: Sequence[OpenCorpus], plan: CountPlan, say: Callable[[str], None]) -> tuple[SourcePlan, ...]:
     """Check on real conversations that tokens do not change where texts are cut at the added tokens."""
-    by_pieces = BlockCounter(plan)
+    counter = BlockCounter(plan)
     sources = list(plan.sources)
     for position, (corpus, source) in enumerate(zip(corpora, plan.sources, strict=True)):
         if source.kind != "chat" or source.roles != "assistant":
             continue
-        exactly = replace(plan, sources=(replace(source, exact=True),))
-        spans = SpanEncoder(plan.encoder.tokenizer_json)
-        for block in corpus.probe_blocks:
-            pairs = zip(
-                DocumentReader(plan).documents(position, block),
-                DocumentReader(exactly).documents(0, block),
-                strict=True,
+        place = _changed_by_cutting(corpus, position, plan, counter)
+        if place is not None:
+            say(
+                f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer gives other "
+                f"tokens when a text is cut at its added tokens (seen at {place})"
             )
-            for number, ((at, pieces), (_, whole)) in enumerate(pairs):
-                if number >= _PROBE_CHATS:
-                    break
-                if isinstance(pieces, BadRecord) or isinstance(whole, BadRecord) or not pieces:
-                    continue
-                expected = [spans.encode(piece.text, piece.spans or ()) for piece in whole]
-                if not np.array_equal(by_pieces.encode_document(pieces), np.concatenate(expected)):
-                    place = _Place(corpus, block.shard, at)
-                    say(
-                        f"{corpus.source.name}: tokenizing whole conversations, which is slower: this tokenizer "
-                        f"gives other tokens when a text is cut at its added tokens (seen at {place})"
-                    )
-                    sources[position] = replace(source, exact=True)
-                    break
-            if sources[position].exact:
-                break
+            sources[position] = replace(source, exact=True)
     return tuple(sources)
+
+
+def _changed_by_cutting(corpus: OpenCorpus, position: int, plan: CountPlan, counter: BlockCounter) -> _Place | None:
+    """Return the first probed conversation that has other tokens when it is cut, or None."""
+    exactly = replace(plan, sources=(replace(plan.sources[position], exact=True),))
+    spans = SpanEncoder(plan.encoder.tokenizer_json)
+    for block in corpus.probe_blocks:
+        in_pieces = DocumentReader(plan).documents(position, block)
+        as_a_whole = DocumentReader(exactly).documents(0, block)
+        for (at, pieces), (_, whole) in islice(zip(in_pieces, as_a_whole, strict=True), _PROBE_CHATS):
+            if isinstance(pieces, BadRecord) or isinstance(whole, BadRecord) or not pieces:
+                continue
+            expected = [spans.encode(piece.text, piece.spans or ()) for piece in whole]
+            if not np.array_equal(counter.encode_document(pieces), np.concatenate(expected)):
+                return _Place(corpus, block.shard, at)
+    return None
 
 
 def identity_of(

@@ -216,7 +216,7 @@ def choose_library(
     Args:
         requested: a library, or "auto" for `fastokens` where it is installed and gives the right ids.
         spec: the tokenizer.
-        probe: (place, text) pairs of the corpus, on which `fastokens` must give the ids of `tokenizers`.
+        probe: (place, text) of some texts of the corpus, on which `fastokens` must give the ids of `tokenizers`.
 
     Raises:
         TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ..counting.counts import is_counts_file
 from ..errors import VocabularyError, errors_of
 from ..files import read_json, regular_file
 from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
@@ -116,6 +117,12 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
     if path.is_dir():
         return _read_folder(path)
     regular_file(path, VocabularyError, "token map")
+    if is_counts_file(path):
+        raise VocabularyError(
+            f"{path}: this is a counts file, not a draft vocabulary or token map. Are COUNTS and VOCAB swapped?",
+            path=str(path),
+            found="counts",
+        )
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".npy":
@@ -198,17 +205,8 @@ def _read_artifact(path: Path) -> DraftVocab:
 def _read_safetensors(path: Path) -> _Map:
     from safetensors import SafetensorError, safe_open
 
-    from ..counting.counts import METADATA_KEY
-
     try:
         with safe_open(path, "numpy") as file:
-            if METADATA_KEY in (file.metadata() or {}):
-                raise VocabularyError(
-                    f"{path}: this is a counts file, not a draft vocabulary or token map. Are COUNTS and VOCAB "
-                    "swapped?",
-                    path=str(path),
-                    found="counts",
-                )
             names = list(file.keys())
             found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
             if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:

@@ -280,15 +280,16 @@ def test_packed_files_hold_what_plain_ones_do(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("suffix", PACKED)
 def test_a_damaged_stream_gives_what_is_before_the_damage(tmp_path: Path, suffix: str) -> None:
     draw = random.Random(0)
-    # More than bzip2 packs at a time.
-    rows = [{"text": draw.randbytes(1500).hex()} for _ in range(900)]
+    # bzip2 needs more than it packs at a time.
+    num_rows = 900 if suffix == ".bz2" else 300
+    rows = [{"text": draw.randbytes(1500).hex()} for _ in range(num_rows)]
     data = pack(jsonl(rows), suffix)
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(data[: len(data) // 2])
     found = values(CorpusSource(str(path)))
     assert found[-1].startswith(f"the {suffix} stream is damaged from about here")
     assert found[:-1] == [row["text"] for row in rows[: len(found) - 1]]
-    assert len(found) > 290
+    assert len(found) > 0.3 * num_rows
     ((place, _),) = bad_places(CorpusSource(str(path)))
     assert place == f"{path}, line {len(found)}"
     path.write_bytes(b"not packed at all\n" * 20)
