@@ -65,6 +65,7 @@ class Inputs:
 
     Attributes:
         head: the head.
+        source: where it came from.
         reading: how it was read.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
