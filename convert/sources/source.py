@@ -228,8 +228,8 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
             f"{error}\nWeights are in its sub-folders {_listed(elsewhere)}: name one with --subfolder.",
             **{**error.facts, "subfolders": sorted(elsewhere)},
         ) from error
-    card = ["README.md"] if "README.md" in names and "README.md" not in beside else []
-    return [_joined(subfolder, name) for name in found] + card
+    above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
+    return [_joined(subfolder, name) for name in found] + above
 
 
 def _check_weights_file(names: Collection[str], weights_file: str | None, where: str) -> None:
