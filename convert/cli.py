@@ -275,7 +275,7 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
         emit_json(plans if len(plans) > 1 else plans[0])
         return
     for plan in prepared.plans:
-        rows = "as many as --coverage needs" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
+        rows = "as many as --coverage or --cost asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
         forced = "not known before ranking" if plan.num_forced is None else f"{plan.num_forced:,}"
         after = "not known before ranking" if plan.bytes_after is None else _bytes(plan.bytes_after)
         click.echo(f"would write {plan.folder}")

@@ -22,6 +22,7 @@ from ..head.open import open_head
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
+from ..sources.target_lm_head import open_target_lm_head
 from ..weights import names
 from ..weights.checksums import row_checksums
 from ..weights.rows import GatheredRows
@@ -83,7 +84,7 @@ class SourceChecks:
                 raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
             source = self.found.need_head(str(self.found.folder))
             try:
-                opened = targets.open_lm_head(self._target, self._only_cache)
+                opened = open_target_lm_head(self._target.source, offline=self._only_cache)
             except SourceError as error:
                 if not self._only_cache:
                     raise

@@ -265,8 +265,6 @@ def _measure(job: dict[str, Any], env: dict[str, str] | None = None) -> dict[str
 
 def _child(job: dict[str, Any]) -> None:
     """Measure one conversion in this process and print what came of it as JSON."""
-    import safetensors.torch  # noqa: F401  (so that the imports of the call are done before it)
-    import torch  # noqa: F401
     from eagle_slim.convert.bench.counting import count_reads, count_sha256
 
     from ..conversion.convert import convert_head

@@ -370,7 +370,8 @@ def prepare_conversion(
 
 def _step_cost(draft_vocab: Any, coverage: float | None, cost: str | Path | None) -> StepCost | None:
     """Read the cost that finds the size; None where a size or a coverage is given."""
-    if draft_vocab != AUTO and list(draft_vocab if isinstance(draft_vocab, (tuple, list)) else ()) != [AUTO]:
+    named = [draft_vocab] if isinstance(draft_vocab, str) else draft_vocab
+    if not isinstance(named, list | tuple) or list(named) != [AUTO]:
         if cost is not None:
             raise UsageError("--cost finds the size of --draft-vocab auto. Give both.", option="--cost")
         return None

@@ -20,6 +20,7 @@ from ..manifest import Flavour
 from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource
+from ..sources.target_lm_head import open_target_lm_head
 from . import target as targets
 from .doubts import doubts_about
 from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
@@ -65,6 +66,7 @@ class Inputs:
 
     Attributes:
         head: the head.
+        source: where it came from.
         reading: how it was read.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
@@ -145,7 +147,7 @@ def open_inputs(
     if needs_rows:
         assert opened is not None
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
-        lm_head = targets.open_lm_head(opened, reading.offline)
+        lm_head = open_target_lm_head(opened.source, offline=reading.offline)
         targets.lm_head_rows(head, lm_head, f"target {opened.name}")
     doubts = tuple(doubts_about(head, source))
     return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin, doubts)

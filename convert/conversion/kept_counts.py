@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError
+
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.source import CorpusSource
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
@@ -30,30 +32,41 @@ class KeptCounts:
         self._options = options
 
     def count(self, sources: Sequence[CorpusSource], tokenizer: LoadedTokenizer) -> TokenCounts:
-        """Count; see `count_tokens`."""
+        """Count; see `count_tokens`. What another count has left for the same output is dropped."""
         from eagle_slim.vocab_tools.counting.count import count_tokens
 
-        counts = count_tokens(
-            sources,
-            tokenizer,
-            notify=self._notify,
-            save_to=self._file,
-            resume_file=self._resume_file,
-            **self._options,
-        )
+        def count(restart: bool) -> TokenCounts:
+            return count_tokens(
+                sources,
+                tokenizer,
+                notify=self._notify,
+                save_to=self._file,
+                resume_file=self._resume_file,
+                restart=restart,
+                **self._options,
+            )
+
+        try:
+            counts = count(restart=False)
+        except (UsageError, CorpusError) as error:
+            if not self._is_ours or error.facts.get("path") != self._resume_file:
+                raise
+            self._notify(f"{self._resume_file} is of another count: starting over")
+            counts = count(restart=True)
         self.done = True
         return counts
 
     def __enter__(self) -> KeptCounts:
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if error is None:
             if self.done and self._is_ours:
                 self._file.unlink(missing_ok=True)
         elif self.done:
             self._notify(f"The counts are kept: go on with --counts {self._file} instead of --dataset.")
-        elif self._resume_file.exists():
+        elif self._resume_file.exists() and getattr(error, "facts", {}).get("path") != self._resume_file:
+            # An interrupted count has said it itself.
             self._notify(
                 f"What was counted so far is kept in {self._resume_file}: the same command goes on from there."
             )

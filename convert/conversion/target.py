@@ -20,7 +20,6 @@ from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embe
 from ..sources.lm_head import TargetLMHead
 from ..sources.public_heads import known_target
 from ..sources.source import ResolvedSource, target_files
-from ..sources.target_lm_head import open_target_lm_head
 
 # Rows that pad a vocabulary for the GPU: gpt-oss, with 1,069, has the most among the models in use.
 _MOST_PADDING = 2048
@@ -116,11 +115,6 @@ def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Ta
     if source.repo_id is None:
         provenance["name"] = Path(choice.name).resolve().name
     return Target(choice.name, source, _config(source.folder, choice.name), provenance)
-
-
-def open_lm_head(target: Target, offline: bool) -> TargetLMHead:
-    """Open the target's LM head, and nothing else of it. Raises as `source.open_target_lm_head`."""
-    return open_target_lm_head(target.source, offline=offline)
 
 
 def lm_head_rows(head: DraftHead, lm_head: TargetLMHead, where: str) -> LmHeadSource:

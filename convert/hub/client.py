@@ -6,8 +6,10 @@ everywhere.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from .errors import UnreachableError, explained
@@ -44,8 +46,14 @@ def ask(call: Callable[[], _Answer], repo_id: str, revision: str | None = None, 
             late = time.monotonic() - began + pause_s > _PATIENCE_S
             if not error.is_passing or attempt == _ATTEMPTS or late:
                 raise
+            notify_stderr(f"{error.headline}; trying again in {pause_s:.0f} s")
             time.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
+
+
+def notify_stderr(message: str) -> None:
+    """Write a notice for the user to stderr."""
+    print(message, file=sys.stderr)
 
 
 def pause_before_next(attempt: int, asked_s: float | None = None, first_s: float = 1.0) -> float:
@@ -75,9 +83,13 @@ def is_offline() -> bool:
 
 
 def _limit_silence(seconds: float) -> None:
-    """Give the library's session a time limit for the requests that name none; requests, before 1.0, has no such."""
+    """Give the library's session a time limit for the requests that name none."""
     from huggingface_hub import get_session
 
     session: Any = get_session()
     if hasattr(session, "timeout"):
         session.timeout = seconds
+    else:
+        # Before huggingface_hub 1.0 it is one of requests, which knows limits of single requests only.
+        request = getattr(session.request, "func", session.request)
+        session.request = partial(request, timeout=seconds)

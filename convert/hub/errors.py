@@ -207,13 +207,15 @@ def _unreachable(repo_id: str, cause: BaseException) -> SourceError:
     kind = type(cause).__name__
     if kind == "JSONDecodeError":
         return not_the_hub(repo_id, "a page that is not the Hub's")
+    advice = "Check the connection, the proxy and HF_ENDPOINT, and try again; or give a folder."
     if "Timeout" in kind:
         headline = f"{repo_id}: {endpoint()} does not answer ({kind})"
+        advice += " Where the network is only slow, set HF_HUB_ETAG_TIMEOUT to more seconds."
     else:
         headline = f"{repo_id}: {endpoint()} cannot be reached ({kind}: {plain(cause, 160)})"
     return UnreachableError(
         headline,
-        "Check the connection, the proxy and HF_ENDPOINT, and try again; or give a folder.",
+        advice,
         is_passing=kind in _ACCIDENTS,
         repo_id=repo_id,
         cause=kind,

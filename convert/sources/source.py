@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -13,6 +12,7 @@ from typing import Any
 from eagle_slim.vocab_tools.files import expand_home
 
 from ..errors import CheckpointError, SourceError
+from ..hub.client import notify_stderr
 from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
 from ..manifest import MANIFEST_NAME, Manifest
 from ..weights.names import canonical_names
@@ -45,11 +45,6 @@ HEAD_FILES = (
 """Small files of a head: configuration, manifest, card (which may name the target), and a tokenizer if it has one."""
 
 Notify = Callable[[str], object]
-
-
-def notify_stderr(message: str) -> None:
-    """Write a notice for the user to stderr; the `notify` of every function here unless another is given."""
-    print(message, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -233,8 +228,8 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
             f"{error}\nWeights are in its sub-folders {_listed(elsewhere)}: name one with --subfolder.",
             **{**error.facts, "subfolders": sorted(elsewhere)},
         ) from error
-    card = ["README.md"] if "README.md" in names and "README.md" not in beside else []
-    return [_joined(subfolder, name) for name in found] + card
+    above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
+    return [_joined(subfolder, name) for name in found] + above
 
 
 def _check_weights_file(names: Collection[str], weights_file: str | None, where: str) -> None:

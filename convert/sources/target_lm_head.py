@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from ..atomic import atomic_file
 from ..errors import CheckpointError, OutputError
-from ..hub.client import is_offline
+from ..hub.client import is_offline, notify_stderr
 from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
 from ..hub.remote_file import HubFile, progress_bar
 from ..hub.snapshot import cache_folder, fetch, not_cached
@@ -27,7 +27,7 @@ from .lm_head import (
     ties_embedding,
     unused_lm_head,
 )
-from .source import Notify, ResolvedSource, notify_stderr, resolve
+from .source import Notify, ResolvedSource, resolve
 
 
 def open_target_lm_head(

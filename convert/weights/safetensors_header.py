@@ -152,7 +152,8 @@ def _load_object(raw: bytes, where: str) -> dict[str, Any]:
 
     if not raw.startswith(b"{"):
         found = shorten(raw[:16])
-        raise damaged(where, f"not a safetensors file: expected a header that begins with '{{', found {found}")
+        problem = f"not a safetensors file: expected a header that begins with '{{', found {found}"
+        raise damaged(where, problem, expected="{", found=raw[:16])
     try:
         entries = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:

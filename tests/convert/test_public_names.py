@@ -24,7 +24,7 @@ def test_names_are_pinned():
 def test_parameters_of_the_commands_functions():
     convert = inspect.signature(package.convert_head).parameters
     assert list(convert) == [
-        "head", "draft_vocab", "coverage", "vocabulary", "target", "tokenizer", "weights_file", "revision",
+        "head", "draft_vocab", "coverage", "cost", "vocabulary", "target", "tokenizer", "weights_file", "revision",
         "subfolder", "target_revision", "tokenizer_revision", "out", "force", "flavour", "d2t_form", "tap_layers",
         "offline", "count", "say",
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
-from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
@@ -196,21 +196,29 @@ class TestCountsAreKept:
         assert run(*arguments, *chats, "--force")[0] == 0
         assert not kept.exists()
 
-    def test_when_counting_is_interrupted(self, run, tmp_path, target, chats, monkeypatch):
+    def test_when_counting_ends(self, run, tmp_path, target, chats, monkeypatch):
+        """An interruption says itself where the count goes on; after another error the conversion says it."""
         from eagle_slim.vocab_tools.counting import count
 
+        arguments = (write_eagle3(tmp_path / "head"), "--draft-vocab", "300", "--target", target, *chats)
         real = count.count_tokens
+        for error, words in ((CorpusError("line 3"), "the same command goes on from there"), (KeyboardInterrupt(), "")):
 
-        def interrupted(*arguments, **options):
-            real(*arguments, **{**options, "save_to": None})
-            [state] = [value for key, value in options.items() if key in ("checkpoint", "resume_file")]
-            state.write_bytes(b"what is counted so far")
-            raise KeyboardInterrupt
+            def ended(*_, error=error, **options):
+                options["resume_file"].write_bytes(b"what was counted")
+                raise error
 
-        monkeypatch.setattr(count, "count_tokens", interrupted)
-        code, _, err = run(write_eagle3(tmp_path / "head"), "--draft-vocab", "300", "--target", target, *chats)
-        assert code == 1
-        assert "the same command goes on from there" in err
+            with monkeypatch.context() as patch:
+                patch.setattr(count, "count_tokens", ended)
+                code, _, err = run(*arguments)
+            assert code == 1
+            assert words in err
+        # A state that is of another count, or none, does not stand in the way of this one.
+        assert count.count_tokens is real
+        code, _, err = run(*arguments)
+        assert code == 0, err
+        assert "starting over" in err
+        assert not list(tmp_path.glob(".head-v300*"))
 
 
 class TestPush:

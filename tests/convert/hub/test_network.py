@@ -83,6 +83,27 @@ def test_the_hub_says_how_long_to_wait(hub: HubServer, home: Path, pauses: list[
     assert pauses[0] == 7
 
 
+def test_waiting_is_said(hub: HubServer, home: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    hub.inject(API, Fault(times=1, any_status=503))
+    open_head_source("org/head")
+    assert "is in trouble (status 503); trying again in 1 s" in capsys.readouterr().err
+
+
+def test_a_session_of_requests_gets_a_time_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    class Session:
+        def request(self, method: str, timeout: float | None = None) -> float | None:
+            return timeout
+
+    session = Session()
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
+    for seconds in (10.0, 120.0):
+        client._limit_silence(seconds)
+        assert session.request("GET") == seconds
+        assert session.request("GET", timeout=3.0) == 3.0
+
+
 def test_a_rate_limit_is_called_so(hub: HubServer, tmp_path: Path, pauses: list[float]) -> None:
     hub.inject(API, Fault(any_status=429, retry_after_s=250))
     with connected(hub, tmp_path), raises(SourceError, status=429) as caught:
