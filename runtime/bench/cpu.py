@@ -8,15 +8,13 @@ All arguments are those of `eagle-compare`.
 
 from __future__ import annotations
 
-import sys
+import runpy
 import time
 
 import torch
-
-from ..compare_cli import main
 
 if __name__ == "__main__":
     # With a single thread the process's own time is what the step would take on an idle core.
     torch.set_num_threads(1)
     time.perf_counter = time.process_time
-    main(sys.argv[1:])
+    runpy.run_module("eagle_slim.runtime.compare_cli", run_name="__main__")
