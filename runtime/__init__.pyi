@@ -2,7 +2,16 @@ from .config import SamplingConfig, TreeConfig
 from .drafter.buffers import Buffers
 from .drafter.config import DrafterConfig
 from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
-from .errors import AcceptanceWarning, DrafterError, PairingError, PromptError, TargetError, UnsupportedModelError
+from .errors import (
+    AcceptanceWarning,
+    DrafterError,
+    HeadWarning,
+    PairingError,
+    PromptError,
+    TargetError,
+    TargetWarning,
+    UnsupportedModelError,
+)
 from .generation.output import GenerationOutput
 from .generation.requests import RequestOutput
 from .generation.stats import GenerationStats
@@ -29,6 +38,7 @@ __all__ = [
     "DrafterError",
     "GenerationOutput",
     "GenerationStats",
+    "HeadWarning",
     "NewPairs",
     "PairingError",
     "PromptError",
@@ -37,6 +47,7 @@ __all__ = [
     "SamplingConfig",
     "SpeculativeModel",
     "TargetError",
+    "TargetWarning",
     "TreeConfig",
     "TritonDrafter",
     "UnsupportedModelError",

@@ -39,7 +39,7 @@ from .generation.device import DeviceDecoders, try_captured
 from .generation.device_loop import DeviceLoop
 from .generation.logit_records import LogitRecord
 from .generation.loop import GenerationLoop
-from .generation.options import build_processors, join_options
+from .generation.options import build_processors, join_options, without_padding
 from .generation.output import GenerationOutput, with_logprobs
 from .generation.prompts import Messages, Prompts, check_prompts, encode_conversation, read_prompts
 from .generation.requests import Request, start
@@ -331,7 +331,7 @@ class SpeculativeModel:
             generation_config: as in transformers, for what no argument says.
             logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
                 functions of these alone (`options`).
-            options: further fields of a `GenerationConfig`: ``max_length`` (prompt, without padding, and answer),
+            options: further fields of a `GenerationConfig`: ``max_length`` (prompt, with its padding, and answer),
                 ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``min_p``, ``typical_p``,
                 ``num_return_sequences``, ``max_time``, ``output_scores``, ``output_logits``,
                 ``return_dict_in_generate`` and others (`options.PENALTIES`). The target's own generation configuration
@@ -388,10 +388,19 @@ class SpeculativeModel:
         device = self.target.device
         requests = []
         for index, prompt in enumerate(prompts):
-            new = read_max_new_tokens(options, len(prompt))
+            # As in transformers, lengths of prompt and answer together count the padding that was given.
+            padded = len(read.rows[index])
+            new = read_max_new_tokens(options, padded)
             record = LogitRecord(sampling) if has_scores or has_logits else None
             process = build_processors(
-                options, len(prompt), new, eos, vocab_size, logits_processor or (), device, record
+                without_padding(options, padded - len(prompt)),
+                len(prompt),
+                new,
+                eos,
+                vocab_size,
+                logits_processor or (),
+                device,
+                record,
             )
             requests.append(
                 Request(

@@ -135,6 +135,7 @@ def _speedup(row: Row) -> str:
 
 
 def _with_error(estimate: Estimate, digits: int) -> str:
-    """Format a value with the relative half-width of its interval; a question mark where one prompt gives none."""
-    error = f"{estimate.high / estimate.value - 1:.0%}" if math.isfinite(estimate.high) else "?"
+    """Format a value with the relative half-width of its interval; a question mark where that says nothing."""
+    width = estimate.high / estimate.value - 1 if math.isfinite(estimate.high) else math.inf
+    error = f"{width:.0%}" if width < 10 else "?"
     return f"{estimate.value:.{digits}f} ±{error}"

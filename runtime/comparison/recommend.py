@@ -129,7 +129,7 @@ def _reasons(
 ) -> list[str]:
     reasons = [f"{chosen.candidate}: {_cost(chosen)}."]
     if len(close) > 1:
-        names = ", ".join(row.candidate for row in sorted(close, key=lambda row: -row.draft_bytes))
+        names = "; ".join(row.candidate for row in sorted(close, key=lambda row: -row.draft_bytes))
         reasons.append(
             f"{names}: these prompts do not tell their speeds apart by more than {_MARGIN:.0%}; of them "
             f"{chosen.candidate} reads the fewest bytes ({chosen.draft_bytes / 1e6:,.1f} MB a tree)."

@@ -100,6 +100,14 @@ def join_options(
     return {name: value for name, value in found.items() if value is not None}
 
 
+def without_padding(options: Mapping[str, Any], padding: int) -> Mapping[str, Any]:
+    """Return the options for a prompt whose padding, that many tokens, was taken off: ``min_length`` counts it."""
+    length = options.get("min_length")
+    if not padding or not isinstance(length, Integral):
+        return options
+    return {**options, "min_length": max(0, int(length) - padding)}
+
+
 def _asks_nothing(name: str, value: Any, default: Any) -> bool:
     """Whether an unserved field has its neutral value, or its default if it has none; True is not 1, nor False 0."""
     neutral = _NEUTRAL.get(name, default)
