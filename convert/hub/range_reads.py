@@ -253,7 +253,7 @@ def _transfer(
                             "It does not serve ranges correctly: fetch the whole repository with `hf download` "
                             "and give its folder.",
                             path=file.label,
-                            expected=end - at,
+                            expected=end - start,
                         )
                     keep(chunk)
                     advance(len(chunk))

@@ -22,7 +22,7 @@ from .safetensors_header import LENGTH_BYTES, TensorSpan, header_length, parse_h
 from .stream import Bytes, Fill, Job, Rows, WeightsFile
 
 # What one reader takes at once.
-_SHARE_BYTES = 1 << 20
+_SHARE_BYTES = 512 << 10
 
 Block = list[tuple[int, int, int]]
 """Parts of a file, read by one thread: (offset in the file, offset in the output, bytes)."""
