@@ -191,7 +191,8 @@ def main() -> None:
                         print({k: round(v, 3) if isinstance(v, float) else v for k, v in sampled.items()}, flush=True)
     report = {
         "dims": arguments.dims, "target": arguments.target, "draft_vocab": head.draft_vocab,
-        "machine": machine(device), "commit": commit(), "copy_TB_per_s": bandwidth / 1e12, "phases": PHASES, "rows": rows,
+        "machine": machine(device), "commit": commit(), "copy_TB_per_s": bandwidth / 1e12, "phases": PHASES,
+        "rows": rows,
     }  # fmt: skip
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1))
