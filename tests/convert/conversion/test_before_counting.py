@@ -172,7 +172,7 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""
     assert torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)[-1] < 320
-    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=False)) == 300
+    assert len(torch.load(tmp_path / "o" / "freq_300.pt", weights_only=True)) == 300
 
 
 class TestCountsAreKept:
