@@ -20,16 +20,25 @@ from kernels.tolerances import OP_ATOL
 TILES = AttentionTiles(block_q=16, block_k=16, keys_per_split=24, num_warps=4, num_stages=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("window", [None, 5, 40])
+ONE, FEW, MANY = (1, 4, 2, 16, [70, 0, 3]), (7, 6, 2, 24, [33, 90, 1]), (70, 2, 1, 16, [20, 0, 50])
+
+
 @pytest.mark.parametrize(
-    ("nodes", "heads", "kv_heads", "head_dim", "lengths"),
-    [(1, 4, 2, 16, [70, 0, 3]), (7, 6, 2, 24, [33, 90, 1]), (70, 2, 1, 16, [20, 0, 50])],
+    ("shape", "dtype", "window"),
+    [
+        (ONE, torch.float16, None),
+        (ONE, torch.float32, 5),
+        (FEW, torch.float32, None),
+        (FEW, torch.float16, 5),
+        (FEW, torch.float32, 40),
+        (MANY, torch.float32, None),
+        (MANY, torch.float16, 40),
+    ],
 )
 def test_trees(
-    device: str, dtype: torch.dtype, window: int | None, nodes: int, heads: int, kv_heads: int, head_dim: int,
-    lengths: list[int],
-) -> None:  # fmt: skip
+    device: str, shape: tuple[int, int, int, int, list[int]], dtype: torch.dtype, window: int | None
+) -> None:
+    nodes, heads, kv_heads, head_dim, lengths = shape
     slots = len(lengths)
     parents = torch.stack([random_parents(nodes, 7, seed) for seed in range(slots)])
     tree = layout_tree(torch.zeros((slots, nodes), dtype=torch.int64), parents, path_width=7)
