@@ -15,6 +15,18 @@ from ..target.transformers import TargetModel
 from .decoder import DeviceDecoder, bucket_of
 
 _SMALLEST_CAPACITY = 1024
+_LARGEST_POWER = 131072
+
+
+def capacity_for(rows: int) -> int:
+    """Rows to allocate for ``rows``: a power of two, so that few sizes occur; exactly those beyond 131,072.
+
+    There a power of two would cost gigabytes, and more positions than the persistent drafter takes.
+    """
+    capacity = _SMALLEST_CAPACITY
+    while capacity < rows:
+        capacity *= 2
+    return capacity if capacity <= _LARGEST_POWER else rows
 
 
 class DeviceDecoders:
@@ -43,9 +55,7 @@ class DeviceDecoders:
         cache, needed = self._cache, max_tokens + nodes + 1
         if cache is None or cache.num_slots < num_slots or cache.capacity < needed:
             slots = num_slots if cache is None else max(num_slots, cache.num_slots)
-            capacity = _SMALLEST_CAPACITY
-            while capacity < max(needed, 0 if cache is None else cache.capacity):
-                capacity *= 2
+            capacity = capacity_for(max(needed, 0 if cache is None else cache.capacity))
             # The old one goes before the new one comes, so that there is room.
             self._decoders.clear()
             self._cache = cache = None

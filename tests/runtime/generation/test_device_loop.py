@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.generation.device import capacity_for
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -58,3 +59,8 @@ def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
     prompts = random_prompts([5])
     for options in ({"typical_p": 0.9, "temperature": 1.0}, {"no_repeat_ngram_size": 2}):
         assert model.generate(prompts, max_new_tokens=4, **options).stats.path.startswith("steps in pieces")
+
+
+def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts() -> None:
+    assert [capacity_for(rows) for rows in (1, 1024, 1025, 70_000, 131_072)] == [1024, 1024, 2048, 131_072, 131_072]
+    assert capacity_for(131_072 + 61) == 131_133
