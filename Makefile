@@ -42,8 +42,8 @@ test-compiled: $(STAMP)
 # What computes in float32, as a processor without vector instructions rounds it, and added up by two threads. A processor
 # with instructions for bfloat16 cannot pretend to have none.
 NUMBERS := tests/runtime/generation tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
-    tests/kernels/test_ancestor_attention.py tests/kernels/test_choose_tokens.py tests/kernels/test_lm_topk.py \
-    tests/kernels/test_projections.py tests/kernels/test_tree_attention.py
+    tests/kernels/test_ancestor_attention.py tests/kernels/test_lm_topk.py tests/kernels/test_projections.py \
+    tests/kernels/test_tree_attention.py
 test-numbers: $(STAMP)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
 	    $(BIN)/python -m pytest -k 'not bfloat16' $(NUMBERS)
