@@ -46,8 +46,13 @@ MODELS = {
 """From each model's ``config.json`` on the Hugging Face Hub."""
 
 
-def random_head(dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> HeadWeights:
-    """Build a head over the full vocabulary whose activations stay of order one; shapes only on "meta"."""
+def random_head(
+    dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0, lm_head_gain: float = 3.0
+) -> HeadWeights:
+    """Build a head over the full vocabulary whose activations stay of order one; shapes only on "meta".
+
+    ``lm_head_gain``: about the standard deviation of the logits.
+    """
     generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
 
     def matrix(out: int, size: int, gain: float = 1.0) -> Tensor:
@@ -79,7 +84,7 @@ def random_head(dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfl
     }  # fmt: skip
     return HeadWeights(
         kind=dims.kind, tensors=tensors, embedding=matrix(dims.vocab, hidden, hidden**0.5),
-        lm_head=matrix(dims.vocab, hidden, 3.0), draft_to_target=torch.arange(dims.vocab, device=device),
+        lm_head=matrix(dims.vocab, hidden, lm_head_gain), draft_to_target=torch.arange(dims.vocab, device=device),
         rotary=rotary_embedding(config, device), hidden=hidden, num_heads=dims.heads, num_kv_heads=dims.kv_heads,
         head_dim=dims.head_dim, norm_eps=1e-5, activation="silu", feature_width=dims.feature_width,
     )  # fmt: skip

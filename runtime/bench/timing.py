@@ -33,6 +33,12 @@ class Times:
         return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; elsewhere everything has been done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def time_us(run: Callable[[], object], device: torch.device) -> float:
     """Time one call from an idle device to an idle device: CUDA events, or the clock on a CPU."""
     if device.type != "cuda":
@@ -46,6 +52,25 @@ def time_us(run: Callable[[], object], device: torch.device) -> float:
     end.record()
     torch.cuda.synchronize(device)
     return float(begin.elapsed_time(end)) * 1e3
+
+
+def time_queued_us(run: Callable[[], object], device: torch.device, times: int) -> float:
+    """Mean time of ``times`` calls in a row, all of which the host has queued behind other work.
+
+    So launches do not show, and what is timed runs on a busy device, as in the middle of a loop. On a CPU: the mean.
+    """
+    if device.type != "cuda":
+        return time_us(lambda: [run() for _ in range(times)], device) / times
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    other = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    for _ in range(8):
+        other.zero_()
+    begin.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) * 1e3 / times
 
 
 def interleave(

@@ -2,8 +2,9 @@
 
     python -m kernels.compiled_step --chip 90
 
-The host functions run as they are; in the place of a launch the kernel is compiled for what it was called with. Prints
-one JSON object: for each kernel its shared memory, registers, spills and warps. Must run without ``TRITON_INTERPRET``.
+That which draws verdicts for benchmarks is among them. The host functions run as they are; in the place of a launch the
+kernel is compiled for what it was called with. Prints one JSON object: for each kernel its shared memory, registers,
+spills and warps. Must run without ``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import triton
+from eagle_slim.runtime.bench.draw_paths import draw_paths
 from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_attention, tree_rows
 from eagle_slim.runtime.kernels.acceptance import SlotState
 from eagle_slim.runtime.kernels.compile_check import assembler_report
@@ -104,6 +106,9 @@ def run_all(compiler: Compiler) -> None:
     acceptance.commit_kv(state, keys, keys)
     acceptance.commit_features(state, wide, NODES, state.active_count, torch.zeros(SLOTS, 16, 3 * HIDDEN, **bf16))
     acceptance.list_active(state)
+    draw_paths(
+        choices, *tree, state.active_slots, state.active_count, torch.ones(240, dtype=torch.int32), state.lengths
+    )
 
 
 def main() -> None:
