@@ -46,7 +46,7 @@ NUMBERS := tests/runtime/generation tests/runtime/drafter tests/runtime/target t
     tests/kernels/test_tree_attention.py
 test-numbers: $(STAMP)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
-	    $(BIN)/python -m pytest -k 'not bfloat16' $(NUMBERS)
+	    $(BIN)/python $(PYTEST) -k 'not bfloat16' $(NUMBERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
