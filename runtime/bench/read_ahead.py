@@ -18,7 +18,7 @@ from ..kernels.tree_rows import ForwardRows, tree_rows
 from ..target.device_buffers import KVCache
 from ..target.fused import FusedTarget, ReadAheadBytes
 from .problem import MODELS
-from .step import LAYERS, random_target
+from .random_decoding import LAYERS, default_taps, random_target
 from .timing import copy_bytes_per_s, interleave, machine
 
 MB = 1 << 20
@@ -74,7 +74,7 @@ def main() -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
     bandwidth = copy_bytes_per_s(device)
     model = random_target(arguments.dims, MODELS[arguments.dims], dtype, device)
-    taps = (2, LAYERS[arguments.dims] // 2, LAYERS[arguments.dims] - 3)
+    taps = default_taps(arguments.dims)
     targets = [FusedTarget(model, taps, read_ahead=choice) for choice in CHOICES]
     table = []
     with torch.inference_mode():
