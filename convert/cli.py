@@ -68,6 +68,15 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     return tuple("full" if part == "full" else int(part) for part in parts)
 
 
+def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) -> int | str | None:
+    """Read `32000` or `full`."""
+    if value is None or value == "full":
+        return value
+    if not (value.isascii() and value.isdigit() and int(value) > 0):
+        raise click.BadParameter(f"expected a number of rows such as 32000, or `full`, found {value!r}", ctx, param)
+    return int(value)
+
+
 def _flavour(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
     """Read the engine of --for; those that take what is written anyway are told so."""
     if value in (None, "sglang", "lmdeploy"):
@@ -94,6 +103,7 @@ def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     epilog="""\b
 Examples:
   eagle-convert --draft-vocab 32000
+  eagle-convert --draft-vocab 2048 --keep-rows 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 --dataset 'code=src/*.jsonl' --max-tokens 10M
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
@@ -108,6 +118,12 @@ Examples:
 @click.option("--cost", metavar="FILE", help="For --draft-vocab auto: compare.json of eagle-compare on your device.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
+)
+@click.option(
+    "--keep-rows",
+    callback=_keep_rows,
+    metavar="K",
+    help="Have K rows at hand in all: those beyond N in a file that engines do not read. `full` keeps all.",
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -198,6 +214,7 @@ def convert(head: str | None, **options: Any) -> None:
         draft_vocab=sizes,
         coverage=options["coverage"],
         cost=options["cost"],
+        keep_rows=options["keep_rows"],
         vocabulary=request,
         target=options["target"],
         tokenizer=options["tokenizer"],
@@ -282,7 +299,14 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
         click.echo(f"  rows of the LM head   {plan.rows_before:,} → {rows}")
         click.echo(f"  forced ids            {forced}")
         click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {after}")
-        click.echo(f"  disk                  {after} needed, {_bytes(plan.free_bytes)} free")
+        if plan.num_kept != 0:
+            kept = "as many as the ranking tells"
+            if plan.num_kept is not None and plan.kept_bytes is not None:
+                kept = f"{plan.num_kept:,} more, {_bytes(plan.kept_bytes)}"
+            click.echo(f"  kept rows             {kept}")
+        needed = None if plan.bytes_after is None or plan.kept_bytes is None else plan.bytes_after + plan.kept_bytes
+        disk = "not known before ranking" if needed is None else f"{_bytes(needed)} needed"
+        click.echo(f"  disk                  {disk}, {_bytes(plan.free_bytes)} free")
     for name, what in prepared.access.items():
         click.echo(f"  {name:<22}{what}")
     if options["push_to_hub"]:
@@ -291,6 +315,7 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
 
 def _print(conversion: Conversion) -> None:
     from .conversion.convert import coverage_summary
+    from .head.kept_rows import KEPT_ROWS_NAME
 
     click.echo(f"wrote {conversion.folder}")
     click.echo(f"  rows of the LM head   {conversion.rows_before:,} → {conversion.draft_vocab:,}")
@@ -298,6 +323,11 @@ def _print(conversion: Conversion) -> None:
     click.echo(
         f"  bytes per draft step  {_bytes(conversion.bytes_before)} → {_bytes(conversion.bytes_after)} ({ratio:.0%})"
     )
+    if conversion.num_kept:
+        click.echo(
+            f"  kept rows             {conversion.num_kept:,} more, {conversion.draft_vocab + conversion.num_kept:,} "
+            f"in all: {_bytes(conversion.kept_bytes)} in {KEPT_ROWS_NAME}, which no engine reads"
+        )
     if conversion.manifest.num_uncounted is not None:
         click.echo(f"  never counted         {conversion.manifest.num_uncounted:,} of the ids, forced ones apart")
     for entry in coverage_summary(conversion.manifest):

@@ -28,6 +28,23 @@ Flavour = Literal["default", "sglang", "lmdeploy"]
 
 
 @dataclass(frozen=True)
+class KeptRows:
+    """LM-head rows beyond the draft vocabulary, in the file `kept_rows.KEPT_ROWS_NAME`, which no engine reads.
+
+    Attributes:
+        rank_order_ids: int64 [kept], target ids of the rows in the order of the file; their ranks go on where those of
+            the draft vocabulary end.
+        row_checksums: uint8 [kept, 8], of each row as written.
+    """
+
+    rank_order_ids: NDArray[np.int64]
+    row_checksums: NDArray[np.uint8]
+
+    def __len__(self) -> int:
+        return len(self.rank_order_ids)
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The manifest as Python values.
 
@@ -50,7 +67,8 @@ class Manifest:
         coverage: share of held-out tokens covered, or None where it was not measured.
         dropped: tensors of the source that are left out, with the reason.
         warnings: what a user should know.
-        files: every other file of the folder: size, and checksums (`model.safetensors`: of its header and each tensor).
+        files: every other file of the folder: size, and checksums (of safetensors: of the header and each tensor).
+        kept_rows: rows that may join the draft vocabulary; None where the artifact holds no more than its own.
     """
 
     kind: HeadKind
@@ -71,6 +89,7 @@ class Manifest:
     dropped: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kept_rows: KeptRows | None = None
 
     @property
     def ranks(self) -> DraftVocab | None:
@@ -81,6 +100,16 @@ class Manifest:
         return DraftVocab(self.rank_order_ids, self.num_forced, self.target_vocab, provenance)
 
     @property
+    def ranks_with_kept(self) -> DraftVocab | None:
+        """`ranks`, followed by the ids of the kept rows; what the provenance says of counted ids is left out."""
+        ranks = self.ranks
+        if ranks is None or self.kept_rows is None:
+            return ranks
+        ids = np.concatenate([ranks.target_ids, self.kept_rows.rank_order_ids])
+        provenance = {key: value for key, value in ranks.provenance.items() if key != COUNTED_IDS}
+        return DraftVocab(ids, self.num_forced, self.target_vocab, provenance)
+
+    @property
     def num_uncounted(self) -> int | None:
         """Kept ids that the counted text does not hold, forced ones apart; None where that is not known."""
         counted = (self.vocabulary or {}).get(COUNTED_IDS)
@@ -88,6 +117,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
+        kept = self.kept_rows
         return {
             "format": FORMAT_NAME,
             "format_version": FORMAT_VERSION,
@@ -109,7 +139,10 @@ class Manifest:
             "vocabulary": self.vocabulary,
             "rank_order_ids": None if self.rank_order_ids is None else self.rank_order_ids.tolist(),
             "row_checksums": None if self.row_checksums is None else encode_checksums(self.row_checksums),
-        }
+        } | ({} if kept is None else {"kept_rows": {
+            "rank_order_ids": kept.rank_order_ids.tolist(),
+            "row_checksums": encode_checksums(kept.row_checksums),
+        }})  # fmt: skip
 
     def to_bytes(self) -> bytes:
         """The bytes of the file: indented to be read, with lists of plain values on one line."""
@@ -161,14 +194,12 @@ class Manifest:
         if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in get_args(Flavour):
             raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}", key="kind")
         draft_vocab = value["draft_vocab"]
-        ids = None if value["rank_order_ids"] is None else _ids(value["rank_order_ids"], draft_vocab, where)
+        ranked = value["rank_order_ids"]
+        ids = None if ranked is None else _ids(ranked, draft_vocab, where, "rank_order_ids")
         if ids is not None and not 0 <= value["num_forced"] <= draft_vocab:
             raise _broken(where, f"num_forced is {value['num_forced']} of {draft_vocab} ids", key="num_forced")
         checksums = value["row_checksums"]
-        try:
-            rows = None if checksums is None else decode_checksums(checksums, draft_vocab)
-        except ValueError as error:
-            raise _broken(where, f"row_checksums: {error}", key="row_checksums") from error
+        rows = None if checksums is None else _checksums(checksums, draft_vocab, where, "row_checksums")
         taps = value["tap_layers"]
         return cls(
             kind=value["kind"],
@@ -189,6 +220,7 @@ class Manifest:
             dropped=value["dropped"],
             warnings=tuple(value["warnings"]),
             files=value["files"],
+            kept_rows=_kept_rows(value.get("kept_rows"), where),
         )
 
 
@@ -245,14 +277,35 @@ def _are_integers(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int for value in values)
 
 
-def _ids(values: list[Any], draft_vocab: int, where: str) -> NDArray[np.int64]:
-    if not _are_integers(values) or len(values) != draft_vocab:
-        problem = f"rank_order_ids: expected {draft_vocab} integers, found {len(values)} entries"
-        raise _broken(where, problem, key="rank_order_ids", found=len(values))
+def _kept_rows(value: Any, where: str) -> KeptRows | None:
+    """Read the part about kept rows, which an artifact without them lacks."""
+    if value is None:
+        return None
+    ids = value.get("rank_order_ids") if isinstance(value, Mapping) else None
+    checksums = value.get("row_checksums") if isinstance(value, Mapping) else None
+    if not isinstance(ids, list) or not ids or not isinstance(checksums, str):
+        raise _broken(where, "kept_rows: expected rank_order_ids and row_checksums", key="kept_rows")
+    return KeptRows(
+        _ids(ids, len(ids), where, "kept_rows: rank_order_ids"),
+        _checksums(checksums, len(ids), where, "kept_rows: row_checksums"),
+    )
+
+
+def _ids(values: list[Any], count: int, where: str, key: str) -> NDArray[np.int64]:
+    if not _are_integers(values) or len(values) != count:
+        raise _broken(where, f"{key}: expected {count} integers, found {len(values)} entries", key=key,
+                      found=len(values))  # fmt: skip
     try:
         return np.array(values, dtype=np.int64)
     except OverflowError as error:
-        raise _broken(where, "rank_order_ids: an id does not fit 64 bits", key="rank_order_ids") from error
+        raise _broken(where, f"{key}: an id does not fit 64 bits", key=key) from error
+
+
+def _checksums(text: str, count: int, where: str, key: str) -> NDArray[np.uint8]:
+    try:
+        return decode_checksums(text, count)
+    except ValueError as error:
+        raise _broken(where, f"{key}: {error}", key=key) from error
 
 
 def _broken(where: str, problem: str, **facts: Any) -> ArtifactError:

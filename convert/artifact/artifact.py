@@ -1,6 +1,6 @@
 """The artifact: a folder with a slim head, its manifest and its side files. Sole owner of writing and loading it.
 
-    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png
+    config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png  kept_rows.eagle_slim
 
 FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
 weights; `verify_artifact` reads everything.
@@ -21,11 +21,12 @@ import numpy as np
 
 from ..atomic import atomic_directory
 from ..errors import ArtifactError
+from ..head.kept_rows import KEPT_ROWS_NAME
 from ..head.open import DraftHead, open_head
-from ..manifest import MANIFEST_NAME, Manifest
+from ..manifest import MANIFEST_NAME, KeptRows, Manifest
 from ..sources.source import open_head_source
 from ..weights.checksums import sha256_of
-from ..weights.writer import TensorPlan, write_safetensors
+from ..weights.writer import TensorPlan, WrittenFile, write_safetensors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,11 +156,19 @@ class Artifact:
 
 
 def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
+    ranked, kept = manifest.rank_order_ids, manifest.kept_rows
+    if kept is not None:
+        if ranked is None or head.kind == "eagle":
+            return "there are kept rows beside a head that has no reduced LM head of its own"
+        everything = np.concatenate([ranked, kept.rank_order_ids])
+        if len(np.unique(everything)) != len(everything):
+            return "an id is ranked and kept, or kept twice"
+        if everything.min() < 0 or everything.max() >= head.target_vocab:
+            return "ids are ranked or kept that are outside the vocabulary"
     if head.kind != manifest.kind:
         return f"the manifest says {manifest.kind}, the tensors are {head.kind}"
     if head.target_vocab != manifest.target_vocab:
         return f"vocab_size is {head.target_vocab}, the manifest says {manifest.target_vocab}"
-    ranked = manifest.rank_order_ids
     if ranked is not None and len(np.unique(ranked)) != len(ranked):
         return "rank_order_ids holds an id twice"
     if head.kind == "eagle":
@@ -208,6 +217,7 @@ class ArtifactContents:
         config: config.json.
         plans: the tensors.
         gathered: the LM-head rows among `plans`, or None for EAGLE-1/2.
+        kept: tensors of the file of kept rows with the gathered rows among them; None to write none.
         side_files: further files by name.
         card: given the manifest (complete but for `files`), the text of README.md.
         after_read: the parts of the manifest that are known only when the source has been read.
@@ -219,6 +229,7 @@ class ArtifactContents:
     gathered: GatheredRows | None
     card: Callable[[Manifest], str]
     after_read: Callable[[], Mapping[str, Any]]
+    kept: tuple[Sequence[TensorPlan], GatheredRows] | None = None
     side_files: dict[str, bytes] = field(default_factory=dict)
 
 
@@ -232,15 +243,17 @@ def write_artifact(out: str | Path, contents: ArtifactContents, *, force: bool =
     """
     with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
         files: dict[str, dict[str, Any]] = {}
-        written = write_safetensors(folder / WEIGHTS_NAME, contents.plans, _METADATA)
-        files[WEIGHTS_NAME] = {
-            "size_bytes": written.size_bytes,
-            "header_sha256": written.header_sha256,
-            "tensors": written.tensors,
-        }
+        files[WEIGHTS_NAME] = _record(write_safetensors(folder / WEIGHTS_NAME, contents.plans, _METADATA))
+        kept_rows = None
+        if contents.kept is not None:
+            plans, gathered = contents.kept
+            files[KEPT_ROWS_NAME] = _record(write_safetensors(folder / KEPT_ROWS_NAME, plans, _METADATA))
+            kept_rows = KeptRows(gathered.target_ids, gathered.checksums)
         manifest = replace(
             contents.manifest,
             row_checksums=None if contents.gathered is None else contents.gathered.checksums,
+            kept_rows=kept_rows,
+            files=dict(files),
             **contents.after_read(),
         )
         config = (json.dumps(contents.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
@@ -252,3 +265,12 @@ def write_artifact(out: str | Path, contents: ArtifactContents, *, force: bool =
         manifest = replace(manifest, files=dict(sorted(files.items())))
         (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return manifest
+
+
+def _record(written: WrittenFile) -> dict[str, Any]:
+    """What the manifest holds of a safetensors file."""
+    return {
+        "size_bytes": written.size_bytes,
+        "header_sha256": written.header_sha256,
+        "tensors": written.tensors,
+    }

@@ -17,6 +17,7 @@ from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_i
 from ..errors import MismatchError
 from ..head import config as head_config
 from ..head.draft_head import DraftHead
+from ..head.kept_rows import KEPT_IDS
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
 from ..weights.dtypes import LONG_NAMES
@@ -137,6 +138,22 @@ def plan_tensors(
         plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
         plans.append(array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab)))
     return plans, gathered
+
+
+def plan_kept_rows(
+    head: DraftHead, lm_head: LmHeadSource, kept_ids: NDArray[np.int64]
+) -> tuple[list[TensorPlan], GatheredRows]:
+    """The tensors of the file of kept rows (`head/kept_rows.py`), and the gathered rows among them.
+
+    Args:
+        head, lm_head: as in `plan_tensors`.
+        kept_ids: int64 [kept], in rank order.
+
+    Raises as `rows_of_ids`.
+    """
+    gathered = gather_lm_head(head, lm_head, kept_ids)
+    rows = TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks)
+    return [rows, array_plan(KEPT_IDS, kept_ids)], gathered
 
 
 def needs_zero_output_bias(head: DraftHead) -> bool:

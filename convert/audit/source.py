@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
@@ -18,15 +18,20 @@ from ..conversion import target as targets
 from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
 from ..head.draft_head import DraftHead
+from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
 from ..sources.target_lm_head import open_target_lm_head
 from ..weights import names
+from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import row_checksums
 from ..weights.rows import GatheredRows
 from .findings import Findings, SkipCheck, join, refuse
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass
@@ -74,9 +79,18 @@ class SourceChecks:
         """Every lm_head row is the row of its token in the head or the target that it came from."""
         manifest = self.found.need_eagle3()
         self.found.need_weights()
-        provenance = manifest.lm_head or {}
+        ids = self.found.need_ids() if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
+        return self.compare_rows(ids, self.found.checkpoint)
+
+    def compare_rows(self, ids: NDArray[np.int64], written: Checkpoint) -> str:
+        """Hold the `lm_head.weight` rows of a file, those of the target ids `ids` [rows], against where they came from.
+
+        Raises ArtifactError where they differ, SkipCheck where the source is not at hand.
+        """
+        provenance = self.found.need_manifest().lm_head or {}
         if provenance.get("from") == "head":
-            source = self._source_head
+            # An artifact that was slimmed again may have lent rows that it kept.
+            source = with_kept_rows(self._source_head, self.offline or self.head_name is None)
             stored = source.tensors.stored[names.LM_HEAD]
             lm_head = eagle3.LmHeadSource(source.tensors.source, stored, "head", source.location)
         else:
@@ -90,13 +104,12 @@ class SourceChecks:
                     raise
                 raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
             lm_head = targets.lm_head_rows(source, opened, f"target {self._target.name}")
-        ids = self.found.need_ids() if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
         rows = eagle3.rows_of_ids(source, ids) if lm_head.origin == "head" else ids
         gathered = GatheredRows(lm_head.source, lm_head.name, rows, lm_head.dtype_written(source), lm_head.where, ids)
-        written = self.found.checkpoint.raw(names.LM_HEAD)
+        mine_raw = written.raw(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.chunks():
-            mine = row_checksums(written[start : start + len(chunk)])
+            mine = row_checksums(mine_raw[start : start + len(chunk)])
             different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
             start += len(chunk)
         if different:

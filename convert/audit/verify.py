@@ -18,6 +18,7 @@ from ..errors import ArtifactError
 from .engine import EngineChecks
 from .files import FileChecks
 from .findings import Doubt, Findings, SkipCheck
+from .kept import KeptChecks
 from .rules import RuleChecks
 from .source import SourceChecks
 
@@ -117,10 +118,12 @@ def verify_artifact(
 
     given = {name: None if value is None else str(value) for name, value in
              {"head": head, "target": target, "tokenizer": tokenizer}.items()}  # fmt: skip
+    sources = SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline)
     for group in (
         FileChecks(found),
         RuleChecks(found),
-        SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline),
+        sources,
+        KeptChecks(found, sources),
         EngineChecks(found, engines, engine_version),
     ):
         for name, check in group.all():

@@ -19,14 +19,16 @@ from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 
 from ..artifact.artifact import Artifact
 from ..atomic import check_output, free_bytes, require_space
+from ..head.kept_rows import KEPT_ROWS_NAME
 from ..head.vocab_map import D2tForm
 from ..manifest import MANIFEST_NAME, Flavour, Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
 from ..weights.paths import clean_subfolder
-from .inputs import Inputs, Named, Reading, check_sizes, open_inputs
+from .inputs import Inputs, Named, Reading, check_sizes, num_rankable, open_inputs
+from .kept_choice import KeepRows, check_keep_rows, choose_kept_ids, needs_kept_rows
 from .vocab_choice import Ranking, Say, VocabRequest, make_ranking
-from .write import bytes_per_draft_step, write_slim
+from .write import bytes_per_draft_step, kept_bytes, write_slim
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.source import CorpusSource
@@ -68,6 +70,16 @@ class Conversion:
         """What a user should know."""
         return self.manifest.warnings
 
+    @property
+    def num_kept(self) -> int:
+        """Rows that are kept beyond the draft vocabulary."""
+        return 0 if self.manifest.kept_rows is None else len(self.manifest.kept_rows)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What they add to the artifact: bytes of their file, 0 without one."""
+        return int(self.manifest.files.get(KEPT_ROWS_NAME, {}).get("size_bytes", 0))
+
     def load(self) -> Artifact:
         """Open what was written."""
         return Artifact.load(self.folder)
@@ -81,6 +93,7 @@ class Conversion:
             "target_vocab": self.manifest.target_vocab,
             "rows": {"before": self.rows_before, "after": self.draft_vocab},
             "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
+            "kept_rows": {"rows": self.num_kept, "size_bytes": self.kept_bytes},
             "never_counted": self.manifest.num_uncounted,
             "coverage": None if self.manifest.coverage is None else coverage_summary(self.manifest),
             "warnings": list(self.warnings),
@@ -112,6 +125,7 @@ def convert_head(
     draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize] | None = None,
     coverage: float | None = None,
     cost: str | Path | None = None,
+    keep_rows: KeepRows | None = None,
     vocabulary: VocabRequest | None = None,
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
@@ -137,6 +151,9 @@ def convert_head(
             size that is fastest by ``cost`` and the coverage of the ranking.
         coverage: instead of a size, the share of the counted text that must be covered.
         cost: for "auto", the compare.json of a comparison on the device that will serve the head.
+        keep_rows: rows to have at hand in all, those of the draft vocabulary among them, or "full" for all: the ones
+            beyond it are kept in a file of their own that engines do not read, so that they may join the draft
+            vocabulary while a text is followed, or a larger one be made without the original head. None keeps none.
         vocabulary: where the ranking comes from; None is the default: the built-in counts for the built-in head, else
             `vocab_choice.DEFAULT_DATASET_NOTE`.
         target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
@@ -168,6 +185,7 @@ def convert_head(
         draft_vocab=draft_vocab,
         coverage=coverage,
         cost=cost,
+        keep_rows=keep_rows,
         vocabulary=vocabulary,
         target=target,
         tokenizer=tokenizer,
@@ -198,6 +216,8 @@ class Planned:
         rows_before: rows of the LM head that the draft model has.
         bytes_before, bytes_after: weights that one draft step reads, LM head included; the latter is about the disk
             space that is needed, too, and None where the size is not known.
+        num_kept: rows that are kept beyond them; None where only the ranking tells.
+        kept_bytes: bytes of these, which take disk space and no time of a draft step; None as `num_kept`.
         free_bytes: free on the disk of `folder`.
     """
 
@@ -207,6 +227,8 @@ class Planned:
     rows_before: int
     bytes_before: int
     bytes_after: int | None
+    num_kept: int | None
+    kept_bytes: int | None
     free_bytes: int
 
     def to_json(self) -> dict[str, Any]:
@@ -224,6 +246,7 @@ class PreparedConversion:
         sizes: rows of each artifact.
         coverage: instead of a size.
         cost: instead of a size.
+        keep_rows: rows at hand in all, as `convert_head` takes them.
         titles, folders: of each artifact.
         num_forced: as `check_sizes` found them.
         force: replace artifacts that are there.
@@ -235,6 +258,7 @@ class PreparedConversion:
     sizes: Sequence[DraftVocabSize | None]
     coverage: float | None
     cost: StepCost | None
+    keep_rows: KeepRows | None
     titles: Sequence[str]
     folders: Sequence[Path]
     num_forced: Mapping[DraftVocabSize | None, int | None]
@@ -248,18 +272,27 @@ class PreparedConversion:
         found = []
         for size, folder in zip(self.sizes, self.folders, strict=True):
             rows = head.target_vocab if size == "full" else size
+            kept = self._num_kept(rows)
             found.append(
                 Planned(
                     folder,
                     rows,
                     self.num_forced[size],
-                    head.draft_vocab,
-                    bytes_per_draft_step(head, head.draft_vocab),
+                    self.inputs.rows_before,
+                    bytes_per_draft_step(head, self.inputs.rows_before),
                     None if rows is None else bytes_per_draft_step(head, rows),
+                    kept,
+                    None if kept is None else kept_bytes(head, kept),
                     free_bytes(folder),
                 )
             )
         return tuple(found)
+
+    def _num_kept(self, rows: int | None) -> int | None:
+        """Rows that are kept beside a draft vocabulary of a size; None where only the ranking tells."""
+        if self.keep_rows is None:
+            return 0
+        return None if self.keep_rows == "full" or rows is None else self.keep_rows - rows
 
     @property
     def access(self) -> dict[str, str]:
@@ -296,10 +329,15 @@ class PreparedConversion:
             )
         # All of them before the first is written: a size that does not fit leaves nothing behind.
         vocabs = [None if size == "full" or ranking is None else self._cut(ranking, size) for size in self.sizes]
+        kept = [
+            None if vocab is None or ranking is None or self.keep_rows is None
+            else choose_kept_ids(self.keep_rows, ranking, vocab)
+            for vocab in vocabs
+        ]  # fmt: skip
         done = []
-        for vocab, title, folder in zip(vocabs, self.titles, self.folders, strict=True):
+        for vocab, kept_ids, title, folder in zip(vocabs, kept, self.titles, self.folders, strict=True):
             self.say(f"writing {folder}")
-            done.append(Conversion(*write_slim(self.inputs, ranking, vocab, folder, title, self.force)))
+            done.append(Conversion(*write_slim(self.inputs, ranking, vocab, kept_ids, folder, title, self.force)))
         return tuple(done)
 
     def _cut(self, ranking: Ranking, size: int | None) -> DraftVocab:
@@ -316,6 +354,7 @@ def prepare_conversion(
     draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize] | None = None,
     coverage: float | None = None,
     cost: str | Path | None = None,
+    keep_rows: KeepRows | None = None,
     vocabulary: VocabRequest | None = None,
     target: str | Path | None = None,
     tokenizer: str | Path | None = None,
@@ -360,11 +399,18 @@ def prepare_conversion(
         Named(target, target_revision),
         Named(tokenizer, tokenizer_revision),
         is_builtin=head is None,
+        needs_kept=lambda head: needs_kept_rows(head, request, sizes, keep_rows),
         say=say,
     )
+    if keep_rows is not None:
+        check_keep_rows(keep_rows, inputs, sizes, num_rankable(inputs, request))
+    elif (own := inputs.head.manifest) is not None and own.kept_rows is not None:
+        say(f"the {len(own.kept_rows):,} rows that {inputs.head.location} keeps are not kept again without --keep-rows")
     num_forced = check_sizes(inputs, request, sizes)
-    prepared = PreparedConversion(inputs, request, sizes, coverage, step_cost, titles, folders, num_forced, force, say)
-    require_space(folders[0], sum(plan.bytes_after or 0 for plan in prepared.plans))
+    prepared = PreparedConversion(
+        inputs, request, sizes, coverage, step_cost, keep_rows, titles, folders, num_forced, force, say
+    )
+    require_space(folders[0], sum((plan.bytes_after or 0) + (plan.kept_bytes or 0) for plan in prepared.plans))
     return prepared
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +14,7 @@ from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 from ..artifact import eagle3
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
+from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
 from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
@@ -73,6 +74,7 @@ class Inputs:
         lm_head: the target's LM head, where the rows come from it.
         tokenizer: of the target, where it is at hand.
         is_builtin: whether the head is the built-in one.
+        rows_before: rows that the head drafted over before, kept ones left out.
         warnings: about the head's files.
     """
 
@@ -84,6 +86,7 @@ class Inputs:
     lm_head: TargetLMHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
+    rows_before: int
     warnings: tuple[str, ...] = ()
 
     @property
@@ -99,9 +102,12 @@ def open_inputs(
     target: Named,
     tokenizer: Named,
     is_builtin: bool,
+    needs_kept: Callable[[DraftHead], bool],
     say: Say,
 ) -> Inputs:
     """Open the head, and of target and tokenizer what the conversion needs.
+
+    `needs_kept` says of the opened head whether rows beyond its draft vocabulary may be wanted, where it has kept some.
 
     Raises:
         UsageError: no target or tokenizer is known where one is needed, or a revision of something not named.
@@ -116,6 +122,9 @@ def open_inputs(
             path=head.location,
             option="--for",
         )
+    rows_before = head.draft_vocab
+    if needs_kept(head):
+        head = with_kept_rows(head, reading.offline)
     choice = targets.choose_target(target.text, head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
@@ -150,7 +159,7 @@ def open_inputs(
         lm_head = open_target_lm_head(opened.source, offline=reading.offline)
         targets.lm_head_rows(head, lm_head, f"target {opened.name}")
     doubts = tuple(doubts_about(head, source))
-    return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin, doubts)
+    return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin, rows_before, doubts)
 
 
 def check_sizes(
@@ -171,11 +180,24 @@ def check_sizes(
     num_forced: dict[int | Literal["full"] | None, int | None] = {size: 0 if size == "full" else None for size in sizes}
     if not numbers:
         return num_forced
-    forced: ForcedIds | tuple[int, ...] = request.force_ids
-    if inputs.tokenizer is not None:
-        forced = forced_ids(inputs.tokenizer, request.force_added, request.force_ids)
-    elif request.is_default and (ranked := ranked_manifest(head)) is not None:
-        forced = own_forced_ids(ranked) + request.force_ids
+    forced = _forced(inputs, request)
     for size in numbers:
         num_forced[size] = rank_by_order(None, size, inputs.tokenizer, forced, head.target_vocab, trained).num_forced
     return num_forced
+
+
+def num_rankable(inputs: Inputs, request: VocabRequest) -> int:
+    """How many ids a ranking of the head can hold at most: tokens that it was trained on."""
+    head = inputs.head
+    return len(
+        rank_by_order(None, None, inputs.tokenizer, _forced(inputs, request), head.target_vocab, head.trained_ids)
+    )
+
+
+def _forced(inputs: Inputs, request: VocabRequest) -> ForcedIds | tuple[int, ...]:
+    """The ids that any size keeps, as far as they are known before ranking."""
+    if inputs.tokenizer is not None:
+        return forced_ids(inputs.tokenizer, request.force_added, request.force_ids)
+    if request.is_default and (ranked := ranked_manifest(inputs.head)) is not None:
+        return own_forced_ids(ranked) + request.force_ids
+    return request.force_ids

@@ -264,7 +264,8 @@ def make_ranking(
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
         say("vocabulary: the rank order in the head's own manifest")
-        own = manifest.ranks
+        # Kept rows are of use to a head that was opened with them.
+        own = manifest.ranks_with_kept if head.draft_vocab > manifest.draft_vocab else manifest.ranks
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)

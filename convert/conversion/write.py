@@ -24,14 +24,22 @@ from .provenance import manifest_of, what_was_read
 from .vocab_choice import Ranking
 
 if TYPE_CHECKING:
+    import numpy as np
     from eagle_slim.vocab_tools.ranking.report import CoverageReport
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from numpy.typing import NDArray
 
     from ..sources.lm_head import TargetLMHead
 
 
 def write_slim(
-    inputs: Inputs, ranking: Ranking | None, vocab: DraftVocab | None, folder: Path, title: str, force: bool
+    inputs: Inputs,
+    ranking: Ranking | None,
+    vocab: DraftVocab | None,
+    kept_ids: NDArray[np.int64] | None,
+    folder: Path,
+    title: str,
+    force: bool,
 ) -> tuple[Path, Manifest, CoverageReport | None, int, int, int]:
     """Write one artifact.
 
@@ -39,6 +47,7 @@ def write_slim(
         inputs: what it is made from.
         ranking: where the vocabulary comes from; None for a full one.
         vocab: the ids to keep; None for all of them.
+        kept_ids: int64 [kept], further ids in rank order whose rows are kept in a file of their own; None for none.
         folder: where it goes.
         title: its name on the model card.
         force: replace an artifact that is there.
@@ -54,8 +63,9 @@ def write_slim(
     head = inputs.head.forked()
     lm_head, target_lm_head = _lm_head(head, inputs)
     rows = len(vocab) if vocab is not None else head.target_vocab
-    before, after = (bytes_per_draft_step(head, count) for count in (head.draft_vocab, rows))
-    require_space(folder, after)
+    rows_before = inputs.rows_before
+    before, after = (bytes_per_draft_step(head, count) for count in (rows_before, rows))
+    require_space(folder, after + kept_bytes(head, 0 if kept_ids is None else len(kept_ids)))
     config = _config(head, inputs, rows)
     findings = _findings(head, inputs, config, rows)
     measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
@@ -65,8 +75,9 @@ def write_slim(
     if head.kind == "eagle3":
         assert lm_head is not None
         plans, gathered = eagle3.plan_tensors(head, lm_head, None if vocab is None else vocab.ascending_ids)
+        kept = None if kept_ids is None else eagle3.plan_kept_rows(head, lm_head, kept_ids)
     else:
-        plans, gathered = eagle1.plan_tensors(head), None
+        plans, gathered, kept = eagle1.plan_tensors(head), None, None
     side_files = {}
     if vocab is not None:
         side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
@@ -81,7 +92,7 @@ def write_slim(
             title=title,
             bytes_before=before,
             bytes_after=after,
-            rows_before=head.draft_vocab,
+            rows_before=rows_before,
             licence=inputs.licence,
             plot=None if report is None else PLOT_NAME,
             refused={found.engine for found in findings if found.severity == "error"},
@@ -94,10 +105,11 @@ def write_slim(
         gathered=gathered,
         card=card,
         after_read=lambda: what_was_read(manifest, head, target_lm_head),
+        kept=kept,
         side_files=side_files,
     )
     written = write_artifact(folder, contents, force=force)
-    return folder, written, report, head.draft_vocab, before, after
+    return folder, written, report, rows_before, before, after
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
@@ -105,8 +117,17 @@ def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     total = sum(
         head.tensors.info(name).size_bytes for name in head.tensors if name not in (names.LM_HEAD, names.EMBEDDING)
     )
+    return total + rows * _row_bytes(head)
+
+
+def kept_bytes(head: DraftHead, rows: int) -> int:
+    """Bytes of so many kept rows with their ids, the header of the file left out."""
+    return rows * (_row_bytes(head) + 8)
+
+
+def _row_bytes(head: DraftHead) -> int:
     dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
-    return total + rows * head.hidden_size * item_size(dtype)
+    return head.hidden_size * item_size(dtype)
 
 
 def _lm_head(head: DraftHead, inputs: Inputs) -> tuple[LmHeadSource | None, TargetLMHead | None]:

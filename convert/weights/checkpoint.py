@@ -53,6 +53,16 @@ class Checkpoint:
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
         return other
 
+    def file_of(self, name: str) -> WeightsFile:
+        """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
+        return self._file(name)
+
+    def replaced(self, name: str, file: WeightsFile) -> Checkpoint:
+        """The same open files, except that a tensor comes from another one; with a record of its own, as `fork`."""
+        other = self.fork()
+        other._file_of[name] = file
+        return other
+
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all tensors."""

@@ -263,11 +263,18 @@ def gather_lm_head_rows(
     """Gather the LM-head rows of target ids, from the head or else from the target: [draft_vocab, hidden]."""
     if head.has_lm_head:
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
+    return gather_target_rows(head, target, draft_ids, dtype, device)
+
+
+def gather_target_rows(
+    head: DraftHead, target: TargetModel, ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Gather rows of the target's LM head: [ids, hidden]. Raises `UnsupportedModelError` where it is quantised."""
     if not target.lm_head.is_floating_point():
         raise UnsupportedModelError(
             f"{head.location} drafts with the target's LM head, which is stored as {target.lm_head.dtype}. Load the "
             "target with an LM head of a floating-point type.",
             tensor="lm_head.weight", found=target.lm_head.dtype,
         )  # fmt: skip
-    rows = torch.from_numpy(draft_ids).to(target.lm_head.device)
+    rows = torch.from_numpy(ids).to(target.lm_head.device)
     return target.lm_head.detach()[rows].to(device, dtype)

@@ -1,0 +1,116 @@
+"""Checks of the rows that an artifact keeps beyond its draft vocabulary; none where it keeps none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..head.kept_rows import KEPT_ROWS_NAME, layout_problem
+from ..manifest import KeptRows
+from ..weights import names
+from ..weights.checkpoint import Checkpoint
+from ..weights.checksums import row_checksums, sha256_of
+from ..weights.dtypes import all_finite
+from ..weights.safetensors_file import SafetensorsFile
+from .findings import Findings, SkipCheck, join, refuse
+from .source import SourceChecks
+
+
+@dataclass
+class KeptChecks:
+    """The fourth group.
+
+    Attributes:
+        found: the artifact.
+        source: the group that knows what the artifact was made from.
+    """
+
+    found: Findings
+    source: SourceChecks
+    _file: SafetensorsFile | None = None
+
+    def all(self) -> Iterator[tuple[str, Callable[[], str]]]:
+        """Name and function of each check, in order."""
+        if self.found.manifest is not None and self.found.manifest.kept_rows is not None:
+            yield "kept rows", self.layout
+            yield "kept rows: checksums", self.checksums
+            yield "kept rows of the source", self.source_rows
+
+    def layout(self) -> str:
+        """The file has the tensors, the ids and the dtype that it should have, and no id of the draft vocabulary."""
+        kept, manifest = self._kept, self.found.need_manifest()
+        path = self.found.folder / KEPT_ROWS_NAME
+        refuse(not path.is_file(), f"{KEPT_ROWS_NAME} is missing")
+        file = SafetensorsFile(path)
+        problem = layout_problem(file, kept)
+        refuse(problem is not None, str(problem))
+        self._file = file
+        refuse(manifest.kind != "eagle3", "EAGLE-1/2 heads have no LM head of their own to keep rows of")
+        ids = kept.rank_order_ids
+        refuse(bool(ids.min() < 0 or ids.max() >= manifest.target_vocab), "an id is outside the vocabulary")
+        refuse(len(np.unique(ids)) != len(ids), "an id is kept twice")
+        ranked = manifest.rank_order_ids
+        refuse(ranked is None, "there is a full vocabulary, beyond which there are no rows")
+        assert ranked is not None
+        both = np.intersect1d(ids, ranked)
+        refuse(len(both) > 0, f"{len(both)} kept ids are in the draft vocabulary")
+        lm_head, rows = self.found.need_weights().tensors.get(names.LM_HEAD), file.tensors[names.LM_HEAD]
+        if lm_head is not None:
+            refuse(
+                (rows.dtype, rows.shape[1:]) != (lm_head.dtype, lm_head.shape[1:]),
+                f"the rows are {rows.dtype} {list(rows.shape)}, lm_head.weight {lm_head.dtype} {list(lm_head.shape)}",
+            )
+        return f"{len(kept)} rows beyond the {manifest.draft_vocab}, {file.size_bytes:,} bytes"
+
+    def checksums(self) -> str:
+        """Size, header, tensors and every row are those that the manifest records, and finite."""
+        file, kept = self._need_file(), self._kept
+        entry = self.found.need_manifest().files.get(KEPT_ROWS_NAME)
+        refuse(entry is None, f"the manifest does not record {KEPT_ROWS_NAME}")
+        assert entry is not None
+        with file.path.open("rb") as opened:
+            start = opened.read(file.header.data_offset)
+        problems = []
+        if file.size_bytes != entry["size_bytes"]:
+            problems.append(f"expected {entry['size_bytes']} bytes, found {file.size_bytes}")
+        if sha256_of(start) != entry.get("header_sha256"):
+            problems.append("the header is not as it was written")
+        checkpoint = self._checkpoint
+        for name in sorted(file.tensors):
+            if checkpoint.sha256(name) != entry.get("tensors", {}).get(name):
+                problems.append(f"{name} is not as it was written")
+        dtype, first, changed = file.tensors[names.LM_HEAD].dtype, 0, []
+        for piece in checkpoint.pieces(names.LM_HEAD):
+            expected = kept.row_checksums[first : first + len(piece)]
+            changed += (first + np.flatnonzero((row_checksums(piece) != expected).any(axis=1))).tolist()
+            if not all_finite(piece, dtype):
+                problems.append(f"NaN or infinity in rows {first} to {first + len(piece) - 1}")
+            first += len(piece)
+        if changed:
+            problems.append(f"{len(changed)} rows are not as they were written, the first is row {changed[0]}")
+        join(problems)
+        return f"header and {len(file.tensors)} tensors, {first} rows"
+
+    def source_rows(self) -> str:
+        """Every row is the row of its token in the head or the target that it came from."""
+        self._need_file()
+        return self.source.compare_rows(self._kept.rank_order_ids, self._checkpoint)
+
+    @property
+    def _kept(self) -> KeptRows:
+        kept = self.found.need_manifest().kept_rows
+        if kept is None:
+            raise SkipCheck("no rows are kept")
+        return kept
+
+    def _need_file(self) -> SafetensorsFile:
+        if self._file is None:
+            raise SkipCheck(f"{KEPT_ROWS_NAME} could not be read")
+        return self._file
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        file = self._need_file()
+        return Checkpoint(str(file.path), dict.fromkeys(file.tensors, file))

@@ -1,0 +1,128 @@
+"""Which rows beyond the draft vocabulary an artifact keeps, in a file of their own, so that they may join it later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from eagle_slim.vocab_tools.errors import UsageError
+
+from ..head.draft_head import DraftHead
+from .inputs import Inputs
+from .vocab_choice import Ranking, VocabRequest
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from numpy.typing import NDArray
+
+KeepRows = int | Literal["full"]
+_OPTION = "--keep-rows"
+
+
+def check_keep_rows(
+    keep: Any, inputs: Inputs, sizes: Sequence[int | Literal["full"] | None], num_rankable: int
+) -> None:
+    """Refuse a number of rows that cannot be kept, before anything is counted.
+
+    Args:
+        keep: rows that are to be at hand, those of the draft vocabulary among them; "full" for all.
+        inputs: of the conversion.
+        sizes: draft vocabularies; None where a coverage or a cost finds the size.
+        num_rankable: ids that any ranking of the head can hold.
+
+    Raises:
+        UsageError: an EAGLE-1/2 head, a full vocabulary, no more rows than a draft vocabulary has, or more than there
+            are.
+    """
+    head = inputs.head
+    if head.kind == "eagle":
+        raise UsageError(
+            f"{head.location}: an EAGLE-1/2 head has no LM head of its own: every row comes from the target, which is "
+            f"there whenever it drafts, so nothing need be kept. Leave {_OPTION} out: this package's runtime follows a "
+            "text with such a head as it is.",
+            path=head.location,
+            option=_OPTION,
+        )
+    if "full" in sizes:
+        raise UsageError(
+            f"--draft-vocab full holds every row already. Leave {_OPTION} out, or give a smaller --draft-vocab.",
+            option=_OPTION,
+        )
+    if keep == "full":
+        return
+    if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
+        raise UsageError(f"{_OPTION}: expected a number of rows or 'full', found {keep!r}.", option=_OPTION, found=keep)
+    for size in sizes:
+        if isinstance(size, int):
+            _check_more(keep, size)
+    trained = head.trained_ids
+    is_all_trained = trained is not None and keep == len(trained)
+    if keep > num_rankable and not is_all_trained:
+        why = f"was trained on {len(trained)}" if trained is not None else f"has rows for {head.target_vocab}"
+        raise UsageError(
+            f"{_OPTION} {keep}: the head {head.location} {why} ids, {num_rankable} of which are tokens. Give at most "
+            f"{num_rankable}, or full.",
+            option=_OPTION,
+            found=keep,
+            most=num_rankable,
+        )
+
+
+def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDArray[np.int64]:
+    """The ids whose rows are kept beside a draft vocabulary, int64 [kept]: those that follow it in rank order.
+
+    Args:
+        keep: rows at hand in all, the draft vocabulary's among them; "full" for all that the ranking holds.
+        ranking: that `vocab` was cut from.
+        vocab: the draft vocabulary.
+
+    Raises:
+        UsageError: no more rows than `vocab` has, or fewer ids are ranked.
+    """
+    if keep != "full":
+        _check_more(keep, len(vocab))
+    ranked, trained = ranking.cut(None).target_ids, ranking.head.trained_ids
+    if trained is not None and keep == len(trained):
+        # All of a trained vocabulary, ids without a token included, as `Ranking.cut` takes it.
+        ranked = np.concatenate([ranked, np.setdiff1d(trained, ranked)])
+    beyond = ranked[~np.isin(ranked, vocab.target_ids)]
+    wanted = len(beyond) if keep == "full" else keep - len(vocab)
+    if not 0 < wanted <= len(beyond):
+        there = len(vocab) + len(beyond)
+        raise UsageError(
+            f"{_OPTION} {keep}: the ranking holds {there} ids, {len(vocab)} of them in the draft vocabulary. Give a "
+            f"number from {len(vocab) + 1} to {there}, or rank by counts, which order every id."
+            if len(beyond)
+            else f"{_OPTION} {keep}: the ranking holds the {len(vocab)} ids of the draft vocabulary and no others.",
+            option=_OPTION,
+            found=keep,
+            most=there,
+        )
+    kept: NDArray[np.int64] = beyond[:wanted]
+    return kept
+
+
+def needs_kept_rows(
+    head: DraftHead,
+    request: VocabRequest,
+    sizes: Sequence[int | Literal["full"] | None],
+    keep: KeepRows | None,
+) -> bool:
+    """Whether a conversion of a head may want rows that its artifact keeps beyond the draft vocabulary.
+
+    A prefix of the artifact's own ranks needs none; another ranking, or more rows, does.
+    """
+    is_prefix = all(isinstance(size, int) and size <= head.draft_vocab for size in sizes)
+    return keep is not None or request != VocabRequest() or not is_prefix
+
+
+def _check_more(keep: int, size: int) -> None:
+    if keep <= size:
+        raise UsageError(
+            f"{_OPTION} {keep} counts the rows of the draft vocabulary too, and that has {size}: none would be kept "
+            f"beside them. Give more than {size}, or leave {_OPTION} out.",
+            option=_OPTION,
+            found=keep,
+            least=size + 1,
+        )

@@ -1,0 +1,124 @@
+"""LM-head rows that may join a draft vocabulary while it is in use: where a head has them, and how they are found."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from eagle_slim.convert.head.kept_rows import with_kept_rows
+from eagle_slim.convert.head.open import DraftHead
+from torch import Tensor
+
+from ..errors import UsageError
+from .weights import gather_lm_head_rows, gather_target_rows
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..target.transformers import TargetModel
+
+_SUGGESTED_ROWS = 32000
+# Half a unit in the last place of bfloat16, the coarsest type that rows are in.
+_ROUNDING = 2**-8
+
+
+@dataclass(frozen=True)
+class JoinableRows:
+    """Every LM-head row of a head that a draft vocabulary may take in, those that it holds already among them.
+
+    Attributes:
+        rows: [rows, hidden]; where they are the target's LM head in its own dtype and place, that tensor itself.
+        row_of_id: int32 [target_vocab] on the same device: the row of each target id, -1 where there is none, since the
+            head was never trained on it or its row was not kept.
+        rank_order: target ids, best first, int64 [ranked], as far as the head's manifest ranks them; None without one.
+        origin: where the rows come from, in words.
+    """
+
+    rows: Tensor
+    row_of_id: Tensor
+    rank_order: NDArray[np.int64] | None
+    origin: str
+
+    @property
+    def target_ids(self) -> NDArray[np.int64]:
+        """The ids that have a row, ascending, int64 [rows]."""
+        return np.flatnonzero(self.row_of_id.cpu().numpy() >= 0)
+
+
+def load_joinable_rows(
+    head: DraftHead,
+    target: TargetModel,
+    draft_ids: NDArray[np.int64],
+    dtype: torch.dtype,
+    device: torch.device,
+    offline: bool = False,
+) -> JoinableRows:
+    """Load the rows that may join a draft vocabulary: the head's own, those its artifact keeps, or the target's.
+
+    Args:
+        head: as opened; an artifact's kept rows are fetched now where it is on the Hub.
+        target: the target that the head drafts for.
+        draft_ids: int64 [draft_vocab], ids of the draft vocabulary.
+        dtype, device: of the rows.
+        offline: fetch nothing.
+
+    Raises:
+        UsageError: there is no row but those of `draft_ids`; the message names the command that keeps some.
+        ArtifactError, CheckpointError, SourceError: the file of kept rows is missing, damaged, or cannot be fetched.
+        UnsupportedModelError: the rows are the target's, and quantised there.
+    """
+    manifest = head.manifest
+    ranks = None if manifest is None else manifest.ranks_with_kept
+    rank_order = None if ranks is None else ranks.target_ids
+    if not head.has_lm_head or _has_rows_of(head, target):
+        every = np.arange(target.lm_head.shape[0], dtype=np.int64)
+        rows = target.lm_head.detach()
+        if rows.dtype != dtype or rows.device != device:
+            rows = gather_target_rows(head, target, every, dtype, device)
+        return JoinableRows(rows, _places(every, len(every), device), rank_order, "the target's LM head")
+    origin = "the head's own rows"
+    if manifest is not None and manifest.kept_rows is not None:
+        head, origin = with_kept_rows(head, offline), "the artifact's kept rows"
+    elif head.draft_vocab <= len(draft_ids):
+        raise _no_rows(head, len(draft_ids))
+    ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
+    rows = gather_lm_head_rows(head, target, ids, dtype, device)
+    return JoinableRows(rows, _places(ids, head.target_vocab, device), rank_order, origin)
+
+
+def _has_rows_of(head: DraftHead, target: TargetModel) -> bool:
+    """Whether an artifact's rows were taken from the LM head of this target: by its manifest, and by their values."""
+    manifest = head.manifest
+    taken = manifest is not None and manifest.lm_head is not None and manifest.lm_head["from"] == "target"
+    if not taken or head.draft_ids_to_target is None or not target.lm_head.is_floating_point():
+        return False
+    own = head.tensors.get("lm_head.weight").float()
+    ids = torch.from_numpy(head.draft_ids_to_target).to(target.lm_head.device)
+    theirs = target.lm_head.detach()[ids].to("cpu", torch.float32)
+    # A target may be loaded in another type than its files have.
+    return torch.allclose(own, theirs, rtol=_ROUNDING, atol=_ROUNDING * float(own.abs().max()))
+
+
+def _places(ids: NDArray[np.int64], target_vocab: int, device: torch.device) -> Tensor:
+    row_of_id = torch.full((target_vocab,), -1, dtype=torch.int32)
+    row_of_id[torch.from_numpy(ids)] = torch.arange(len(ids), dtype=torch.int32)
+    return row_of_id.to(device)
+
+
+def _no_rows(head: DraftHead, draft_vocab: int) -> UsageError:
+    manifest = head.manifest
+    source = head.location if manifest is None else manifest.head.get("repo_id") or manifest.head["name"]
+    keep = min(_SUGGESTED_ROWS, head.target_vocab)
+    command = f"eagle-convert {shlex.quote(str(source))} --draft-vocab {draft_vocab} --keep-rows {keep}"
+    what = (
+        f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
+        "text is followed."
+    )
+    if manifest is None:
+        advice = "Give a smaller draft_vocab, so that the others can join."
+    else:
+        advice = f"Convert the original again with rows kept: {command}. Or give a smaller draft_vocab."
+    return UsageError(f"{what} {advice}", option="follow", missing="rows", found=draft_vocab)
