@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.artifact.eagle3 import rows_of_ids
 from eagle_slim.convert.head.config import sliding_window
+from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
 
@@ -146,12 +147,16 @@ def choose_draft_ids(
     """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
 
     ``draft_vocab`` None takes all the head has; a number takes that many of the head's ``rank_order`` (target ids, best
-    first, from the manifest), never fewer than its ``num_forced``; a `DraftVocab` names them itself.
+    first, from the manifest) and after it of the rows that the artifact keeps, never fewer than its ``num_forced``; a
+    `DraftVocab` names them itself.
     Raises `UsageError` for a number or ids that the head does not have, and for a number without a ranking.
     """
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:
         return available if rank_order is None else np.sort(rank_order)
+    if head.manifest is not None and head.manifest.kept_rows is not None and rank_order is not None:
+        rank_order = np.concatenate([rank_order, head.manifest.kept_rows.rank_order_ids])
+        available = np.sort(rank_order)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
             raise UsageError(
@@ -260,8 +265,14 @@ def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
 def gather_lm_head_rows(
     head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Gather the LM-head rows of target ids, from the head or else from the target: [draft_vocab, hidden]."""
+    """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden].
+
+    Rows that an artifact keeps beyond its draft vocabulary are read where ids ask for them.
+    """
     if head.has_lm_head:
+        own = head.draft_ids_to_target
+        if own is not None and head.manifest is not None and not np.isin(draft_ids, own).all():
+            head = with_kept_rows(head)
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
     return gather_target_rows(head, target, draft_ids, dtype, device)
 

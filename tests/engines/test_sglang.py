@@ -11,6 +11,7 @@ pytestmark = pytest.mark.engine("sglang")
 
 EAGLE3_CASES = {
     "full head to 640": ("full", 640, None),
+    "full head to 640 with kept rows beside it": ("full", 640, None, "--keep-rows", "900"),
     "full head to 100, padded to 128 rows": ("full", 100, None),
     "frequency order, int32, layers.0., to 320": ("mapped_by_frequency", 320, 640),
     "rows from the target, to 640": ("target_rows", 640, None),
@@ -28,8 +29,8 @@ def load(files: OracleFiles, jobs: list[Json], ranks: int = 1) -> list[list[Json
 @pytest.fixture(scope="module")
 def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     jobs: dict[str, Json] = {
-        name: {"head": str(oracle_files.artifact(head, size)), "algorithm": "EAGLE3"}
-        for name, (head, size, _) in EAGLE3_CASES.items()
+        name: {"head": str(oracle_files.artifact(head, size, *options)), "algorithm": "EAGLE3"}
+        for name, (head, size, _, *options) in EAGLE3_CASES.items()
     }
     artifact = oracle_files.artifact("eagle1", 320, "--for", "sglang")
     token_map = str(artifact / "freq_320.pt")
@@ -43,7 +44,7 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
 
 @pytest.mark.parametrize("name", EAGLE3_CASES)
 def test_an_eagle3_artifact_loads_completely(loaded: dict[str, Json], name: str) -> None:
-    _, draft_vocab, trained = EAGLE3_CASES[name]
+    _, draft_vocab, trained, *_ = EAGLE3_CASES[name]
     result = loaded[name]
     assert "error" not in result, result
     assert result["class"] == "LlamaForCausalLMEagle3"

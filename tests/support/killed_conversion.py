@@ -53,7 +53,8 @@ def main() -> None:
         setattr(os, call, ticking)
 
     def convert() -> None:
-        command([head, "--draft-vocab", "8", "--token-map", token_map, "--out", out, "--force", "--json"])
+        sizes = ["--draft-vocab", "8", "--keep-rows", "10"]
+        command([head, *sizes, "--token-map", token_map, "--out", out, "--force", "--json"])
 
     # Once beforehand, so that no moment falls into the loading of modules.
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(sys.stderr):
