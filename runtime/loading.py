@@ -20,7 +20,7 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 
 from .config import TreeConfig
 from .drafter.config import DrafterConfig
@@ -71,6 +71,27 @@ class OpenedHead:
                 load_embedded_counts(), draft_vocab, tokenizer=tokenizer, target_vocab=self.head.target_vocab
             )
         return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
+
+    def rank_rows(
+        self, draft_ids: NDArray[np.int64], draft_vocab: int | np.integer[Any] | DraftVocab | None
+    ) -> NDArray[np.int64] | None:
+        """Return the rows of ``draft_ids`` (what `choose` gave for ``draft_vocab``) best first, int64 [draft_vocab].
+
+        The first N of them are what `choose` gives for N. Ids that were never ranked come last. None without a ranking.
+        """
+        if not (draft_vocab is None or isinstance(draft_vocab, (int, np.integer))):
+            ranked = draft_vocab.target_ids if draft_vocab.ranked else None
+        elif self.is_embedded:
+            tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
+            counts, vocab = load_embedded_counts(), self.head.target_vocab
+            ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=vocab).target_ids
+        else:
+            ranked = self.rank_order
+        if ranked is None:
+            return None
+        place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
+        place[ranked] = np.arange(len(ranked))
+        return np.argsort(place[draft_ids], kind="stable")
 
 
 def open_any_head(
@@ -260,9 +281,12 @@ def choose_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: Tr
     return "triton", f"{weights.dtype} on {weights.device}"
 
 
-def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> Drafter:
+def build_drafter(
+    drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None
+) -> Drafter:
     """Build a drafter by name, or by a callable of (weights, tree).
 
+    ``order``: int64 [draft_vocab], LM-head rows best first, where they are ranked: the kernel packs them so.
     "reference" is plain PyTorch on any device. "triton" is the persistent kernel (`runtime.TritonDrafter`). Raises
     `DrafterError` when the one asked for cannot run here, `UsageError` for an unknown name; there is no fallback.
     """
@@ -286,7 +310,7 @@ def build_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: Tre
             f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'.",
             option="drafter", missing="triton",
         ) from error  # fmt: skip
-    built: Drafter = TritonDrafter(weights, tree)
+    built: Drafter = TritonDrafter(weights, tree, order=order)
     return built
 
 

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ from .generation.requests import Request, start
 from .generation.sampling_params import read_sampling_params
 from .generation.stats import GenerationStats
 from .generation.streaming import Streamer, send_tokens
+from .kernels.launch import TritonDrafter
 from .loading import (
     DrafterFactory,
     MapForm,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from eagle_slim.convert.artifact.artifact import Artifact
     from eagle_slim.convert.head.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+    from numpy.typing import NDArray
     from transformers import GenerationConfig
 
 DEFAULT_MAX_SLOTS = 16
@@ -206,13 +209,16 @@ class SpeculativeModel:
         wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
         kind, reason = choose_drafter(drafter, weights, tree)
-        built = build_drafter(kind, weights, tree)
+        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if kind == "triton" else None
+        built = build_drafter(kind, weights, tree, order)
         whole = cls(wrapped, built, tokenizer, max_model_len, opened, kind, tokenizer_source, tokenizer_hash)
         whole.drafter_reason = reason
         return whole
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
         """Return a model over another draft vocabulary; target, tokenizer and the head's other weights are shared.
+
+        The kernel's packed weights are too, where the vocabulary is the first part, by rank, of what was packed.
 
         Raises `UsageError` as `choose_draft_ids` does, and for a model that was not built by `from_pretrained`;
         `PairingError` for a vocabulary of another tokenizer.
@@ -224,7 +230,8 @@ class SpeculativeModel:
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
         other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
-        return self._with_drafter(other, self.drafter.tree)
+        order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if self.drafter_kind == "triton" else None
+        return self._with_drafter(other, self.drafter.tree, order)
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape; everything loaded is shared.
@@ -233,10 +240,15 @@ class SpeculativeModel:
         """
         return self._with_drafter(self.drafter.weights, tree)
 
-    def _with_drafter(self, weights: HeadWeights, tree: TreeConfig) -> SpeculativeModel:
+    def _with_drafter(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> SpeculativeModel:
+        own = self.drafter
+        if self.drafter_kind == "triton" and isinstance(own, TritonDrafter):
+            drafter: Drafter = own.like(weights, tree, order)
+        else:
+            drafter = build_drafter(self.drafter_kind, weights, tree)
         return SpeculativeModel(
             self.target,
-            build_drafter(self.drafter_kind, weights, tree),
+            drafter,
             self.tokenizer,
             self.max_model_len,
             self.opened,
@@ -490,6 +502,13 @@ class SpeculativeModel:
         configs = (getattr(self.target.model, "generation_config", None), self.target.text_config)
         found = [given, *(getattr(config, "pad_token_id", None) for config in configs)]
         return next((int(token) for token in found if token is not None), None)
+
+
+def _rank_rows(
+    opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
+) -> Tensor | None:
+    ranked = opened.rank_rows(draft_ids, draft_vocab)
+    return None if ranked is None else torch.from_numpy(ranked).to(device)
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

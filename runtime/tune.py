@@ -3,11 +3,16 @@
     python -m eagle_slim.runtime.tune --head my/slim-head                      # the dimensions of one head
     python -m eagle_slim.runtime.tune --dims llama-3.1-8b --draft-vocab 32000 --batch 1 2 4 8 --fp8
     python -m eagle_slim.runtime.tune --all --budget 600 --out tuned.json      # everything that bench.draft measures
+    python -m eagle_slim.runtime.tune --from-shapes shapes.json                # what EAGLE_SLIM_SHAPES recorded
 
 Tries the derived parameters (`choose_launch`) and a handful of others that differ in one thing each, then the gains
 together. Each is checked against the fp32 reference before it is timed, as CUDA-graph replays interleaved with those of
 the derived parameters. The winner, and be it the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or
 the one in the package), where launches find it. Random weights of the right shapes do: speed does not depend on values.
+
+A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
+the first one-slot configuration tuned for the head, else the derived one. ``--layout`` tunes it again, which drops what
+was tuned over the one before, if another one wins.
 """
 
 from __future__ import annotations
@@ -29,7 +34,10 @@ if TYPE_CHECKING:
     import torch
 
     from .drafter.weights import HeadWeights
-    from .kernels.launch_params import Chip, LaunchParams, TunedCache
+    from .kernels.launch import Weights
+    from .kernels.launch_params import Chip, LaunchParams, StoredLayout
+    from .kernels.packed_head import PackedHead
+    from .kernels.tuned_cache import TunedCache
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
@@ -56,41 +64,25 @@ class Trial:
 
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Parameters that differ from ``params`` in one thing each; what cannot fit is left out."""
-    from .kernels.launch_params import (
-        PROJECTIONS,
-        chunk_inputs,
-        fit_split,
-        group_rows,
-        stage_bytes,
-    )
+    """Parameters over the same layout that differ from ``params`` in one thing each; what cannot fit is left out."""
+    from .kernels.launch_params import chunk_inputs, stage_bytes
     from .kernels.weight_stream import Tile
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
-        return tile.block_k >= 16 and divides and stage_bytes(cfg, name, tile) * tile.stages <= chip.shared_bytes * 0.9
+        readable = tile.block_k >= 16 and (name == "head" or tile.block_k <= params.layout.chunks[name])
+        return readable and divides and stage_bytes(cfg, name, tile) * tile.stages <= chip.shared_bytes * 0.9
 
     def with_tiles(change: Callable[[Tile], Tile]) -> LaunchParams | None:
         tiles = {name: change(tile) if fits(name, change(tile)) else tile for name, tile in params.tiles.items()}
         return replace(params, tiles=tiles) if tiles != params.tiles else None
 
-    def with_split(most: int) -> LaunchParams | None:
-        split = {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
-        if split == params.split:
-            return None
-        rows = max(group_rows(cfg, name, split[name], chip.num_sms) for name in PROJECTIONS)
-        layer = params.tiles["layer"]
-        layer = replace(layer, block_n=max(64, min(layer.block_n, 1 << (rows - 1).bit_length())))
-        return replace(params, split=split, tiles={**params.tiles, "layer": layer})
-
     found: dict[str, LaunchParams | None] = {
-        "two programs to a group": with_split(2),
-        "no groups": with_split(1),
-        "qkv alone": replace(params, split={**params.split, "qkv": 1}) if params.split["qkv"] > 1 else None,
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
         "double block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k * 2, max(2, tile.stages // 2))),
+        "half block_n": with_tiles(lambda tile: Tile(max(64, tile.block_n // 2), tile.block_k, tile.stages)),
         "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
         "two stages less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 2))),
         "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
@@ -100,6 +92,20 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
     return {name: variant for name, variant in found.items() if variant is not None}
 
 
+def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
+    """Parameters over other layouts: other groups of programs."""
+    from .kernels.launch_params import PROJECTIONS, choose_launch, fit_split
+
+    own = params.layout
+    splits = {
+        f"at most {most} to a group": {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
+        for most in (2, 1)
+    }  # fmt: skip
+    splits["qkv alone"] = {**own.split, "qkv": 1}
+    found = {name: choose_launch(cfg, chip, replace(own, split=split)) for name, split in splits.items()}
+    return {name: variant for name, variant in found.items() if variant.layout != own}
+
+
 def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
     """Apply several changes of ``base`` to it, best first; a later one never undoes an earlier one."""
     result = base
@@ -107,7 +113,7 @@ def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
     for variant in gains:
         fields = {
             name
-            for name in ("tiles", "split", "part_keys", "block_keys")
+            for name in ("layout", "tiles", "part_keys", "block_keys")
             if getattr(variant, name) != getattr(base, name)
         }
         if not fields & changed:
@@ -122,12 +128,18 @@ def tune(
     measure: Measure,
     compile_ahead: Callable[[list[LaunchParams]], None],
     left: Callable[[], float],
+    layout: StoredLayout | None = None,
 ) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``."""
+    """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``.
+
+    ``layout``: what the head is packed in; None tries several.
+    """
     from .kernels.launch_params import choose_launch
 
-    derived = choose_launch(cfg, chip)
+    derived = choose_launch(cfg, chip, layout)
     tried = variants(derived, cfg, chip)
+    if layout is None:
+        tried = {**layout_variants(derived, cfg, chip), **tried}
     compile_ahead([derived, *tried.values()])
     trials: list[Trial] = []
 
@@ -168,6 +180,7 @@ class GraphTimer:
     def __init__(self, dims: Dims, device: torch.device, rounds: int) -> None:
         self.dims, self.device, self.rounds = dims, device, rounds
         self._head: HeadWeights | None = None
+        self._packed: tuple[HeadWeights, PackedHead] | None = None
         self._derived: tuple[DrafterConfig, LaunchParams, Callable[[], object]] | None = None
 
     def __call__(self, cfg: DrafterConfig, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
@@ -183,32 +196,54 @@ class GraphTimer:
     def _graph(self, cfg: DrafterConfig, params: LaunchParams) -> Callable[[], object]:
         from .bench.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
         from .bench.baseline import capture
-        from .bench.problem import first_rows, random_head, random_step
-        from .kernels.launch import Weights, allocate_buffers, check_finished, launch_drafter
-        from .kernels.packed_head import pack_head
+        from .bench.problem import random_step
+        from .kernels.launch import allocate_buffers, check_finished, launch_drafter
 
-        if self._head is None:
-            self._head = random_head(self.dims, self.device, cfg.dtype)
-        head = first_rows(self._head, cfg.draft_vocab)
-        weights = Weights(head, pack_head(head, cfg, params))
+        weights = self._weights(cfg, params)
         bufs = allocate_buffers(cfg, weights)
         features = random_step(cfg, PREFIX, 4, bufs)
         step = Step.of(features, bufs)
         launch_drafter(cfg, features, weights, bufs)
         check_finished(bufs)
         agreement = replay(
-            exact_head(head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values,
+            exact_head(weights.head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values,
             atol=log_prob_atol(cfg),
         )  # fmt: skip
         if not agreement.agrees:
             raise DrafterError(f"the draft is wrong: {agreement}")
         return capture(lambda: launch_drafter(cfg, features, weights, bufs))
 
+    def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
+        """The head in one layout, packed once for all parameters over it."""
+        from .bench.problem import first_rows, random_head
+        from .kernels.launch import Weights
+        from .kernels.packed_head import pack_head
+        from .kernels.tuned_cache import FixedLaunch
 
-def configurations(args: argparse.Namespace) -> list[tuple[str, Dims, DrafterConfig]]:
-    """What the arguments ask for: (name, dimensions, configuration), the most wanted first."""
+        if self._head is None:
+            self._head = random_head(self.dims, self.device, cfg.dtype)
+        launches = FixedLaunch(params)
+        if self._packed is not None:
+            head, packed = self._packed
+            known = (packed.launches.layout, packed.draft_vocab, packed.stream.dtype)
+            if known == (params.layout, cfg.draft_vocab, cfg.weight_dtype):
+                return Weights(head, replace(packed, launches=launches)).with_positions(cfg.max_positions)
+        self._packed = None  # before the next one, so that there is room
+        head = first_rows(self._head, cfg.draft_vocab)
+        packed = pack_head(head, cfg, launches)
+        self._packed = (head, packed)
+        return Weights(head, packed)
+
+
+def configurations(args: argparse.Namespace, chip: str = "") -> list[tuple[str, Dims, DrafterConfig]]:
+    """What the arguments ask for: (name, dimensions, configuration), the most wanted first.
+
+    Of recorded shapes those of ``chip``. Raises `UsageError` where there are none of it.
+    """
     import torch
 
+    if args.from_shapes is not None:
+        return recorded_configurations(args.from_shapes, chip)
     tree = TreeConfig(args.depth, args.top_k, args.total_tokens)
     wanted: list[tuple[str, Dims, int, int]] = []
     if args.all:
@@ -228,6 +263,30 @@ def configurations(args: argparse.Namespace) -> list[tuple[str, Dims, DrafterCon
         for name, dims, vocab, batch in dict.fromkeys(wanted)
         for weight_dtype in types
     ]
+
+
+def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, DrafterConfig]]:
+    """What was recorded on ``chip``, those of a head together, fewest slots first, so that they set its layout."""
+    from .kernels.shape_records import read_shapes
+
+    shapes = read_shapes(path)
+    mine = [cfg for name, cfg in shapes if name == chip]
+    if not mine:
+        raise UsageError(
+            f"{path} holds no shape recorded on {chip}, only on {sorted({name for name, _ in shapes})}. Record with "
+            "EAGLE_SLIM_SHAPES on the GPU that is tuned.",
+            path=path, chip=chip,
+        )  # fmt: skip
+    left_out = len(shapes) - len(mine)
+    if left_out:
+        print(f"{left_out} shapes of other chips are left out", flush=True)
+    # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
+    wanted = [
+        ("recorded", dims, draft_config(dims, c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
+        for c in mine
+        for dims in (Dims.of(c),)
+    ]
+    return sorted(wanted, key=lambda item: (str(item[1]), str(item[2].weight_dtype), item[2].num_slots))
 
 
 def head_dims(head: str) -> tuple[Dims, int]:
@@ -264,6 +323,7 @@ def main(argv: list[str] | None = None) -> None:
     what.add_argument("--head", help="folder or repository of a head, converted or not")
     what.add_argument("--dims", choices=sorted(MODELS), help="dimensions of a known model")
     what.add_argument("--all", action="store_true", help="all configurations of bench.draft, with FP8")
+    what.add_argument("--from-shapes", type=Path, metavar="FILE", help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--draft-vocab", type=int, nargs="+", help="default: all the head has, or 32000")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="slots")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="what it computes in")
@@ -275,6 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
     parser.add_argument("--missing", action="store_true", help="only what the cache does not hold yet")
+    parser.add_argument("--layout", action="store_true", help="tune stored layouts again too, where there is one slot")
     args = parser.parse_args(argv)
     try:
         run(args)
@@ -290,15 +351,14 @@ def run(args: argparse.Namespace) -> None:
 
     from .bench.precompile import compile_all
     from .kernels.host import chip_of
-    from .kernels.launch_params import TunedCache, cache_key, default_cache
+    from .kernels.tuned_cache import TunedCache, cache_key, default_cache, layout_key
 
-    wanted = configurations(args)
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
+    wanted = configurations(args, chip.name)
     cache: TunedCache = TunedCache(args.out) if args.out else default_cache()
-
     budget: float = args.budget
 
     def left() -> float:
@@ -309,7 +369,7 @@ def run(args: argparse.Namespace) -> None:
     seen: set[str] = set()
     for name, dims, cfg in wanted:
         key = cache_key(cfg, chip)
-        if key in seen or (args.missing and key in cache.entries):
+        if key in seen or ((args.missing or args.from_shapes) and key in cache.launches):
             continue
         seen.add(key)
         if left() < 0:
@@ -321,7 +381,8 @@ def run(args: argparse.Namespace) -> None:
         def ahead(params: list[LaunchParams], dims: Dims = dims, cfg: DrafterConfig = cfg) -> None:
             compile_all([(dims, cfg, variant) for variant in params], max(1.0, left()))
 
-        best, trials = tune(cfg, chip, timer, ahead, left)
+        is_free = cfg.num_slots == 1 and (args.layout or layout_key(cfg, chip) not in cache.layouts)
+        best, trials = tune(cfg, chip, timer, ahead, left, None if is_free else cache.layout(cfg, chip))
         print_trials(name, cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()

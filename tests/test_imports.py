@@ -60,6 +60,8 @@ FLOORS = {
         target
         drafter pairing
         kernels/launch_params
+        kernels/shape_records
+        kernels/tuned_cache
         kernels/packed_head kernels/workspace
         kernels/host
         kernels/compile_check kernels/launch

@@ -122,13 +122,14 @@ class Problems:
         return draft_config(dims, row.draft_vocab, row.tree, row.batch, prefix, self.dtype, stored)
 
     def packed(self, row: Row, weights: str, cfg: DrafterConfig) -> Weights:
-        """Packed weights; rows that differ in depth and prefix only share them."""
+        """Packed weights; rows that differ in depth, prefix and batch only share them."""
         head = first_rows(self.head(row.model), row.draft_vocab)
-        key = (row.model, row.draft_vocab, row.batch, cfg.max_positions)
+        key = (row.model, row.draft_vocab)
         if key != self._packed_for:
             self._packed_for, self._packed = key, {}
         if weights not in self._packed:
             self._packed[weights] = Weights.pack(head, cfg)
+        self._packed[weights] = self._packed[weights].with_positions(cfg.max_positions)
         return self._packed[weights]
 
 
@@ -202,7 +203,7 @@ def run_row(bench: Bench, row: Row, capacity: int) -> dict[str, Any]:
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
         runs[name], plain[f"{name} plain"] = graph, run
         floors[name] = cfg.draft_bytes([row.prefix] * row.batch) / bench.copy_bytes_per_s * 1e6
-        barriers[name] = len(phases(cfg, weights.packed.params.split)) if weights.packed else 0
+        barriers[name] = len(phases(cfg, weights.packed.launches.layout.split)) if weights.packed else 0
         workspace_bytes[name] = sum(tensor.numel() * tensor.element_size() for tensor in bufs.workspace.values())
 
     bufs = Buffers.allocate(base, device)
@@ -290,7 +291,7 @@ def capacity_of(row: Row, rows: list[Row]) -> int:
 def jobs_of(rows: list[Row], problems: Problems) -> list[tuple[Row, Job]]:
     """One compilation for each kernel that the rows need, first needed first."""
     from ..kernels.host import chip_of
-    from ..kernels.launch_params import default_cache
+    from ..kernels.tuned_cache import default_cache
 
     chip, cache = chip_of(problems.device), default_cache()
     jobs: list[tuple[Row, Job]] = []

@@ -27,13 +27,14 @@ def compile_one(job: Job) -> float:
     from ..kernels import host
     from ..kernels.packed_head import pack_head
     from ..kernels.persistent import draft_kernel
+    from ..kernels.tuned_cache import FixedLaunch
     from ..kernels.workspace import allocate_workspace
 
     start = time.perf_counter()
     dims, cfg, params = job
     device = torch.device("meta")
     head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
-    packed = pack_head(head, cfg, params)
+    packed = pack_head(head, cfg, FixedLaunch(params))
     bufs = Buffers.allocate(cfg, device)
     bufs.workspace.update(allocate_workspace(cfg, params, device))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)

@@ -29,6 +29,14 @@ class Dims:
     target_features: int = 0
     """Width of the target's features where it is not that of three taps as wide as the head."""
 
+    @classmethod
+    def of(cls, cfg: DrafterConfig) -> Dims:
+        """The dimensions of a configuration."""
+        return cls(
+            cfg.hidden, cfg.intermediate, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.target_vocab, cfg.kind,
+            cfg.feature_width,
+        )  # fmt: skip
+
     @property
     def feature_width(self) -> int:
         """Width of the target's features, all taps together."""

@@ -53,9 +53,9 @@ def time_phases(
     from ..kernels.grid_barrier import STAMPS_AT
 
     assert weights.packed is not None, "pack() comes first"
-    params = weights.packed.params
-    names = phases(cfg, params.split)
-    programs = params.num_programs
+    layout = weights.packed.launches.layout
+    names = phases(cfg, layout.split)
+    programs = layout.num_programs
     offset = int(getattr(STAMPS_AT, "value", STAMPS_AT))
     size = offset + (len(names) + 1) * programs * 2 * 2
     bufs.workspace["barrier"] = torch.zeros(size, dtype=torch.int32, device=features.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..config import TreeConfig
 from ..kernels import fused_layers
 from ..kernels.grid_barrier import ERROR
-from ..kernels.launch import Weights, allocate_buffers, launch_drafter
+from ..kernels.launch import SharedPacking, Weights, allocate_buffers, launch_drafter
 from ..kernels.prompt_chunks import ChunkRows
 from .config import MAX_NEW_TOKENS, DrafterConfig
 from .weights import HeadWeights
@@ -22,7 +22,8 @@ from .weights import HeadWeights
 class BufferedDrafter:
     """A head over buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
 
-    ``packed``: weights packed before for the same number of slots. Raises as `DrafterConfig.of` and `Weights.pack`.
+    ``packing``: the head's, shared with others that draft with it; needed by "triton". Raises as `DrafterConfig.of`
+    and `Weights.pack`.
     """
 
     def __init__(
@@ -32,17 +33,12 @@ class BufferedDrafter:
         num_slots: int,
         capacity: int,
         backend: str = "triton",
-        packed: Weights | None = None,
-        weight_dtype: torch.dtype | None = None,
+        packing: SharedPacking | None = None,
     ) -> None:
         self.head, self.tree, self.backend = head, tree, backend
+        weight_dtype = None if packing is None else packing.weight_dtype
         self.cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS, weight_dtype)
-        if backend == "reference":
-            self.weights = Weights(head)
-        elif packed is None:
-            self.weights = Weights.pack(head, self.cfg)
-        else:
-            self.weights = packed.with_positions(self.cfg.max_positions)
+        self.weights = Weights(head) if packing is None else packing.weights(self.cfg)
         self.bufs = allocate_buffers(self.cfg, self.weights)
         device = head.device
         self.features = torch.zeros(

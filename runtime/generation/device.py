@@ -8,7 +8,7 @@ from ..drafter.buffered import BufferedDrafter
 from ..drafter.config import MAX_NEW_TOKENS
 from ..drafter.reference import Drafter, ReferenceDrafter
 from ..kernels.choose_tokens import ChoiceRules
-from ..kernels.launch import TritonDrafter, Weights
+from ..kernels.launch import SharedPacking, TritonDrafter
 from ..target.captured import CapturedTarget
 from ..target.device_buffers import DeviceTarget, KVCache
 from ..target.transformers import TargetModel
@@ -37,7 +37,8 @@ class DeviceDecoders:
         self.backend = _backend_of(drafter)
         """How the drafter drafts from buffers; None if it cannot."""
         self._cache: KVCache | None = None
-        self._packed: dict[int, Weights] = {}
+        self.packing: SharedPacking | None = drafter.packing if isinstance(drafter, TritonDrafter) else None
+        """The head as the kernel reads it, one for all numbers of slots."""
         self._decoders: dict[tuple[int, bool], DeviceDecoder] = {}
 
     @property
@@ -69,11 +70,8 @@ class DeviceDecoders:
         return self._decoders[key]
 
     def _drafter(self, num_slots: int, capacity: int) -> BufferedDrafter:
-        packed = self._packed.get(num_slots)
         assert self.backend is not None
-        drafter = BufferedDrafter(self.head, self.tree, num_slots, capacity, self.backend, packed)
-        self._packed[num_slots] = drafter.weights
-        return drafter
+        return BufferedDrafter(self.head, self.tree, num_slots, capacity, self.backend, self.packing)
 
 
 def try_captured(target: TargetModel, drafter: Drafter) -> CapturedTarget | str:

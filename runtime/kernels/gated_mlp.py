@@ -37,6 +37,8 @@ class MlpShape:
     hidden: int
     intermediate: int
     rows: int
+    chunk: int
+    """Columns stored together: a multiple of the tile's ``block_k``."""
     scaled: bool
     """Rows have a scale each: the weights are FP8."""
 
@@ -46,7 +48,7 @@ def gated_mlp(
     x_ptr,  # [BLOCK_M, hidden]
     factor,  # fp32 [BLOCK_M]
     mask_m,  # int1 [BLOCK_M]: rows in use
-    region_ptr,  # this program's region [hidden / block_k, 2, rows, block_k]
+    region_ptr,  # this program's region [hidden / chunk, 2, rows, chunk]
     scale_ptr,  # fp32 [2, rows], read when scaled
     out_ptr,  # [BLOCK_M, intermediate]
     SHAPE: tl.constexpr,  # `MlpShape`
@@ -57,6 +59,8 @@ def gated_mlp(
     R: tl.constexpr = SHAPE.rows
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
+    CHUNK: tl.constexpr = SHAPE.chunk
+    PARTS: tl.constexpr = CHUNK // BLOCK_K
     zero = hidden_zero()
     offs_m = (tl.arange(0, mask_m.shape[0]) + zero).to(tl.int64)
     offs_n = tl.arange(0, BLOCK_N) + zero
@@ -64,17 +68,19 @@ def gated_mlp(
     x_row = operand_rows(x_ptr, offs_m * HIDDEN, HIDDEN)
     mask_x = operand_mask(x_ptr, mask_m)
     for n0 in tl.range(0, R, BLOCK_N, disable_licm=True):
-        region = region_ptr + n0 * BLOCK_K
-        w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
+        region = region_ptr + n0 * CHUNK
+        w_offs = offs_n[:, None] * CHUNK + offs_k[None, :]
         mask_w = (n0 + offs_n < R)[:, None]
         gate = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
         up = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
         for k in tl.range(0, HIDDEN // BLOCK_K + zero, num_stages=TILE.stages):
             x_offs = x_row[None, :] + (k * BLOCK_K + offs_k)[:, None]
             x = tl.load(x_ptr + x_offs, mask=mask_x[None, :], other=0.0)
-            slab = region + k * (2 * R * BLOCK_K)
+            slab = region + k * (2 * R * CHUNK)
+            if PARTS > 1:
+                slab = region + k // PARTS * (2 * R * CHUNK) + k % PARTS * BLOCK_K
             gate = operand_dot(tl.load(slab + w_offs, mask=mask_w, other=0.0), x, gate)
-            up = operand_dot(tl.load(slab + R * BLOCK_K + w_offs, mask=mask_w, other=0.0), x, up)
+            up = operand_dot(tl.load(slab + R * CHUNK + w_offs, mask=mask_w, other=0.0), x, up)
         gate = operand_sum(x_ptr, gate)
         up = operand_sum(x_ptr, up)
         feature = tl.program_id(0) * R + n0 + offs_n
@@ -124,7 +130,7 @@ def gated_mlp_on_device(
         raise UsageError(f"{rows=} must be 1 to 256 and {hidden=} a multiple of 16.", rows=rows, hidden=hidden)
     stream = torch.cat([cut_chunks(assign_rows(matrix, num_programs), block_k) for matrix in (gate, up)], 2)
     out = torch.empty(rows, intermediate, dtype=x.dtype, device=x.device)
-    shape = MlpShape(hidden, intermediate, rows_per_program(intermediate, num_programs), False)
+    shape = MlpShape(hidden, intermediate, rows_per_program(intermediate, num_programs), block_k, False)
     block_m = max(16, triton.next_power_of_2(rows))
     _mlp_kernel[(num_programs,)](
         x, factor, stream.contiguous(), out, rows, block_m, shape, Tile(block_n, block_k, 2), num_warps=8

@@ -22,6 +22,7 @@ from .grid_barrier import ERROR
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows
 from .lm_topk import HeadTiles, Selection, len_lists
 from .packed_head import PackedHead, StreamLayout
+from .packing import rows_per_program
 from .persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel
 from .projections import Share
 from .row_operands import RowShape
@@ -45,7 +46,8 @@ def chip_of(device: torch.device) -> Chip:
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
     """Compile-time constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs = block_rows(cfg), params.num_programs
-    stream = StreamLayout.of(cfg, params, draft_vocab)
+    layout = params.layout
+    stream = StreamLayout.of(cfg, layout, draft_vocab)
     finished = triton.next_power_of_2(max(stream.rows.o, stream.rows.qkv))
     sums = max(16, min(finished, 4096 // rows))
     segments, scaled, tiles = tap_segments(cfg), has_pairs(cfg), params.tiles
@@ -58,13 +60,15 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
             row=RowShape(cfg.hidden, eps=cfg.norm_eps),
             taps=RowShape(cfg.feature_width // segments, segments),
             layer=tiles["layer"],
+            layer_chunk=layout.chunks["layer"],
             sum_hidden=Share(cfg.hidden, stream.rows.o, sums),
             sum_qkv=Share(cfg.qkv_size, stream.rows.qkv, sums),
             attention=attention_shape(cfg, params),
-            mlp=MlpShape(cfg.hidden, cfg.intermediate, stream.rows.mlp, scaled),
+            mlp=MlpShape(cfg.hidden, cfg.intermediate, stream.rows.mlp, layout.chunks["mlp"], scaled),
             mlp_tile=tiles["mlp"],
             head=HeadTiles(
-                stream.tile_rows, cfg.hidden // tiles["head"].block_k, scaled, stream.rows.head > stream.tile_rows,
+                layout.head_rows, stream.rows.head, cfg.hidden, layout.chunks["head"], scaled,
+                rows_per_program(cfg.draft_vocab, programs) > min(layout.head_rows, tiles["head"].block_n),
                 tiles["head"],
             ),
             select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
@@ -127,19 +131,19 @@ def _tap_addresses(features: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, tuple
 
 def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: PackedHead, bufs: Buffers) -> None:
     """Start the kernel: no allocation, no wait."""
-    device = bufs.keys.device
-    if packed.params.num_programs > max(1, chip_of(device).num_sms):
+    device, params = bufs.keys.device, packed.launches.get(cfg)
+    if params.num_programs > max(1, chip_of(device).num_sms):
         raise DrafterError(
-            f"{packed.params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
+            f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
             "the head for this device.",
-            programs=packed.params.num_programs,
+            programs=params.num_programs,
             num_sms=chip_of(device).num_sms,
         )
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
-    draft_kernel[(packed.params.num_programs,)](
+    draft_kernel[(params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),
-        **kernel_constants(cfg, packed.params, packed.draft_vocab),
-        **compile_options(packed.params),
+        **kernel_constants(cfg, params, packed.draft_vocab),
+        **compile_options(params),
         **cooperative,
     )
 

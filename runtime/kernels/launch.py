@@ -24,8 +24,8 @@ from ..target.cache import SlotRows
 from ..tree import DraftTree
 
 if TYPE_CHECKING:
-    from .launch_params import TunedCache
     from .packed_head import PackedHead
+    from .tuned_cache import TunedCache
 
 BACKENDS = ("triton", "reference")
 
@@ -76,14 +76,16 @@ class Weights:
     ) -> Weights:
         """Lay a head out for the kernel on its device, with tuned launch parameters where the cache has them.
 
-        ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any smaller ``draft_vocab``.
-        ``strict``: a miss in the tuned cache is a `DrafterError` (also ``EAGLE_SLIM_STRICT=1``). ``cache``: default
-        the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its ``hits`` and ``misses`` count. Raises
-        `UsageError` for a configuration or an order of another head, and draft ids that the target does not have.
+        One packing serves every number of slots and every tree; each configuration's launch parameters are looked up
+        when it is first used. ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any
+        smaller ``draft_vocab``. ``strict``: a miss in the tuned cache is a `DrafterError` (also
+        ``EAGLE_SLIM_STRICT=1``). ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its
+        ``hits`` and ``misses`` count. Raises `UsageError` for a configuration or an order of another head, and draft
+        ids that the target does not have.
         """
         from .host import chip_of
-        from .launch_params import is_strict
         from .packed_head import pack_head
+        from .tuned_cache import LaunchTable, is_strict
 
         _check_head(cfg, head)
         _check_order(head, order)
@@ -92,9 +94,10 @@ class Weights:
             raise UsageError(
                 f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.", tensor="draft_to_target"
             )
-        cache = open_tuned_cache() if cache is None else cache
-        params = cache.lookup(cfg, chip_of(head.device), strict or is_strict())
-        return cls(head, pack_head(_contiguous(head), cfg, params, order), order)
+        cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
+        launches = LaunchTable(cache.layout(cfg, chip), cache, chip, strict or is_strict())
+        launches.get(cfg)  # a miss that is an error is one before anything is packed
+        return cls(head, pack_head(_contiguous(head), cfg, launches, order), order)
 
     def first_rows(self, draft_vocab: int) -> HeadWeights:
         """The head with only the LM-head rows that a draft over ``draft_vocab`` of them uses, ascending."""
@@ -109,8 +112,52 @@ class Weights:
         from .packed_head import rotary_tables
 
         assert self.packed is not None, "pack() comes first"
+        if len(self.packed.cos) >= num_positions:
+            return self
         cos, sin = rotary_tables(self.head, num_positions)
         return replace(self, packed=replace(self.packed, cos=cos, sin=sin))
+
+
+class SharedPacking:
+    """A head packed once, when it is first drafted with, for all who draft with it.
+
+    One serves every number of slots, every tree, every length, and every draft vocabulary that is the first of its
+    rows in ``order`` (int64 [draft_vocab], LM-head rows best first; None for the head's own order). ``strict`` as in
+    `Weights.pack`.
+    """
+
+    def __init__(
+        self,
+        head: HeadWeights,
+        order: Tensor | None = None,
+        weight_dtype: torch.dtype | None = None,
+        strict: bool = False,
+    ) -> None:
+        _check_order(head, order)
+        self.head, self.order = head, order
+        self.weight_dtype = weight_dtype or head.dtype
+        self._strict = strict
+        self._weights: Weights | None = None
+
+    def weights(self, cfg: DrafterConfig) -> Weights:
+        """The packed head with positions for ``cfg``; packs at the first call. Raises as `Weights.pack` does."""
+        if self._weights is None:
+            self._weights = Weights.pack(self.head, cfg, self.order, self._strict)
+        self._weights = self._weights.with_positions(cfg.max_positions)
+        return self._weights
+
+    def for_head(self, head: HeadWeights, order: Tensor | None = None) -> SharedPacking:
+        """Return this packing if it serves ``head``, else a new one of the same type, with an ``order`` of its own."""
+        return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype, self._strict)
+
+    def serves(self, head: HeadWeights) -> bool:
+        """Whether ``head`` is this one with all or the first of its LM-head rows."""
+        mine, ids = self.head, head.draft_to_target
+        shared = (head.tensors is mine.tensors, head.embedding is mine.embedding, head.rotary is mine.rotary)
+        if not all(shared) or len(ids) > mine.draft_vocab or ids.device != mine.device:
+            return False
+        ranked = mine.draft_to_target if self.order is None else mine.draft_to_target[self.order]
+        return torch.equal(ranked[: len(ids)].sort().values, ids)
 
 
 def open_tuned_cache() -> TunedCache:
@@ -119,7 +166,7 @@ def open_tuned_cache() -> TunedCache:
     Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file of another
     kind.
     """
-    from .launch_params import default_cache
+    from .tuned_cache import default_cache
 
     return default_cache()
 
@@ -173,7 +220,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
     if weights.packed is not None:
         from .workspace import allocate_workspace
 
-        bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, weights.head.device))
+        bufs.workspace.update(allocate_workspace(cfg, weights.packed.launches.get(cfg), weights.head.device))
     return bufs
 
 
@@ -364,7 +411,7 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         return
     from .workspace import allocate_workspace
 
-    for name, like in allocate_workspace(cfg, weights.packed.params, "meta").items():
+    for name, like in allocate_workspace(cfg, weights.packed.launches.get(cfg), "meta").items():
         tensor = bufs.workspace.get(name)
         # It may be larger: with time stamps, the barrier's state is.
         if tensor is None or tensor.dtype != like.dtype or tensor.numel() < like.numel():
@@ -463,40 +510,54 @@ def _launch_reference(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], head: He
 class TritonDrafter:
     """The persistent kernel as a `drafter.Drafter`.
 
-    ``weight_dtype`` float8_e4m3fn stores the matrices in FP8 (sm_89 and later). Raises `DrafterError`,
+    ``weight_dtype`` float8_e4m3fn stores the matrices in FP8 (sm_89 and later). ``order``: int64 [draft_vocab],
+    LM-head rows best first, so that drafters over fewer of them (`like`) share what is packed. Raises `DrafterError`,
     `UnsupportedModelError` or `UsageError` when the head or the device is outside the kernel's limits.
     """
 
     def __init__(
-        self, weights: HeadWeights, tree: TreeConfig, weight_dtype: torch.dtype | None = None, strict: bool = False
+        self,
+        weights: HeadWeights,
+        tree: TreeConfig,
+        weight_dtype: torch.dtype | None = None,
+        strict: bool = False,
+        order: Tensor | None = None,
+        packing: SharedPacking | None = None,
     ) -> None:
         check_tree_fits(weights, tree)
         self.weights = weights
         self.tree = tree
         self.lengths: list[int] = []
-        self._weight_dtype, self._strict = weight_dtype, strict
-        self._cfg = DrafterConfig.of(weights, tree, 1, 1, weight_dtype)
+        self.packing = packing or SharedPacking(weights, order, weight_dtype, strict)
+        self._cfg = DrafterConfig.of(weights, tree, 1, 1, self.packing.weight_dtype)
         self._packed: Weights | None = None
         self._bufs: Buffers | None = None
         self._features: Tensor | None = None
 
+    def like(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> TritonDrafter:
+        """Return a drafter for another tree or draft vocabulary of this head.
+
+        It shares what is packed, unless its rows are not the first of those; then it packs its own, by ``order``.
+        """
+        return TritonDrafter(weights, tree, packing=self.packing.for_head(weights, order))
+
     def allocate(self, num_slots: int, capacity: int) -> None:
-        """See `Drafter.allocate`. Packs for a number of slots once; later calls reuse what is large enough."""
+        """See `Drafter.allocate`. The head is packed once; later calls reuse buffers that are large enough."""
         cfg = self._config(num_slots, capacity)
-        if self._packed is None or num_slots != self._cfg.num_slots:
-            packed = Weights.pack(self.weights, cfg, strict=self._strict)
-            self._cfg, self._packed, self._bufs = cfg, packed, None
-        if self._bufs is None or cfg.max_positions > self._cfg.max_positions:
+        fits = num_slots == self._cfg.num_slots and cfg.max_positions <= self._cfg.max_positions
+        if self._bufs is None or not fits:
             # Before the new ones, so that there is room for them.
             self._bufs = None
-            self._cfg, self._packed = cfg, self._packed.with_positions(cfg.max_positions)
+            self._cfg, self._packed = cfg, self.packing.weights(cfg)
             self._bufs = allocate_buffers(cfg, self._packed)
             shape = (num_slots, MAX_NEW_TOKENS, cfg.feature_width)
             self._features = torch.zeros(shape, dtype=cfg.dtype, device=self.weights.device)
         self.lengths = [0] * num_slots
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
-        return DrafterConfig.of(self.weights, self.tree, num_slots, capacity + MAX_NEW_TOKENS, self._weight_dtype)
+        return DrafterConfig.of(
+            self.weights, self.tree, num_slots, capacity + MAX_NEW_TOKENS, self.packing.weight_dtype
+        )
 
     def reset_slot(self, slot: int) -> None:
         """See `Drafter.reset_slot`."""

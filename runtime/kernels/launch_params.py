@@ -1,18 +1,14 @@
-"""Tile sizes and pipeline depths of the persistent drafter: a pure function of dimensions and device, and a tuned
-cache.
+"""How a head is stored and how the persistent drafter is launched: pure functions of dimensions and device.
 
-`choose_launch` derives parameters that fit any supported chip; `TunedCache` looks them up for (GPU, dimensions,
-dtypes, rows) in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``. Both give the same
-results, only at different speed.
+A head is packed once (`StoredLayout`), whatever the number of slots, the tree and the part of its vocabulary that
+launches use. What may differ between them (`LaunchParams`) changes speed, and results only by the order of additions.
+`tuned_cache` has better ones than these for what was tuned.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
@@ -24,39 +20,93 @@ PROJECTIONS = ("fc", "qkv", "o", "down")
 """Matrices of `projections`: they share the tile ``layer``."""
 MAX_SPLIT = 4
 """Most programs to a group: the terms of `projections.sum_parts`."""
+HEAD_ROWS = 256
+"""LM-head rows of a program that are stored together: the most that are multiplied at a time."""
+USUAL_NODES = 10
+"""Nodes of a level that a layout is made for: EAGLE's ``top_k``, of one sequence."""
 
 
 @dataclass(frozen=True)
-class LaunchParams:
-    """How one kernel is compiled and launched; see `persistent.draft_kernel`.
+class StoredLayout:
+    """How a head's weights lie in memory: one for all that is launched over them.
 
-    ``max_registers`` of a thread, 0 to let the assembler decide. ``tiles`` of ``layer`` (`PROJECTIONS`), ``mlp`` (gate
-    and up) and ``head``. ``split``: programs that share the rows of a projection.
-    ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
+    ``split``: programs that share the rows of a projection. ``chunks``: columns stored together, powers of two, of
+    ``layer`` (`PROJECTIONS`), ``mlp`` (gate and up) and ``head``. ``head_rows``: LM-head rows of a program stored
+    together, a power of two.
     """
 
     num_programs: int
-    num_warps: int
-    max_registers: int
-    tiles: dict[str, Tile]
     split: dict[str, int]
-    part_keys: int
-    block_keys: int
+    chunks: dict[str, int]
+    head_rows: int = HEAD_ROWS
 
     def __post_init__(self) -> None:
         """Raise `DrafterError` for what the kernel would compute wrongly."""
         if not all(1 <= split <= MAX_SPLIT for split in self.split.values()):
             raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.", split=self.split)
+        sizes = {**self.chunks, "head_rows": self.head_rows}
+        is_power = all(size >= 16 and size & (size - 1) == 0 for size in sizes.values())
+        if set(self.chunks) != {"layer", "mlp", "head"} or not is_power:
+            raise DrafterError(
+                f"A layout has chunks of layer, mlp and head, and head_rows: powers of two from 16 on; got {sizes}.",
+                chunks=self.chunks,
+                head_rows=self.head_rows,
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> LaunchParams:
+    def from_json(cls, values: dict[str, Any]) -> StoredLayout:
+        """Inverse of `to_json`."""
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class LaunchParams:
+    """How one kernel is compiled and launched over weights of a layout; see `persistent.draft_kernel`.
+
+    ``max_registers`` of a thread, 0 to let the assembler decide. ``tiles`` of ``layer``, ``mlp`` and ``head``.
+    ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
+    """
+
+    layout: StoredLayout
+    num_warps: int
+    max_registers: int
+    tiles: dict[str, Tile]
+    part_keys: int
+    block_keys: int
+
+    def __post_init__(self) -> None:
+        """Raise `DrafterError` for tiles that the layout's chunks cannot be read by."""
+        for name, tile in self.tiles.items():
+            chunk = self.layout.chunks[name]
+            if tile.block_k & (tile.block_k - 1) or (tile.block_k > chunk and name != "head"):
+                raise DrafterError(
+                    f"{name}: tiles of {tile.block_k} columns cannot be read from stored chunks of {chunk}.",
+                    tile=name, block_k=tile.block_k, chunk=chunk,
+                )  # fmt: skip
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of the grid, each with a stream of its own."""
+        return self.layout.num_programs
+
+    @property
+    def split(self) -> dict[str, int]:
+        """Programs that share the rows of each projection."""
+        return self.layout.split
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of all but the layout."""
+        return {name: value for name, value in asdict(self).items() if name != "layout"}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], layout: StoredLayout) -> LaunchParams:
         """Inverse of `to_json`."""
         tiles = {name: Tile(**tile) for name, tile in values["tiles"].items()}
-        return cls(**{**values, "tiles": tiles})
+        return cls(layout, **{**values, "tiles": tiles})
 
 
 @dataclass(frozen=True)
@@ -127,31 +177,49 @@ def stage_bytes(cfg: DrafterConfig, name: str, tile: Tile) -> int:
     return tile.block_k * (weights + block_rows(cfg) * cfg.dtype.itemsize)
 
 
-def choose_launch(cfg: DrafterConfig, chip: Chip) -> LaunchParams:
-    """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
+def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
+    """Derive a layout from a head's dimensions: what is best for one sequence, whatever its draft vocabulary.
 
     Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
     """
-    fp8 = cfg.weight_dtype.itemsize == 1
-    if fp8 and 0 < chip.capability < 89:
+    if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
         raise DrafterError(
             f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.",
             field="weight_dtype",
             chip=chip.name,
         )
+    cfg = replace(cfg, num_slots=1)
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
-    owned = {
-        "layer": max(group_rows(cfg, name, split[name], chip.num_sms) for name in PROJECTIONS),
-        "mlp": rows_per_program(cfg.intermediate, chip.num_sms),
-        "head": rows_per_program(cfg.draft_vocab, chip.num_sms),
-    }
-    tiles = {name: _choose_tile(cfg, name, owned[name], sizes, chip) for name, sizes in chunk_inputs(cfg).items()}
+    owned = {**_owned_rows(cfg, split, chip.num_sms), "head": HEAD_ROWS}
+    chunks = {name: _choose_tile(cfg, name, owned[name], chip).block_k for name in owned}
+    return StoredLayout(chip.num_sms, split, chunks)
+
+
+def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> LaunchParams:
+    """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
+
+    ``layout`` is what the head is packed in, by default `choose_layout`'s. Raises `DrafterError` as that does.
+    """
+    layout = choose_layout(cfg, chip) if layout is None else layout
+    owned = _owned_rows(cfg, layout.split, layout.num_programs)
+    chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}
+    tiles = {name: _choose_tile(cfg, name, owned[name], chip, chunks.get(name)) for name in owned}
+    fp8 = cfg.weight_dtype.itemsize == 1
     return LaunchParams(
-        num_programs=chip.num_sms, num_warps=8 if chip.capability else 1,
+        layout, num_warps=8 if chip.capability else 1,
         # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
-        max_registers=255 if chip.capability == 80 else 0, tiles=tiles, split=split,
+        max_registers=255 if chip.capability == 80 else 0, tiles=tiles,
         part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or fp8 else 64,
     )  # fmt: skip
+
+
+def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) -> dict[str, int]:
+    """Rows of a program of each tile, of ``layer`` the largest of a group."""
+    return {
+        "layer": max(group_rows(cfg, name, split[name], num_programs) for name in PROJECTIONS),
+        "mlp": rows_per_program(cfg.intermediate, num_programs),
+        "head": rows_per_program(cfg.draft_vocab, num_programs),
+    }
 
 
 def _most_rows(cfg: DrafterConfig, name: str) -> int:
@@ -166,25 +234,33 @@ WORTH_SPLITTING = 8 << 20
 
 
 def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = MAX_SPLIT) -> int:
-    """Programs to a group, at most ``most``, whose rows fit one tile of 128; 1 where operands are small."""
+    """Programs to a group, at most ``most``, whose rows fit one tile of 128; 1 where operands are small.
+
+    One answer for all numbers of slots and all trees: what is best for one sequence.
+    """
     if chip.num_sms == 1:
         return min(2, most)
-    operand = cfg.num_slots * cfg.top_k * in_features(cfg)[name] * cfg.dtype.itemsize
+    operand = USUAL_NODES * in_features(cfg)[name] * cfg.dtype.itemsize
     if operand * chip.num_sms < WORTH_SPLITTING:
         return 1
     for split in (4, 2):
         rows = group_rows(cfg, name, split, chip.num_sms)
-        if split <= most and chip.num_sms % split == 0 and rows <= min(128, _most_rows(cfg, name)):
+        if (
+            split <= most
+            and chip.num_sms % split == 0
+            and rows <= min(128, _most_rows(replace(cfg, num_slots=1), name))
+        ):
             return split
     return 1
 
 
-def _choose_tile(cfg: DrafterConfig, name: str, owned: int, inputs: list[int], chip: Chip) -> Tile:
-    rows, copies = block_rows(cfg), 2 if name == "mlp" else 1
+def _choose_tile(cfg: DrafterConfig, name: str, owned: int, chip: Chip, most_columns: int | None = None) -> Tile:
+    rows, copies, inputs = block_rows(cfg), 2 if name == "mlp" else 1, chunk_inputs(cfg)[name]
     # wgmma multiplies 64 rows at a time; rows beyond those owned are masked.
     least = 64 if chip.capability >= 90 and 64 * rows * copies <= 16384 else 16
     block_n = max(least, min(1 << (owned - 1).bit_length(), _most_rows(cfg, name), 128 if name == "layer" else 256))
     largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
+    largest = largest if most_columns is None else min(largest, most_columns)
     block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
     if block_k == 0:
         raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.", tile=name)
@@ -193,78 +269,3 @@ def _choose_tile(cfg: DrafterConfig, name: str, owned: int, inputs: list[int], c
         block_k //= 2
     stages = budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1))
     return Tile(block_n, block_k, max(1, min(5, stages)))
-
-
-def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
-    """Name an entry of the tuned cache: everything that the speed of a launch depends on."""
-    weight = str(cfg.weight_dtype).removeprefix("torch.")
-    sizes = "-".join(
-        f"{label}{value}"
-        for label, value in (
-            ("h", cfg.hidden), ("i", cfg.intermediate), ("q", cfg.num_heads), ("kv", cfg.num_kv_heads),
-            ("d", cfg.head_dim), ("f", cfg.feature_width), ("v", cfg.draft_vocab), ("k", cfg.top_k),
-            ("m", block_rows(cfg)),
-        )
-    )  # fmt: skip
-    return f"{chip.name}/{cfg.kind}-{sizes}/{str(cfg.dtype).removeprefix('torch.')}-{weight}"
-
-
-class TunedCache:
-    """Tuned parameters by `cache_key`, in one JSON file; counts its hits and misses.
-
-    Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.hits = 0
-        self.misses = 0
-        self.entries: dict[str, Any] = {}
-        try:
-            if path.exists():
-                self.entries = json.loads(path.read_text())
-            for values in self.entries.values():
-                LaunchParams.from_json(values)
-        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
-            raise DrafterError(
-                f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
-                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
-                path=path,
-            ) from error
-
-    def lookup(self, cfg: DrafterConfig, chip: Chip, strict: bool = False) -> LaunchParams:
-        """Return the tuned parameters, or `choose_launch`'s; ``strict`` makes a miss a `DrafterError`."""
-        key = cache_key(cfg, chip)
-        found = self.entries.get(key)
-        if found is not None:
-            self.hits += 1
-            return LaunchParams.from_json(found)
-        self.misses += 1
-        if strict:
-            raise DrafterError(
-                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
-                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off.",
-                key=key,
-                path=self.path,
-            )
-        return choose_launch(cfg, chip)
-
-    def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
-        """Keep parameters in memory; `save` writes them."""
-        self.entries[cache_key(cfg, chip)] = params.to_json()
-
-    def save(self) -> None:
-        """Write the file whole or not at all."""
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.entries, indent=1, sort_keys=True) + "\n")
-        os.replace(temporary, self.path)
-
-
-def default_cache() -> TunedCache:
-    """The cache named by ``EAGLE_SLIM_TUNED``, or the one that ships."""
-    return TunedCache(Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json")))
-
-
-def is_strict() -> bool:
-    """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
-    return os.environ.get("EAGLE_SLIM_STRICT", "").strip().lower() not in ("", "0", "false", "no", "off")

@@ -71,23 +71,32 @@ class Selection:
 
 @dataclass(frozen=True)
 class HeadTiles:
-    """How a program's LM-head rows are stored and read."""
+    """How a program's LM-head rows are stored, and how they are read."""
 
-    rows: int
-    """Rows of one stored tile."""
-    num_chunks: int
+    stored: int
+    """Rows of one stored tile, a power of two; the last one may have fewer."""
+    owned: int
+    """Rows that are stored."""
+    hidden: int
+    chunk: int
+    """Columns stored together."""
     scaled: bool
     """Rows have a scale each."""
     several: bool
-    """There is more than one tile."""
+    """A launch reads more than one tile."""
     tile: Tile
+
+    @property
+    def step(self) -> int:
+        """Rows multiplied at a time: they never lie in two stored tiles."""
+        return min(self.stored, self.tile.block_n)
 
 
 class HeadRows(NamedTuple):
     """This program's rows of the LM head."""
 
     weight: Any
-    """Region [tiles, num_chunks, rows, block_k]."""
+    """Region [tiles, hidden / chunk, rows of the tile, chunk]."""
     scale: Any
     """fp32 [rows of this program], read when scaled."""
     ids: Any
@@ -204,17 +213,23 @@ def stream_topk(
     """Fill this program's best keys, maxima and sums for every node in use; a program without rows has empty lists."""
     TILE: tl.constexpr = HEAD.tile
     BLOCK_N: tl.constexpr = TILE.block_n
-    HIDDEN: tl.constexpr = HEAD.num_chunks * TILE.block_k
+    HIDDEN: tl.constexpr = HEAD.hidden
+    CHUNK: tl.constexpr = HEAD.chunk
+    STORED: tl.constexpr = HEAD.stored
+    OWNED: tl.constexpr = HEAD.owned
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
     offs_m = tl.arange(0, SELECT.block_m) + zero
     if head.num_rows <= 0:
         clear_lists(lists.keys, SELECT)
-    for n0 in tl.range(0, head.num_rows, HEAD.rows, disable_licm=True):
-        left = tl.minimum(head.num_rows - n0, HEAD.rows)
+    for n0 in tl.range(0, head.num_rows, HEAD.step, disable_licm=True):
+        left = tl.minimum(head.num_rows - n0, HEAD.step)
+        tile_start = n0 // STORED * STORED
+        tile_rows = OWNED if OWNED <= STORED else tl.minimum(OWNED - tile_start, STORED)
         acc = stream_matmul(
-            Operand(x_ptr, x_row, x_row, mask_m, HEAD.num_chunks, HIDDEN), head.weight + n0 * HIDDEN, left,
-            HEAD.rows * TILE.block_k, 0, HEAD.num_chunks + zero, False, TILE,
+            Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
+            head.weight + tile_start * HIDDEN + (n0 - tile_start) * CHUNK, left,
+            tile_rows * CHUNK, 0, HIDDEN // CHUNK + zero, False, CHUNK, TILE,
         )  # fmt: skip
         if HEAD.scaled:
             acc *= tl.load(head.scale + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
@@ -287,7 +302,7 @@ def _stream_kernel(
     pid = tl.program_id(0)
     num_ctas = tl.num_programs(0)
     BLOCK_M: tl.constexpr = SELECT.block_m
-    HIDDEN: tl.constexpr = HEAD.num_chunks * HEAD.tile.block_k
+    HIDDEN: tl.constexpr = HEAD.hidden
     offs_m = tl.arange(0, BLOCK_M)
     mine = (num_rows_w - pid + num_ctas - 1) // num_ctas
     first_list = pid.to(tl.int64) * BLOCK_M
@@ -365,10 +380,10 @@ def lm_head_topk(
     block_m = max(16, triton.next_power_of_2(rows))
     select = Selection.of(top_k, block_m, block_m, num_programs)
     num_warps = 8 if x.is_cuda else 1
-    tile, rows_each = head_tiles(vocab, num_programs, block_n)
-    packed = cut_tiles(assign_rows(weight, num_programs, dealt=True, rows=rows_each), tile, block_k)
+    rows_each = rows_per_program(vocab, num_programs)
+    packed = cut_tiles(assign_rows(weight, num_programs, dealt=True), block_n, block_k)
     all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
-    row_ids = assign_rows(all_ids, num_programs, dealt=True, rows=rows_each).contiguous()
+    row_ids = assign_rows(all_ids, num_programs, dealt=True).contiguous()
     lists = Lists(
         empty_lists(num_programs, block_m, select.max_k, x.device),
         torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
@@ -377,7 +392,8 @@ def lm_head_topk(
     scratch = torch.empty(num_programs, block_m, block_n, dtype=torch.float32, device=x.device)
     _stream_kernel[(num_programs,)](
         x, packed, row_ids, scratch, lists, rows, vocab, x.stride(0), rows_each, select,
-        HeadTiles(tile, hidden // block_k, False, rows_each > tile, Tile(block_n, block_k, 3)), num_warps=num_warps,
+        HeadTiles(block_n, rows_each, hidden, block_k, False, rows_each > block_n, Tile(block_n, block_k, 3)),
+        num_warps=num_warps,
     )  # fmt: skip
     out = (
         torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
@@ -387,14 +403,3 @@ def lm_head_topk(
     owner = torch.empty(rows, select.max_k, dtype=torch.int32, device=x.device)
     _merge_kernel[(rows,)](lists, owner, *out, min(num_programs, vocab), select, num_warps=num_warps)
     return out
-
-
-def head_tiles(vocab: int, num_programs: int, block_n: int) -> tuple[int, int]:
-    """Cut a program's LM-head rows into equal tiles of at most ``block_n``: (rows of a tile, rows of a program).
-
-    Example: 128,256 rows over 132 programs are 972 each: 4 tiles of 243, where tiles of 256 would leave one of 204.
-    """
-    rows = rows_per_program(vocab, num_programs)
-    tiles = -(-rows // block_n)
-    tile = -(-rows // tiles)
-    return tile, tiles * tile

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..drafter.config import DrafterConfig
 from ..drafter.weights import HeadWeights
 from .frontier import MAX_DEPTH
-from .launch_params import PROJECTIONS, LaunchParams, group_rows, in_features, num_groups, out_features
-from .lm_topk import head_tiles
+from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features
 from .packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
+from .tuned_cache import LaunchTable
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class PackedHead:
     qkv_bias: Tensor
     cos: Tensor
     sin: Tensor
-    params: LaunchParams
+    launches: LaunchTable
+    """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
     """LM-head rows packed; a launch may use the first N of them."""
 
@@ -66,22 +67,20 @@ class StreamLayout:
     """Elements of the stream."""
     num_scales: int
     """Scales of one program."""
-    tile_rows: int
-    """Rows of one stored tile of the LM head."""
 
     @classmethod
-    def of(cls, cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> StreamLayout:
+    def of(cls, cfg: DrafterConfig, layout: StoredLayout, draft_vocab: int) -> StreamLayout:
         """Lay out a head whose LM head has ``draft_vocab`` rows."""
-        programs = params.num_programs
-        rows = {name: rows_per_program(size, programs) for name, size in out_features(cfg).items()}
-        tile_rows, rows["head"] = head_tiles(draft_vocab, programs, params.tiles["head"].block_n)
-        grouped = {name: group_rows(cfg, name, params.split[name], programs) for name in PROJECTIONS}
+        programs = layout.num_programs
+        outputs = {**out_features(cfg), "head": draft_vocab}
+        rows = {name: rows_per_program(size, programs) for name, size in outputs.items()}
+        grouped = {name: group_rows(cfg, name, layout.split[name], programs) for name in PROJECTIONS}
         offsets, scales, size, num_scales = {}, {}, 0, 0
         for name, inputs in in_features(cfg).items():
             if name in PROJECTIONS:
-                split, block_k = params.split[name], params.tiles["layer"].block_k
+                split, chunk = layout.split[name], layout.chunks["layer"]
                 units = -(-num_groups(split, programs) * split // programs)
-                stored = units * -(-inputs // block_k // split) * block_k * grouped[name]
+                stored = units * -(-inputs // chunk // split) * chunk * grouped[name]
                 stored *= cfg.has_fc if name == "fc" else 1
             else:
                 stored = rows[name] * (2 if name == "mlp" else 1) * inputs
@@ -90,18 +89,19 @@ class StreamLayout:
             num_scales += rows[name] * (2 if name == "mlp" else 1)
         alone = {"mlp": 1, "head": 1}
         return cls(
-            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**params.split, **alone),
-            PerMatrix(**grouped, mlp=0, head=0), size, num_scales, tile_rows,
+            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**layout.split, **alone),
+            PerMatrix(**grouped, mlp=0, head=0), size, num_scales,
         )  # fmt: skip
 
 
-def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order: Tensor | None = None) -> PackedHead:
-    """Lay a head out for the kernel.
+def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, order: Tensor | None = None) -> PackedHead:
+    """Lay a head out for the kernel, in the layout of ``launches``. Of ``cfg`` only what the head decides matters.
 
     ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
     packed (`DraftVocab` in rank order); default the head's own order.
     """
-    w, programs, tiles = head.tensors, params.num_programs, params.tiles
+    stored = launches.layout
+    w, programs, chunks = head.tensors, stored.num_programs, stored.chunks
     device = head.device
     empty = torch.zeros(1, dtype=cfg.dtype, device=device)
     order = torch.arange(head.draft_vocab, device=device) if order is None else order
@@ -114,7 +114,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
         "down": [w["mlp.down_proj.weight"]],
         "head": [head.lm_head[order]],
     }
-    layout = StreamLayout.of(cfg, params, head.draft_vocab)
+    layout = StreamLayout.of(cfg, stored, head.draft_vocab)
     element = cfg.weight_dtype.itemsize
     stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
     by_program = stream.view(torch.uint8).view(programs, layout.size * element)
@@ -129,14 +129,13 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
                 scale = scale * 2 if name == "down" else scale
                 scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
             if name in PROJECTIONS:
-                split = params.split[name]
+                split = stored.split[name]
                 grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
-                parts.append(cut_parts(grouped, split, tiles["layer"].block_k, programs))
+                parts.append(cut_parts(grouped, split, chunks["layer"], programs))
             elif name == "mlp":
-                parts.append(cut_chunks(assign_rows(matrix, programs), tiles["mlp"].block_k))
+                parts.append(cut_chunks(assign_rows(matrix, programs), chunks["mlp"]))
             else:
-                assigned = assign_rows(matrix, programs, True, layout.rows.head)
-                parts.append(cut_tiles(assigned, layout.tile_rows, tiles["head"].block_k))
+                parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
@@ -150,7 +149,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
     return PackedHead(
         stream=stream,
         scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
-        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True, layout.rows.head).contiguous(),
+        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True).contiguous(),
         embedding=head.embedding.to(cfg.dtype),
         norms={
             "in": w.get("input_layernorm.weight", empty),
@@ -162,7 +161,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, params: LaunchParams, order
         qkv_bias=torch.cat(biases) if biases else empty,
         cos=cos,
         sin=sin,
-        params=params,
+        launches=launches,
         draft_vocab=head.draft_vocab,
     )
 

@@ -71,9 +71,12 @@ def cut_parts(assigned: Tensor, split: int, block_k: int, num_programs: int) -> 
 
 
 def cut_tiles(assigned: Tensor, tile_rows: int, block_k: int) -> Tensor:
-    """As `cut_chunks`, tile by tile: [programs, tiles * tile_rows, in] to [programs, tiles, in / block_k, ...]."""
-    tiles = [cut_chunks(tile, block_k) for tile in assigned.split(tile_rows, dim=1)]
-    return torch.stack(tiles, dim=1)
+    """As `cut_chunks`, ``tile_rows`` rows at a time, one tile after the other: [programs, rows * in].
+
+    The last tile may have fewer rows than the others; nothing is padded.
+    """
+    tiles = [cut_chunks(tile, block_k).view(torch.uint8).flatten(1) for tile in assigned.split(tile_rows, dim=1)]
+    return torch.cat(tiles, dim=1).view(assigned.dtype)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

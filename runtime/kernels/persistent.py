@@ -100,6 +100,8 @@ class Phases:
     """The target's features of a token."""
     layer: Tile
     """All four projections."""
+    layer_chunk: int
+    """Columns of theirs that are stored together."""
     sum_hidden: Share
     """fc, o and down."""
     sum_qkv: Share
@@ -357,6 +359,7 @@ def draft_kernel(
     TREE: tl.constexpr = PHASES.tree
     ROW: tl.constexpr = PHASES.row
     LAYER: tl.constexpr = PHASES.layer
+    CHUNK: tl.constexpr = PHASES.layer_chunk
     SUM_HIDDEN: tl.constexpr = PHASES.sum_hidden
     SUM_QKV: tl.constexpr = PHASES.sum_qkv
     BLOCK_M: tl.constexpr = SELECT.block_m
@@ -421,8 +424,8 @@ def draft_kernel(
 
         if HEAD.raw_input:
             raw_parts = Parts(ws.partial, STREAM.split.fc, STREAM.group_rows.fc)
-            raw = Operand(ws.x_raw, embed_row, hidden_row, mask_in, HIDDEN // LAYER.block_k, HIDDEN)
-            stream_parts(raw, my_stream, raw_parts, FC_IN // LAYER.block_k, PROGRAMS, LAYER)
+            raw = Operand(ws.x_raw, embed_row, hidden_row, mask_in, HIDDEN // CHUNK, HIDDEN)
+            stream_parts(raw, my_stream, raw_parts, FC_IN // CHUNK, PROGRAMS, CHUNK, LAYER)
             if STREAM.split.fc > 1:
                 round = next_phase(ws.barrier, round, PROGRAMS)
             else:
@@ -454,10 +457,10 @@ def draft_kernel(
             operand_row = tl.where(pairs, embed_row, own_row * row_size)
             operand_mask = tl.where(which <= QKV_PASS, mask_in, mask_m)
             region = my_stream + select(which, 0, STREAM.offsets.qkv, STREAM.offsets.o, STREAM.offsets.down)
-            num_chunks = in_features // LAYER.block_k
-            segment = tl.where(pairs, HIDDEN // LAYER.block_k, in_features)
+            num_chunks = in_features // CHUNK
+            segment = tl.where(pairs, HIDDEN // CHUNK, in_features)
             operand = Operand(ws.x + x_start, operand_row, hidden_row, operand_mask, segment, row_size)
-            stream_parts(operand, region, parts, num_chunks, PROGRAMS, LAYER)
+            stream_parts(operand, region, parts, num_chunks, PROGRAMS, CHUNK, LAYER)
             if split > 1:
                 round = next_phase(ws.barrier, round, PROGRAMS)
             else:

@@ -46,13 +46,13 @@ def stream_parts(
     x,  # `weight_stream.Operand`
     region_ptr,  # this program's region: its units one after the other
     parts,  # `Parts`
-    num_chunks,  # in_features / block_k, of all parts together
+    num_chunks,  # stored chunks of all parts together
     PROGRAMS: tl.constexpr,
+    CHUNK: tl.constexpr,  # columns of a stored chunk
     TILE: tl.constexpr,  # `weight_stream.Tile`
 ):
     """Multiply this program's share and leave its partial sums. Fewer programs than parts do several in turn."""
     BLOCK_N: tl.constexpr = TILE.block_n
-    BLOCK_K: tl.constexpr = TILE.block_k
     BLOCK_M: tl.constexpr = x.mask.shape[0]
     split = parts.split
     group_rows = parts.group_rows
@@ -65,11 +65,11 @@ def stream_parts(
         unit = index + zero
         part = unit % split
         first_chunk = part * num_chunks // split
-        unit_ptr = region_ptr + unit // PROGRAMS * part_chunks * group_rows * BLOCK_K
+        unit_ptr = region_ptr + unit // PROGRAMS * part_chunks * group_rows * CHUNK
         for n0 in tl.range(0, group_rows, BLOCK_N, disable_licm=True):
             acc = stream_matmul(
-                x, unit_ptr + n0 * BLOCK_K, group_rows - n0, group_rows * BLOCK_K,
-                first_chunk, (part + 1) * num_chunks // split - first_chunk, True, TILE,
+                x, unit_ptr + n0 * CHUNK, group_rows - n0, group_rows * CHUNK,
+                first_chunk, (part + 1) * num_chunks // split - first_chunk, True, CHUNK, TILE,
             )  # fmt: skip
             row = unit * group_rows + n0 + offs_n
             mask = (n0 + offs_n < group_rows)[:, None] & x.mask[None, :]

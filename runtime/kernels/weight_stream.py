@@ -37,7 +37,7 @@ class Operand(NamedTuple):
     mask: Any
     """int1 [BLOCK_M]: rows in use."""
     segment: Any
-    """Chunks of the first piece."""
+    """Stored chunks of the first piece."""
     row_size: Any
     """Values in a stored row."""
 
@@ -151,32 +151,43 @@ def stream_matmul(
     x,  # `Operand`
     w_ptr,  # this program's region, at its first row of this tile
     num_rows,  # rows of this tile
-    slab,  # elements from one chunk to the next
-    first_chunk,  # of x
-    num_chunks,
+    slab,  # elements from one stored chunk to the next
+    first_chunk,  # of x, in stored chunks
+    num_chunks,  # stored chunks
     SEGMENTED: tl.constexpr,  # whether rows of x have a second piece
+    CHUNK: tl.constexpr,  # columns of a stored chunk: a multiple of block_k, or a power of two below it
     TILE: tl.constexpr,  # `Tile`
 ):
-    """fp32 [block_n, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` chunks of block_k."""
+    """fp32 [block_n, BLOCK_M]: this tile of weight rows times the rows of x, over ``num_chunks`` stored chunks.
+
+    A step of ``block_k`` columns takes a whole chunk, part of one, or several of them.
+    """
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
+    PARTS: tl.constexpr = CHUNK // BLOCK_K if CHUNK > BLOCK_K else 1
+    WHOLE: tl.constexpr = BLOCK_K // CHUNK if BLOCK_K > CHUNK else 1
     zero = hidden_zero()
     offs_k = tl.arange(0, BLOCK_K) + zero
     offs_n = tl.arange(0, BLOCK_N) + zero
-    w_offs = offs_n[:, None] * BLOCK_K + offs_k[None, :]
+    w_offs = offs_n[:, None] * CHUNK + offs_k[None, :]
+    if WHOLE > 1:
+        w_offs = offs_n[:, None] * CHUNK + (offs_k // CHUNK * slab + offs_k % CHUNK)[None, :]
     mask_w = (offs_n < num_rows)[:, None]
     mask_x = operand_mask(x.ptr, x.mask)
-    x_start = x.ptr + first_chunk * BLOCK_K
+    x_start = x.ptr + first_chunk * CHUNK
     first = operand_rows(x.ptr, x.row, x.row_size)
     second = first
     if SEGMENTED:
-        second = operand_rows(x.ptr, x.next_row, x.row_size) - x.segment * BLOCK_K
+        second = operand_rows(x.ptr, x.next_row, x.row_size) - x.segment * CHUNK
     acc = tl.zeros([BLOCK_N, mask_x.shape[0]], tl.float32)
-    for k in tl.range(0, num_chunks, num_stages=TILE.stages):
+    for k in tl.range(0, num_chunks * PARTS // WHOLE, num_stages=TILE.stages):
         x_row = first
         if SEGMENTED:
-            x_row = tl.where(first_chunk + k < x.segment, first, second)
-        w = tl.load(w_ptr + k * slab + w_offs, mask=mask_w, other=0.0)
+            x_row = tl.where(first_chunk + k // PARTS < x.segment, first, second)
+        w_start = w_ptr + k * (WHOLE * slab)
+        if PARTS > 1:
+            w_start = w_ptr + k // PARTS * slab + k % PARTS * BLOCK_K
+        w = tl.load(w_start + w_offs, mask=mask_w, other=0.0)
         chunk = tl.load(x_start + x_row[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
         acc = operand_dot(w, chunk, acc)
     return operand_sum(x.ptr, acc)

@@ -11,6 +11,7 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.kernels.launch import Weights
 from eagle_slim.runtime.kernels.launch_params import Chip, LaunchParams, choose_launch
 from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
 from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from kernels.replaying import FIELDS, run
 from support.drafting import problem, random_head
@@ -31,7 +32,7 @@ class Case:
 
 
 def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
-    return lambda params: replace(params, split=split)
+    return lambda params: replace(params, layout=replace(params.layout, split=split))
 
 
 CASES = {
@@ -56,7 +57,7 @@ def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     tree = TreeConfig(*case.tree)
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)
     params = case.change(choose_launch(cfg, chip))
-    weights = Weights(head, pack_head(head, cfg, params))
+    weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
     bufs.workspace.update(allocate_workspace(cfg, params, "cpu"))
     drafted = run(cfg, features, weights, bufs)
     left = [name for name in ("barrier", "node_arrivals") if bufs.workspace[name].any()]

@@ -21,6 +21,7 @@ from eagle_slim.runtime.kernels import host
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
 from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
 from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from kernels.compiled_programs import launcher
 from kernels.replaying import run
@@ -43,7 +44,7 @@ def main() -> None:
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     params = choose_launch(cfg, chip)
-    weights = Weights(head, pack_head(head, cfg, params))
+    weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
     bufs = allocate_buffers(cfg, weights)
     bufs.workspace.update(allocate_workspace(cfg, params, "cpu"))
     host.launch = launcher(chip, checks_races=False)

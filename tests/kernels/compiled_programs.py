@@ -41,7 +41,8 @@ def launcher(
     """`host.launch` for a chip that is not there."""
 
     def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
-        compiled = compile_to_ptx(cfg, chip, packed.params)
+        params = packed.launches.get(cfg)
+        compiled = compile_to_ptx(cfg, chip, params)
         ptx = fault(compiled.asm["ptx"])
         arguments = flatten(host.kernel_arguments(cfg, features, packed, bufs))
         ordered = [value for _, value in arguments]
@@ -50,7 +51,7 @@ def launcher(
         execute(
             ptx,
             [*ordered, 0, 0],
-            packed.params.num_programs,
+            params.num_programs,
             shared_bytes=compiled.metadata.shared,
             inputs=inputs,
             checks_races=checks_races,

@@ -31,10 +31,11 @@ SECONDS = 300.0
 
 def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
     """`host.launch` with every program in a process of its own."""
-    programs = packed.params.num_programs
+    params = packed.launches.get(cfg)
+    programs = params.num_programs
     meeting = FORK.Barrier(programs)
     arguments = host.kernel_arguments(cfg, features, packed, bufs)
-    constants = host.kernel_constants(cfg, packed.params, packed.draft_vocab)
+    constants = host.kernel_constants(cfg, params, packed.draft_vocab)
     for _, value in flatten(arguments):
         if isinstance(value, torch.Tensor):
             value.share_memory_()

@@ -16,6 +16,7 @@ from eagle_slim.runtime.kernels.host import chip_of
 from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
 from eagle_slim.runtime.kernels.launch_params import LaunchParams, choose_launch
 from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
 from eagle_slim.runtime.kernels.weight_stream import Tile
 from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from hypothesis import HealthCheck, Phase, given, settings
@@ -81,16 +82,19 @@ def test_separate_taps_are_the_concatenated_ones(device: str) -> None:
 
 
 def odd_tiles(params: LaunchParams) -> LaunchParams:
-    return replace(params, tiles={"layer": Tile(32, 32, 2), "mlp": Tile(16, 16, 1), "head": Tile(64, 32, 3)})
+    """Parts of stored chunks, several of the LM head's at once, and its stored tiles cut in two."""
+    layout = replace(params.layout, chunks={"layer": 32, "mlp": 32, "head": 16}, head_rows=64)
+    tiles = {"layer": Tile(32, 16, 2), "mlp": Tile(16, 16, 1), "head": Tile(32, 32, 3)}
+    return replace(params, layout=layout, tiles=tiles)
+
+
+def no_groups(params: LaunchParams) -> LaunchParams:
+    return replace(params, layout=replace(params.layout, split=dict.fromkeys(params.split, 1)))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize(
-    "change",
-    [lambda params: replace(params, split=dict.fromkeys(params.split, 1)), odd_tiles],
-    ids=["no groups", "odd tiles"],
-)
+@pytest.mark.parametrize("change", [no_groups, odd_tiles], ids=["no groups", "odd tiles"])
 def test_launch_parameters_change_no_result(
     kind: str, weight_dtype: torch.dtype, change: Callable[[LaunchParams], LaunchParams], device: str
 ) -> None:
@@ -98,8 +102,9 @@ def test_launch_parameters_change_no_result(
     dtype = None if weight_dtype == torch.float32 else weight_dtype
     cfg, features, _, bufs = problem(head, TreeConfig(1, 3, 12), [9, 4], [2, 5], None, dtype)
     chip = chip_of(bufs.keys.device)
-    weights = Weights(head, pack_head(head, cfg, change(choose_launch(cfg, chip))))
-    bufs.workspace.update(allocate_workspace(cfg, weights.packed.params, bufs.keys.device))
+    params = change(choose_launch(cfg, chip))
+    weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
+    bufs.workspace.update(allocate_workspace(cfg, params, bufs.keys.device))
     drafted = run(cfg, features, weights, bufs)
     assert_agrees(drafted)
     if dtype is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,21 +12,28 @@ import torch
 from eagle_slim.runtime.bench.problem import MODELS, draft_config
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.config import DrafterConfig
-from eagle_slim.runtime.errors import DrafterError
+from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.kernels.host import chip_of
 from eagle_slim.runtime.kernels.launch import Weights, open_tuned_cache
 from eagle_slim.runtime.kernels.launch_params import (
     KNOWN_CHIPS,
     LaunchParams,
-    TunedCache,
-    cache_key,
+    StoredLayout,
     choose_launch,
+    choose_layout,
     chunk_inputs,
-    default_cache,
     fit_split,
     group_rows,
-    is_strict,
     stage_bytes,
+)
+from eagle_slim.runtime.kernels.shape_records import read_shapes
+from eagle_slim.runtime.kernels.tuned_cache import (
+    LaunchTable,
+    TunedCache,
+    cache_key,
+    default_cache,
+    is_strict,
+    layout_key,
 )
 from support.drafting import problem, random_head
 from support.raising import raises
@@ -51,11 +59,27 @@ def test_tiles_fit_every_chip(model: str, chip: int) -> None:
                 assert stage_bytes(cfg, name, tile) == stage
                 assert stage * tile.stages <= KNOWN_CHIPS[chip].shared_bytes
                 assert tile.stages > 1
+                assert name == "head" or params.layout.chunks[name] % tile.block_k == 0
             for name, split in params.split.items():
                 assert 1 <= split <= 4
                 assert params.num_programs % split == 0
-                if split > 1:
+                if split > 1 and slots == 1:
                     assert group_rows(cfg, name, split, params.num_programs) <= params.tiles["layer"].block_n
+
+
+@pytest.mark.parametrize("chip", KNOWN_CHIPS)
+@pytest.mark.parametrize("model", MODELS)
+def test_one_layout_for_all_slots_trees_and_vocabularies(model: str, chip: int) -> None:
+    weight_types = (torch.bfloat16, torch.float8_e4m3fn)[: 1 if chip < 89 else 2]
+    for weight_dtype in weight_types:
+        layouts = [
+            choose_launch(draft_config(MODELS[model], vocab, tree, slots, prefix, weight_dtype=weight_dtype),
+                          KNOWN_CHIPS[chip]).layout
+            for vocab, tree, slots, prefix in (
+                (32000, TREE, 1, 512), (4096, TREE, 16, 9000), (49152, TreeConfig(3, 1, 4), 8, 64),
+            )
+        ]  # fmt: skip
+        assert layouts[0] == layouts[1] == layouts[2]
 
 
 def test_groups_of_programs() -> None:
@@ -83,13 +107,71 @@ def test_the_cache_round_trips(tmp_path: Path) -> None:
     assert again.lookup(cfg, chip, strict=True) == tuned
     assert (again.hits, again.misses) == (1, 0)
     assert list(tmp_path.iterdir()) == [path]
-    assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json()))) == tuned
+    assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json())), tuned.layout) == tuned
 
 
-def test_groups_beyond_the_kernels_are_refused() -> None:
+def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path) -> None:
+    chip, cache = KNOWN_CHIPS[90], TunedCache(tmp_path / "tuned.json")
+    one, four = (draft_config(MODELS["llama-3.1-8b"], 32000, TREE, slots, 512) for slots in (1, 4))
+    other = draft_config(MODELS["qwen3-8b"], 32000, TREE, 1, 512)
+    for cfg in (one, four, other):
+        cache.store(cfg, chip, choose_launch(cfg, chip))
+    layout = replace(choose_layout(one, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
+    cache.store(one, chip, choose_launch(one, chip, layout))
+    assert set(cache.launches) == {cache_key(one, chip), cache_key(other, chip)}
+    assert cache.layouts[layout_key(four, chip)] == layout.to_json()
+    params = cache.lookup(four, chip)
+    assert (params, cache.misses) == (choose_launch(four, chip, layout), 1)
+    # A head that lies in another layout than the cache's cannot use what is tuned for that.
+    assert cache.lookup(one, chip, layout=choose_layout(one, chip)) == choose_launch(one, chip)
+    assert (cache.hits, cache.misses) == (0, 2)
+
+
+def test_layouts_beyond_the_kernels_are_refused() -> None:
     params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
+    values = params.layout.to_json()
     with raises(DrafterError, split={**params.split, "o": 8}):
-        LaunchParams.from_json({**params.to_json(), "split": {**params.split, "o": 8}})
+        StoredLayout.from_json({**values, "split": {**params.split, "o": 8}})
+    with raises(DrafterError, head_rows=100):
+        StoredLayout.from_json({**values, "head_rows": 100})
+    tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}
+    with raises(DrafterError, tile="mlp", block_k=128, chunk=64):
+        replace(params, tiles=tiles)
+
+
+def test_misses_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, chip = tmp_path / "shapes.json", KNOWN_CHIPS[90]
+    monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
+    cfg = draft_config(MODELS["smollm2-135m"], 4096, TREE, 4, 512, weight_dtype=torch.float8_e4m3fn)
+    cache = TunedCache(tmp_path / "none.json")
+    table = LaunchTable(cache.layout(cfg, chip), cache, chip)
+    for length in (512, 1024):  # no key
+        longer = replace(cfg, max_positions=length + 100)
+        assert table.get(longer) == choose_launch(cfg, chip)
+        assert not table.is_tuned(longer)
+    cache.lookup(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
+    recorded = [replace(shape, max_positions=cfg.max_positions) for _, shape in read_shapes(path)]
+    assert recorded == [cfg, replace(cfg, num_slots=8)]
+    assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_100"]
+    assert (cache.hits, cache.misses) == (0, 2)
+    cache.store(cfg, chip, choose_launch(cfg, chip))
+    assert LaunchTable(cache.layout(cfg, chip), cache, chip, strict=True).is_tuned(cfg)
+    assert len(read_shapes(path)) == 2
+    path.write_text('{"chip": "sm_90"}\n')
+    with raises(UsageError, path=path, line=1):
+        read_shapes(path)
+    monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(tmp_path / "missing" / "shapes.json"))
+    with raises(DrafterError, path=str(tmp_path / "missing" / "shapes.json")):
+        cache.lookup(replace(cfg, num_slots=2), chip)
+
+
+def test_a_process_reads_the_cache_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
+    with caplog.at_level(logging.INFO):
+        assert default_cache() is open_tuned_cache()
+    assert [record.args[-1] for record in caplog.records] == [tmp_path / "tuned.json"]
 
 
 def test_the_key_holds_what_speed_depends_on() -> None:
@@ -151,6 +233,6 @@ def test_the_shipped_cache_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_TUNED", "")
     cache = default_cache()
     assert cache.path.name == "tuned.json"
-    for key, values in cache.entries.items():
+    assert cache.launches
+    for key in [*cache.layouts, *cache.launches]:
         assert key.count("/") == 2
-        assert LaunchParams.from_json(values).num_programs > 0

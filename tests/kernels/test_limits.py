@@ -20,6 +20,7 @@ from eagle_slim.runtime.kernels.launch import (
 )
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
 from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
 from support.drafting import problem, random_head
 from support.raising import raises
 
@@ -96,7 +97,9 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
 def test_more_programs_than_can_be_resident(step: Problem) -> None:
     cfg, features, weights, bufs = step
     assert weights.packed is not None
-    packed = replace(weights.packed, params=replace(weights.packed.params, num_programs=1000))
+    params = weights.packed.launches.get(cfg)
+    params = replace(params, layout=replace(params.layout, num_programs=1000))
+    packed = replace(weights.packed, launches=FixedLaunch(params))
     many = Weights(weights.head, packed)
     with raises(UsageError, buffer="partial", expected=(torch.float32, (1000, 32))):
         launch_drafter(cfg, features, many, bufs)
@@ -237,7 +240,7 @@ def test_triton_by_name_needs_a_gpu() -> None:
 def test_packing_keeps_every_row(step: Problem) -> None:
     """Each LM-head row's id is in the packed table once."""
     cfg, _, weights, _ = step
-    packed = pack_head(weights.head, cfg, choose_launch(cfg, KNOWN_CHIPS[90]))
+    packed = pack_head(weights.head, cfg, FixedLaunch(choose_launch(cfg, KNOWN_CHIPS[90])))
     ids = packed.row_ids.flatten().tolist()
     for target_id in weights.head.draft_to_target.tolist():
         assert ids.count(target_id) == 1 or target_id == 0

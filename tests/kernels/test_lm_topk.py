@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.lm_topk import head_tiles, lm_head_topk, lm_head_topk_ref
+from eagle_slim.runtime.kernels.lm_topk import lm_head_topk, lm_head_topk_ref
 from kernels.tolerances import OP_ATOL
 from support.raising import raises
 
@@ -113,13 +113,3 @@ def test_inputs_of_any_strides(device: str) -> None:
         assert torch.equal(mine, straight)
     with raises(UsageError, expected="matrices"):
         lm_head_topk(x[0], weight, 4)
-
-
-def test_tiles_are_equal() -> None:
-    assert head_tiles(128256, 132, 256) == (243, 972)
-    for vocab in (1, 2, 131, 132, 133, 32000, 262144):
-        tile, rows = head_tiles(vocab, 132, 256)
-        assert tile <= 256
-        assert rows % tile == 0
-        assert rows * 132 >= vocab
-        assert rows - tile < -(-vocab // 132)

@@ -38,11 +38,13 @@ def test_chunks_lie_in_reading_order(dtype: torch.dtype) -> None:
 
 def test_tiles_lie_one_after_the_other() -> None:
     weight = torch.randn(37, 64)
-    cut = cut_tiles(assign_rows(weight, 3, dealt=True, rows=14), 7, 16)
-    assert cut.shape == (3, 2, 4, 7, 16)
+    """13 rows of each program: a tile of 8, then one of 5 without padding."""
+    cut = cut_tiles(assign_rows(weight, 3, dealt=True), 8, 16)
+    assert cut.shape == (3, 13 * 64)
     for row in range(37):
-        place = row // 3
-        assert torch.equal(cut[row % 3, place // 7, :, place % 7].flatten(), weight[row])
+        first, rows = (0, 8) if row // 3 < 8 else (8, 5)
+        tile = cut[row % 3, first * 64 : (first + rows) * 64].view(4, rows, 16)
+        assert torch.equal(tile[:, row // 3 - first].flatten(), weight[row])
 
 
 def test_chunk_size() -> None:

@@ -12,8 +12,17 @@ import torch
 from eagle_slim.runtime import tune
 from eagle_slim.runtime.bench.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.errors import DrafterError
-from eagle_slim.runtime.kernels.launch_params import INTERPRETER, KNOWN_CHIPS, LaunchParams, choose_launch
+from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.kernels.launch_params import (
+    INTERPRETER,
+    KNOWN_CHIPS,
+    LaunchParams,
+    StoredLayout,
+    choose_launch,
+    choose_layout,
+)
+from eagle_slim.runtime.kernels.shape_records import record_shape
+from eagle_slim.runtime.kernels.tuned_cache import cache_key
 from support.raising import raises
 
 CHIP = KNOWN_CHIPS[90]
@@ -21,7 +30,7 @@ CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
 
 
 def choose(
-    times: Callable[[LaunchParams], float], seconds: float = 1e9
+    times: Callable[[LaunchParams], float], seconds: float = 1e9, layout: StoredLayout | None = None
 ) -> tuple[LaunchParams, list[tune.Trial], list[LaunchParams]]:
     clock = [seconds]
     compiled: list[LaunchParams] = []
@@ -30,7 +39,7 @@ def choose(
         clock[0] -= 1
         return times(derived), times(variant)
 
-    best, trials = tune.tune(CFG, CHIP, measure, compiled.extend, lambda: clock[0])
+    best, trials = tune.tune(CFG, CHIP, measure, compiled.extend, lambda: clock[0], layout)
     return best, trials, compiled
 
 
@@ -81,6 +90,37 @@ def test_it_stops_in_time() -> None:
     assert 2 <= len(trials) <= 5
 
 
+def test_a_layout_is_tuned_unless_it_is_given() -> None:
+    derived = choose_launch(CFG, CHIP)
+
+    def times(params: LaunchParams) -> float:
+        return 1000 - 50 * (params.layout != derived.layout) - 30 * (params.part_keys == 128)
+
+    best, trials, _ = choose(times)
+    assert best.layout != derived.layout
+    assert best.part_keys == 128
+    fixed, fewer, _ = choose(times, layout=choose_layout(CFG, CHIP))
+    assert fixed == replace(derived, part_keys=128)
+    assert len(fewer) < len(trials)
+
+
+def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shapes.json"
+    monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
+    small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
+    for cfg, chip in ((replace(CFG, num_slots=4), CHIP), (small, CHIP), (CFG, CHIP), (CFG, KNOWN_CHIPS[100])):
+        record_shape(cfg, chip)
+    found = tune.recorded_configurations(path, CHIP.name)
+    assert [(dims, cfg.num_slots, cfg.draft_vocab) for _, dims, cfg in found] == [
+        (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 4, 32000), (Dims.of(small), 2, 4096),
+    ]  # fmt: skip
+    for recorded, (_, _, cfg) in zip((CFG, replace(CFG, num_slots=4), small), found, strict=True):
+        assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
+        assert cfg.tree == recorded.tree
+    with raises(UsageError, path=path, chip="other"):
+        tune.recorded_configurations(path, "other")
+
+
 def test_variants_fit_and_differ() -> None:
     for model in MODELS:
         for slots in (1, 8, 16):
@@ -111,8 +151,8 @@ def test_heads_are_read_for_their_dimensions() -> None:
 
 def test_types() -> None:
     wanted = argparse.Namespace(
-        depth=5, top_k=10, total_tokens=60, all=False, head=None, dims="llama-3.2-1b", draft_vocab=None, batch=[2],
-        dtype="float16", fp8=True,
+        depth=5, top_k=10, total_tokens=60, all=False, head=None, from_shapes=None, dims="llama-3.2-1b",
+        draft_vocab=None, batch=[2], dtype="float16", fp8=True,
     )  # fmt: skip
     types = [(cfg.dtype, cfg.weight_dtype) for _, _, cfg in tune.configurations(wanted)]
     assert types == [(torch.float16, torch.float16), (torch.float16, torch.float8_e4m3fn)]

@@ -1,0 +1,92 @@
+"""A head is packed once, whatever number of slots, tree, length and draft vocabulary it drafts with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.generation.device import DeviceDecoders
+from eagle_slim.runtime.kernels import packed_head
+from eagle_slim.runtime.kernels.launch import SharedPacking, TritonDrafter, launch_drafter
+from eagle_slim.runtime.model import _rank_rows
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.drafting import problem, random_head
+from support.tiny_models import VOCAB, tiny_target, write_head
+
+TREE = TreeConfig(2, 3, 8)
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """LM-head rows of each packing."""
+    made: list[int] = []
+    pack = packed_head.pack_head
+
+    def counted(head: Any, *arguments: Any) -> Any:
+        made.append(head.draft_vocab)
+        return pack(head, *arguments)
+
+    monkeypatch.setattr(packed_head, "pack_head", counted)
+    return made
+
+
+def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    ranked = DraftVocab(torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1)).numpy(), 1, VOCAB)
+    loaded = SpeculativeModel.from_pretrained(target, head, draft_vocab=ranked, target_backend="fused")
+    ids = loaded.drafter.weights.draft_to_target.numpy()
+    assert loaded.opened is not None
+    order = _rank_rows(loaded.opened, ids, ranked, torch.device("cpu"))
+    drafter = TritonDrafter(loaded.drafter.weights, TREE, order=order)
+    model = SpeculativeModel(loaded.target, drafter, opened=loaded.opened, drafter_kind="triton")
+
+    def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
+        assert isinstance(model._decoders, DeviceDecoders)
+        decoder = model._decoders.get(slots, tokens, is_drafted=True)
+        assert decoder.drafter is not None
+        assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
+
+    for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
+        allocate(model, slots, tokens)
+    allocate(model.with_draft_vocab(ranked.prefix(10)), 2, 100)
+    allocate(model.with_draft_vocab(ranked.prefix(15)).with_tree(TreeConfig(3, 2, 7)), 1, 3000)
+    model.drafter.allocate(3, 50)
+    assert packings == [VOCAB]
+    allocate(model.with_draft_vocab(DraftVocab(ranked.target_ids[::-1].copy(), 1, VOCAB).prefix(10)), 2, 100)
+    assert packings == [VOCAB, 10]
+
+
+def test_two_slots_draft_over_fewer_rows_from_the_packing_of_one(packings: list[int], device: str) -> None:
+    """Against the reference over these rows alone."""
+    head, tree = random_head(device=device), TreeConfig(1, 3, 8)
+    order = torch.randperm(head.draft_vocab, generator=torch.Generator().manual_seed(2)).to(device)
+    packing = SharedPacking(head, order)
+    packing.weights(DrafterConfig.of(head, tree, 1, 10))
+    kept = order[:50].sort().values
+    few = replace(head, lm_head=head.lm_head[kept], draft_to_target=head.draft_to_target[kept])
+    assert packing.for_head(few) is packing
+    cfg, features, own, bufs = problem(few, tree, [5, 9], [2, 1])
+    packings.clear()
+    keys, values = bufs.keys.clone(), bufs.values.clone()
+    expected = [output.clone() for output in launch_drafter(cfg, features, own, bufs, "reference")]
+    bufs.keys.copy_(keys)
+    bufs.values.copy_(values)
+    drafted = launch_drafter(cfg, features, packing.weights(cfg), bufs)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(drafted, expected, strict=True))
+    assert packings == []
+
+
+def test_other_heads_are_packed_for_themselves() -> None:
+    head = random_head()
+    packing = SharedPacking(head)
+    assert not packing.serves(random_head())
+    first = replace(head, lm_head=head.lm_head[:20], draft_to_target=head.draft_to_target[:20])
+    last = replace(head, lm_head=head.lm_head[20:], draft_to_target=head.draft_to_target[20:])
+    assert packing.serves(first)
+    assert not packing.serves(last)
+    assert packing.for_head(last).head is last
