@@ -19,7 +19,7 @@ from ..drafter.buffered import BufferedDrafter
 from ..drafter.config import MAX_NEW_TOKENS
 from ..generation.decoder import DeviceDecoder
 from ..kernels.choose_tokens import ChoiceRules
-from ..kernels.launch import Weights
+from ..kernels.launch import SharedPacking
 from ..target.device_buffers import KVCache
 from ..target.fused import FusedTarget
 from .problem import MODELS, Dims, first_rows, random_head
@@ -74,7 +74,7 @@ class RandomModel:
         self.model = random_target(name, self.dims, dtype, device)
         self.target = FusedTarget(self.model, default_taps(name))
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        self._packed: dict[tuple[int, int], Weights] = {}
+        self._packings: dict[int, SharedPacking] = {}
 
     @property
     def weight_bytes(self) -> int:
@@ -97,15 +97,14 @@ class RandomModel:
     def decoder(self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0) -> DeviceDecoder:
         """Build a decoder over the whole cache that drafts over the first ``draft_vocab`` rows; plain without a tree.
 
-        Packed weights are kept for the next decoder of as many slots and rows.
+        Packed weights are kept for the next decoder over as many rows.
         """
         if tree is None:
             return DeviceDecoder(self.target, cache, None, cache.num_slots)
-        key = (cache.num_slots, draft_vocab)
-        backend = "triton" if self.target.device.type == "cuda" else "reference"
-        head = first_rows(self.head, draft_vocab)
-        drafter = BufferedDrafter(head, tree, cache.num_slots, cache.capacity, backend, self._packed.get(key))
-        self._packed[key] = drafter.weights
+        head, packing, backend = first_rows(self.head, draft_vocab), None, "reference"
+        if self.target.device.type == "cuda":
+            packing, backend = self._packings.setdefault(draft_vocab, SharedPacking(head)), "triton"
+        drafter = BufferedDrafter(head, tree, cache.num_slots, cache.capacity, backend, packing)
         drafter.bufs.keys.normal_()
         drafter.bufs.values.normal_()
         return DeviceDecoder(self.target, cache, drafter, cache.num_slots)
