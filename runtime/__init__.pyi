@@ -12,6 +12,7 @@ from .errors import (
     TargetWarning,
     UnsupportedModelError,
 )
+from .generation.miss_log import MissLog
 from .generation.output import GenerationOutput
 from .generation.requests import RequestOutput
 from .generation.stats import GenerationStats
@@ -39,6 +40,7 @@ __all__ = [
     "GenerationOutput",
     "GenerationStats",
     "HeadWarning",
+    "MissLog",
     "NewPairs",
     "PairingError",
     "PromptError",

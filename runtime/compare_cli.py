@@ -23,7 +23,13 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.errors import UsageError
 
-from .model_options_cli import load_model, load_other_head, model_options, show_warnings_as_lines
+from .model_options_cli import (
+    load_model,
+    load_other_head,
+    miss_log_option,
+    model_options,
+    show_warnings_as_lines,
+)
 
 if TYPE_CHECKING:
     from eagle_slim.convert.conversion.vocab_choice import Ranking
@@ -108,6 +114,7 @@ Examples:
 @click.option("--max-new-tokens", type=click.IntRange(min=2), default=128, show_default=True)
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Times to measure it all.")
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
+@miss_log_option
 @click.option("--out", "-o", metavar="DIR", help="Write compare.json, .csv, .md, .png and .html here.")
 @click.option("--resume", is_flag=True, help="Take up a comparison for --out that was interrupted.")
 @click.option("--progress/--no-progress", default=None,
@@ -126,6 +133,11 @@ def compare(**options: Any) -> int:
     show_warnings_as_lines()
     modes = _modes(options)
     out, force, resume, as_json = (options.pop(name) for name in ("out", "force", "resume", "as_json"))
+    log_file = options.pop("miss_log")
+    if log_file is not None:
+        from .generation.miss_log import check_log
+
+        check_log(log_file)
     answers_file = _prepare_output(out, force, resume)
     from .comparison.prompt_file import load_prompts
 
@@ -171,6 +183,12 @@ def compare(**options: Any) -> int:
     ranking = rankings[_head_name(first_head)]
     report = build_report(candidates, plan, answers, _curves(model, ranking, answers))
     advice = recommend(report)
+    # What a comparison that is to be resumed has answered so far would be counted twice.
+    if log_file is not None and (report.is_complete or out is None):
+        from .comparison.token_log import log_of_answers
+
+        added = log_of_answers(model, plan, answers, candidates).save(log_file)
+        note(f"counted {added:,} generated tokens into {log_file}")
     if out is not None:
         write_files(report, advice, out, force or resume, answers_file)
         note(f"wrote {out}/compare.json, .csv, .md, .png and .html")

@@ -10,7 +10,7 @@ import click
 from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .model_options_cli import load_model, model_options, show_warnings_as_lines
+from .model_options_cli import load_model, miss_log_option, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
     from .generation.output import GenerationOutput
@@ -59,6 +59,7 @@ Examples:
 @click.option("--seed", type=int, help="Fixes every draw. Default: another one each time, which is printed.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
+@miss_log_option
 @click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
@@ -98,12 +99,17 @@ def _generate(options: dict[str, Any]) -> None:
             "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
         )
     from .generation.arguments import sampling_config
+    from .generation.miss_log import check_log
 
     # Refused before the model is loaded.
+    log_file = options.pop("miss_log")
+    if log_file is not None:
+        check_log(log_file)
     sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"] or 0)
     model = load_model(options)
     system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
-    session = _Session(model, system, raw, check, {k: v for k, v in options.items() if v not in (None, ())})
+    given = {k: v for k, v in options.items() if v not in (None, ())}
+    session = _Session(model, system, raw, check, given, log_file)
     if prompt is None:
         session.chat()
     elif as_json:
@@ -123,12 +129,23 @@ class _Session:
     """A loaded model, how to generate, and the conversation so far."""
 
     def __init__(
-        self, model: SpeculativeModel, system: str | None, raw: bool, check: bool, options: dict[str, Any]
+        self,
+        model: SpeculativeModel,
+        system: str | None,
+        raw: bool,
+        check: bool,
+        options: dict[str, Any],
+        log_file: str | None,
     ) -> None:
+        from .generation.miss_log import MissLog, check_log
+
         self.model, self.raw, self.check, self.options = model, raw, check, options
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.answered: list[GenerationStats] = []
+        self.log_file, self.log = log_file, None if log_file is None else MissLog.of(model)
+        if log_file is not None:
+            check_log(log_file, self.log)
 
     def answer(self, prompt: str) -> None:
         """Stream one answer and print its figures."""
@@ -139,6 +156,7 @@ class _Session:
         output = self.model.generate(ids, streamer=streamer, **self.options)
         self.messages.append({"role": "assistant", "content": output.text[0] or ""})
         self.answered.append(output.stats)
+        self._keep(output)
         note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}" + _seed(output))
         if self.check:
             _check(self.model, ids, output, self.options)
@@ -148,6 +166,7 @@ class _Session:
         ids = self._encode(prompt)
         output = self.model.generate(ids, **self.options)
         result = output.results[0]
+        self._keep(output)
         emit_json(
             {
                 "text": result.text,
@@ -190,6 +209,12 @@ class _Session:
                     note("\ninterrupted; the conversation goes on without this message")
                     self.messages = before
 
+    def _keep(self, output: GenerationOutput) -> None:
+        """Add an answer to the log, if there is one."""
+        if self.log_file is not None and self.log is not None:
+            self.log.add(output, self.model.draft_vocab)
+            self.log.save(self.log_file)
+
     def _run_command(self, line: str) -> None:
         command, _, text = line.partition(" ")
         if command == "/help":
@@ -231,9 +256,10 @@ def _stats_of(answered: Sequence[GenerationStats]) -> GenerationStats:
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items() if share or name == "host")
+    missed = f"; {stats.missed_rate:.1%} of them outside the draft vocabulary" if stats.num_missed else ""
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
-        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes); time: {shares}"
+        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}; time: {shares}"
     )
 
 

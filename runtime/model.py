@@ -40,6 +40,7 @@ from .generation.device import DeviceDecoders, try_captured
 from .generation.device_loop import DeviceLoop
 from .generation.logit_records import LogitRecord
 from .generation.loop import GenerationLoop
+from .generation.missed import HeldIds
 from .generation.options import build_processors, join_options, without_padding
 from .generation.output import GenerationOutput, with_logprobs
 from .generation.prompts import Messages, Prompts, check_prompts, encode_conversation, read_prompts
@@ -429,7 +430,7 @@ class SpeculativeModel:
         rules = self._device_rules(drafter, options, sampling, requests)
         if isinstance(rules, DeviceRules):
             assert self._decoders is not None
-            states = start(requests, sampling, listener)
+            states = start(requests, sampling, listener, None if drafter is None else HeldIds.of(drafter.weights))
             loop = DeviceLoop(self._decoders, self.target.lock, states, rules, max_slots, speculative, time_phases)
         else:
             loop = GenerationLoop(self.target, drafter, requests, sampling, max_slots, listener)

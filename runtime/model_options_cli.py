@@ -56,6 +56,14 @@ def model_options(function: _Decorated) -> _Decorated:
     return function
 
 
+def miss_log_option(function: _Decorated) -> _Decorated:
+    """Add ``--miss-log``."""
+    return click.option(
+        "--miss-log", metavar="FILE",
+        help="Count what is generated into FILE, as `eagle-vocab merge` and `rank` read it; a log there is added to.",
+    )(function)  # fmt: skip
+
+
 def load_model(options: dict[str, Any]) -> SpeculativeModel:
     """Take the options of `model_options` (and ``draft_vocab``) out of a command's options and load the model."""
     from transformers.utils import logging

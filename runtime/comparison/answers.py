@@ -42,6 +42,8 @@ class Answer:
     steps: tuple[tuple[float, float, float], ...]
     token_ids: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
+    num_missed: int = 0
+    """Tokens that the draft vocabulary did not hold."""
 
     @property
     def num_answers(self) -> int:
@@ -70,6 +72,7 @@ class Answer:
             tuple((draft / 1e6, verify / 1e6, host / 1e6) for draft, verify, host in value["steps"]),
             tuple(tuple(row) for row in value["token_ids"]),
             tuple(value["texts"]),
+            value["num_missed"],
         )
 
 

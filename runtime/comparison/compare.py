@@ -259,6 +259,7 @@ def _answer(key: AnswerKey, output: GenerationOutput, plain: Answer | None, cate
         tuple(tuple(step) for step in stats.steps),  # type: ignore[misc]
         tokens,
         tuple(text or "" for text in output.text),
+        stats.num_missed,
     )
 
 

@@ -35,7 +35,11 @@ def report_to_json(report: CompareReport, advice: Sequence[Advice]) -> dict[str,
 
 
 def text_table(report: CompareReport) -> str:
-    """Return an aligned table; times in milliseconds a step, ``exact`` as answers equal to plain decoding's of all."""
+    """Return an aligned table.
+
+    Times are in milliseconds a step; ``missed`` is the share of tokens that the draft vocabulary does not hold;
+    ``exact``: answers equal to plain decoding's, of all.
+    """
     lines = list(_cells(report))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join(
@@ -110,8 +114,8 @@ def _bullets(lines: Iterable[str]) -> list[str]:
 
 def _cells(report: CompareReport) -> Iterable[list[str]]:
     yield [
-        "size", "mode", "batch", "category", "accepted", "tokens/s", "speed-up", "ms/step", "draft", "verify", "host",
-        "passes", "exact",
+        "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
+        "host", "passes", "exact",
     ]  # fmt: skip
     for row in report.rows:
         found = row.measured
@@ -122,6 +126,7 @@ def _cells(report: CompareReport) -> Iterable[list[str]]:
             str(row.batch),
             row.category,
             f"{row.mean_accepted_length:.3f}",
+            f"{row.missed_rate:.1%}" if row.draft_vocab else "-",
             _with_error(found.tokens_per_s, 1) if found else "-",
             _speedup(row),
             *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),

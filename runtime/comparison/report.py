@@ -46,6 +46,8 @@ class Row:
     """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
     """How many times faster than plain decoding."""
+    num_missed: int = 0
+    """New tokens that the draft vocabulary did not hold; 0 for plain decoding, which drafts nothing."""
 
     @property
     def num_passes(self) -> int:
@@ -61,6 +63,11 @@ class Row:
     def mean_accepted_length(self) -> float:
         """Tokens per target pass."""
         return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def missed_rate(self) -> float:
+        """Share of the new tokens that the draft vocabulary did not hold."""
+        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -105,6 +112,8 @@ class Row:
             "num_new_tokens": self.num_new_tokens,
             "num_passes": self.num_passes,
             "num_accepted_tokens": self.num_accepted_tokens,
+            "num_missed": self.num_missed,
+            "missed_rate": round(self.missed_rate, 6),
             **intervals,
             "step_s": round(self.step_s, 6),
             "draft_s_per_step": round(found.draft_s, 6) if found else 0.0,
@@ -274,6 +283,7 @@ def _rows(
             sum(answer.total_s for answer in own),
             found.get(label),
             speedup,
+            sum(answer.num_missed for answer in own),
         )
 
 

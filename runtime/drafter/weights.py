@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -122,6 +123,14 @@ class HeadWeights:
     def draft_vocab(self) -> int:
         """Rows of the LM head."""
         return self.lm_head.shape[0]
+
+    @cached_property
+    def held_ids(self) -> bytes:
+        """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""
+        held = bytearray(self.embedding.shape[0])
+        for token in self.draft_to_target.tolist():
+            held[token] = 1
+        return bytes(held)
 
     @property
     def device(self) -> torch.device:

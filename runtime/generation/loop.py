@@ -21,6 +21,7 @@ from ..target.cache import SlotCache
 from ..target.transformers import TargetModel
 from ..tree import DraftTree, layout_tree
 from .accept import AcceptedPath, accept_path
+from .missed import HeldIds
 from .requests import OnTokens, Request, RequestOutput, RunningRequest, collect, start
 from .sampling import choose_tokens, stream_window
 from .stats import GenerationStats, PhaseTimer
@@ -39,7 +40,7 @@ class GenerationLoop:
         on_tokens: OnTokens | None = None,
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.states = start(requests, sampling, on_tokens)
+        self.states = start(requests, sampling, on_tokens, None if drafter is None else HeldIds.of(drafter.weights))
         self.waiting = deque(state for state in self.states if state.finish_reason is None)
         self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
         self.running: dict[int, RunningRequest] = {}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..config import SamplingConfig
 from .logit_records import LogitRecord
+from .missed import HeldIds, MissedTokens, most_missed_first
 from .sampling import uniform_stream
 from .stats import GenerationStats
 
@@ -85,6 +86,8 @@ class RunningRequest:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+    missed: MissedTokens | None = None
+    """What the draft vocabulary does not hold of the new tokens; None where nothing is drafted."""
 
     def __post_init__(self) -> None:
         if self.request.max_new_tokens == 0:
@@ -101,6 +104,8 @@ class RunningRequest:
         deadline = self.request.deadline
         if self.finish_reason is None and deadline is not None and time.monotonic() >= deadline:
             self.finish_reason = "time"
+        if self.missed is not None:
+            self.missed.add(self.token_ids[before:])
         if self.on_tokens is not None:
             self.on_tokens(self.token_ids[before:])
         return self.finish_reason is not None
@@ -112,6 +117,7 @@ class RunningRequest:
             accepted_lengths=dict(sorted(self.accepted_lengths.items())),
             num_new_tokens=len(self.token_ids),
             num_prompt_tokens=len(self.request.prompt_ids),
+            missed_ids={} if self.missed is None else most_missed_first([self.missed.counts]),
             **timings,
         )
         place, record = (len(self.request.prompt_ids), len(self.token_ids)), self.request.record
@@ -161,9 +167,15 @@ class RunningRequest:
 
 
 def start(
-    requests: Sequence[Request], sampling: SamplingConfig, on_tokens: OnTokens | None = None
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    on_tokens: OnTokens | None = None,
+    held: HeldIds | None = None,
 ) -> list[RunningRequest]:
-    """Begin requests; ``on_tokens(i, ids)`` hears every new token of request i."""
+    """Begin requests; ``on_tokens(i, ids)`` hears every new token of request i.
+
+    ``held``: what can be drafted, so that the others are counted; None where nothing is drafted.
+    """
 
     def stream_of(request: Request) -> Tensor | None:
         # No more numbers than the context has room for, whatever was asked.
@@ -173,7 +185,15 @@ def start(
     def listener_of(place: int) -> Callable[[Sequence[int]], None] | None:
         return None if on_tokens is None else lambda ids: on_tokens(place, ids)
 
-    return [RunningRequest(request, stream_of(request), listener_of(place)) for place, request in enumerate(requests)]
+    return [
+        RunningRequest(
+            request,
+            stream_of(request),
+            listener_of(place),
+            missed=None if held is None else MissedTokens(held, request.prompt_ids),
+        )
+        for place, request in enumerate(requests)
+    ]
 
 
 def collect(
@@ -188,6 +208,7 @@ def collect(
         accepted_lengths=dict(sorted(lengths.items())),
         num_new_tokens=sum(len(state.token_ids) for state in states),
         num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
+        missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
         **timings,
         **counts,
     )

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .missed import most_missed_first
+
 PHASES = ("prefill", "draft", "verify", "step")
 
 
@@ -39,6 +41,9 @@ class GenerationStats:
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
     num_prompt_tokens: int = 0
+    missed_ids: dict[int, int] = field(default_factory=dict)
+    """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
+    frequent first. Of all new tokens, the first of an answer too; empty for plain decoding."""
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -68,6 +73,16 @@ class GenerationStats:
     def mean_accepted_length(self) -> float:
         """Tokens per target pass; 0.0 without a pass, 1.0 when nothing drafted was ever accepted."""
         return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def num_missed(self) -> int:
+        """New tokens that the draft vocabulary did not hold."""
+        return sum(self.missed_ids.values())
+
+    @property
+    def missed_rate(self) -> float:
+        """Share of the new tokens that the draft vocabulary did not hold: 1 minus its coverage of them."""
+        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
 
     @property
     def host_s(self) -> float:
@@ -100,6 +115,9 @@ class GenerationStats:
             "num_accepted_tokens": self.num_accepted_tokens,
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
+            "num_missed": self.num_missed,
+            "missed_rate": self.missed_rate,
+            "missed_ids": {str(token): count for token, count in self.missed_ids.items()},
             "prefill_s": self.prefill_s,
             "draft_s": self.draft_s,
             "verify_s": self.verify_s,
@@ -120,12 +138,18 @@ class GenerationStats:
                  "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
+        items = list(items)
         for item in items:
             lengths.update(item.accepted_lengths)
             steps += item.steps
             for name in names:
                 totals[name] += getattr(item, name)
-        return cls(accepted_lengths=dict(sorted(lengths.items())), steps=tuple(steps), **totals)
+        return cls(
+            accepted_lengths=dict(sorted(lengths.items())),
+            missed_ids=most_missed_first(item.missed_ids for item in items),
+            steps=tuple(steps),
+            **totals,
+        )
 
 
 class PhaseTimer:

@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from eagle_slim.convert import Manifest
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel, compare_cli, generate_cli
 from eagle_slim.runtime.comparison.answers import Answer, AnswerLog
 from eagle_slim.runtime.generation.streaming import StopTextStreamer
+from eagle_slim.vocab_tools import TokenCounts, load_tokenizer
 from support.tiny_models import write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -76,6 +79,34 @@ def test_json_from_stdin_and_a_smaller_vocabulary(run: Run, pair: tuple[str, str
     assert "sampling with the same seed" in err
     again = json.loads(run(generate_cli.main, *args, "--temperature", "0.9", "--seed", "3", stdin="hello\n")[1])
     assert again["token_ids"] == value["token_ids"]
+
+
+def test_what_is_generated_is_counted_into_a_log(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
+    target, _, slim = pair
+    log = tmp_path / "use.safetensors"
+    args = (slim, "--target", target, *TREE, "--draft-vocab", "300", "--ignore-eos", "--max-new-tokens", "6",
+            "--miss-log", str(log))  # fmt: skip
+    found = []
+    for prompt in ("hello", "good day"):
+        code, out, err = run(generate_cli.main, *args, "--prompt", prompt, "--json")
+        assert code == 0, err
+        found.append(json.loads(out))
+    counts = TokenCounts.load(log)
+    generated = [token for each in found for token in each["token_ids"]]
+    assert counts.sources[0].counts.tolist() == np.bincount(generated, minlength=counts.vocab_size).tolist()
+    missed = sum(each["stats"]["num_missed"] for each in found)
+    assert missed == sum(token not in ids_of(slim, 300) for token in generated)
+    assert counts.sources[0].provenance["missed"] == {"300": {"tokens": 12, "missed": missed}}
+    assert load_tokenizer(target).tokenizer_hash == counts.tokenizer_hash
+    assert load_tokenizer(target).vocab_size == counts.vocab_size
+    log.write_bytes(b"{}")
+    code, out, err = run(generate_cli.main, *args, "--prompt", "x")
+    assert (code, out) == (1, "")
+    assert "this is JSON" in err
+
+
+def ids_of(artifact: str, size: int) -> set[int]:
+    return set(Manifest.load(Path(artifact)).ranks.prefix(size).target_ids.tolist())  # type: ignore[union-attr]
 
 
 def test_a_head_in_a_sub_folder(run: Run, pair: tuple[str, str, str]) -> None:
@@ -336,9 +367,22 @@ def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, 
     code, _, err = run(compare_cli.main, *args, "--out", str(out_dir))
     assert code == 2
     assert "--force" in err
-    code, out, _ = run(compare_cli.main, *args, "--modes", "greedy", "--limit", "1", "--json")
+    log = tmp_path / "use.safetensors"
+    code, out, err = run(
+        compare_cli.main, *args, "--modes", "greedy", "--limit", "1", "--json", "--miss-log", str(log)
+    )  # fmt: skip
     assert code == 0
-    assert {row["category"] for row in json.loads(out)["rows"]} == {"all"}  # the only category is all there is
+    rows = json.loads(out)["rows"]
+    assert {row["category"] for row in rows} == {"all"}  # the only category is all there is
+    (counted,) = TokenCounts.load(log).sources
+    assert (counted.name, counted.num_tokens) == ("a", rows[0]["num_new_tokens"])
+    assert counted.provenance["missed"] == {
+        str(row["draft_vocab"]): {"tokens": row["num_new_tokens"], "missed": row["num_missed"]} for row in rows[1:]
+    }
+    assert [row["missed_rate"] for row in rows] == [
+        0.0, *(round(row["num_missed"] / row["num_new_tokens"], 6) for row in rows[1:])
+    ]  # fmt: skip
+    assert f"counted {counted.num_tokens} generated tokens into {log}" in err
 
 
 def test_ctrl_c_writes_what_there_is_and_resume_takes_it_up(
@@ -347,8 +391,9 @@ def test_ctrl_c_writes_what_there_is_and_resume_takes_it_up(
     target, _, slim = pair
     (tmp_path / "p.txt").write_text("one\ntwo\nthree\n")
     out_dir, calls = tmp_path / "out", [0]
+    log = tmp_path / "log"
     args = [slim, "--target", target, *TREE, "--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "6", "--sizes",
-            "full,340,300", "--modes", "greedy", "--out", str(out_dir)]  # fmt: skip
+            "full,340,300", "--modes", "greedy", "--miss-log", str(log), "--out", str(out_dir)]  # fmt: skip
     append = AnswerLog.append
 
     def interrupt_once(self: AnswerLog, answer: Answer) -> None:
@@ -363,6 +408,7 @@ def test_ctrl_c_writes_what_there_is_and_resume_takes_it_up(
     assert out.startswith("size")
     assert "--resume" in err
     assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is False
+    assert not log.exists()  # or resuming would count these answers twice
     code, _, err = run(compare_cli.main, *args)
     assert code == 2
     assert "--resume" in err
@@ -370,7 +416,7 @@ def test_ctrl_c_writes_what_there_is_and_resume_takes_it_up(
     assert code == 0, err
     assert calls[0] == 9  # three prompts, plainly and with two sizes: full and 340 are one
     assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is True
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "p.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "p.txt"]
     code, _, err = run(compare_cli.main, *args[:-2], "--resume")
     assert code == 2
 

@@ -238,7 +238,7 @@ def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) 
             answers.append(
                 Answer(
                     AnswerKey(0, 1, group, "greedy", 0, label), ("math", "</script><b>H")[group % 2], 1, 5, lengths,
-                    0.1, seconds * 10, (step,) * 10, ((1, 2, 3),), ("a",),
+                    0.1, seconds * 10, (step,) * 10, ((1, 2, 3),), ("a",), int(label != PLAIN),
                 )
             )  # fmt: skip
     candidates: Sequence[Any] = [Fake(label, size) for label, (size, _, _) in speeds.items()]
@@ -289,14 +289,15 @@ def test_table_csv_markdown_and_json_hold_the_same_figures() -> None:
     advice = recommend(REPORT)
     table = text_table(REPORT).splitlines()
     assert re.split("  +", table[0]) == [
-        "size", "mode", "batch", "category", "accepted", "tokens/s", "speed-up", "ms/step", "draft", "verify", "host",
-        "passes", "exact",
+        "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
+        "host", "passes", "exact",
     ]  # fmt: skip
     expected = [
-        "full (9,000)", "greedy", "1", "all", "2.900", "19.3 ±0%", "1.93 ±0%", "150.0", "100.0", "40.0", "10.0", "200",
-        "20/20",
+        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3 ±0%", "1.93 ±0%", "150.0", "100.0", "40.0",
+        "10.0", "200", "20/20",
     ]  # fmt: skip
     assert re.split("  +", table[2]) == expected
+    assert re.split("  +", table[1])[4:6] == ["1.000", "-"]
     page = markdown(REPORT, advice)
     assert f"| {' | '.join(expected)} |" in page
     assert f"**R{advice[0].headline[1:]}**" in page

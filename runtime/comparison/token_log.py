@@ -1,0 +1,37 @@
+"""What a comparison generated, as counts for `eagle-vocab`: a source for each category of the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..generation.miss_log import MissLog
+from ..model import SpeculativeModel
+from .answers import Answer
+from .compare import PLAIN, Candidate, Plan
+
+
+def log_of_answers(
+    model: SpeculativeModel, plan: Plan, answers: Sequence[Answer], candidates: Sequence[Candidate]
+) -> MissLog:
+    """Count plain decoding's answers, each text once: those of the first repeat and of the first batch size.
+
+    The provenance says what each size of a draft vocabulary missed, where answers are of one category.
+    """
+    log = MissLog.of(model)
+    batch, sizes = plan.batches[0], {candidate.label: candidate.model.draft_vocab for candidate in candidates}
+    groups = {group[0]: group for group in plan.groups(batch)}
+    for answer in answers:
+        key = answer.key
+        if (key.repeat, key.batch) != (0, batch):
+            continue
+        if key.candidate == PLAIN:
+            places = [place for place in groups[key.group] if key.turn < len(plan.prompts[place].turns)]
+            for place, tokens in zip(places, answer.token_ids, strict=True):
+                # The last group is filled up with prompts that others have answered.
+                if place >= key.group:
+                    log.add_tokens([tokens], source=plan.prompts[place].category)
+        elif answer.category is not None:
+            tokens = sum(len(row) for row in answer.token_ids)
+            missed = {sizes[key.candidate]: (tokens, answer.num_missed)}
+            log.add_tokens([], missed, plan.prompts[key.group].category)
+    return log

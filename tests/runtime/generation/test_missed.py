@@ -1,0 +1,56 @@
+"""What the draft vocabulary did not hold: counted the same in both loops, and of exactly what was generated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.generation.missed import HeldIds, MissedTokens, most_missed_first
+from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+DRAFTED = [2, 3, 5, 7, 8, 11, 12, 13, 17, 19]
+
+
+@pytest.mark.parametrize("backend", ["transformers", "fused"])
+def test_both_loops_count_the_answers_tokens(tmp_path: Path, backend: str) -> None:
+    """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
+    head = write_head(tmp_path, draft_ids=DRAFTED)
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), head, depth=2, top_k=3, total_tokens=10, target_backend=backend
+    )
+    output = model.generate(random_prompts([1, 9, 5, 2]), max_new_tokens=12, max_slots=2)
+    expected = Counter(token for row in output.token_ids for token in row if token not in DRAFTED)
+    assert output.stats.missed_ids == dict(expected)
+    assert expected
+    assert list(output.stats.missed_ids.values()) == sorted(expected.values(), reverse=True)
+    assert output.stats.missed_rate == sum(expected.values()) / output.stats.num_new_tokens
+    for result in output.results:
+        assert result.stats.missed_ids == Counter(token for token in result.token_ids if token not in DRAFTED)
+    plain = model.generate(random_prompts([3]), max_new_tokens=4, speculative=False).stats
+    assert (plain.missed_ids, plain.missed_rate) == ({}, 0.0)
+    whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
+    assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
+
+
+class Tail:
+    """Joins every id of even number; follows the text."""
+
+    source = "text"
+
+    def join(self, joined: tuple[int, ...], tokens: list[int]) -> tuple[int, ...]:
+        return (*joined, *(token for token in tokens if token % 2 == 0))
+
+    def holds(self, joined: tuple[int, ...], token: int) -> bool:
+        return token in joined
+
+
+def test_ids_that_have_joined_are_not_missed() -> None:
+    held = HeldIds(bytes(int(token in (1, 3)) for token in range(VOCAB)), Tail())
+    missed = MissedTokens(held, [4, 5])
+    missed.add([1, 4, 5, 6])  # 6 joins with this step, which did not draft it
+    missed.add([6, 5])
+    assert most_missed_first([missed.counts, {6: 1}]) == {5: 2, 6: 2}
