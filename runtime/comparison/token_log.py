@@ -26,12 +26,12 @@ def log_of_answers(
             continue
         if key.candidate == PLAIN:
             places = [place for place in groups[key.group] if key.turn < len(plan.prompts[place].turns)]
-            for place, tokens in zip(places, answer.token_ids, strict=True):
+            for place, row in zip(places, answer.token_ids, strict=True):
                 # The last group is filled up with prompts that others have answered.
                 if place >= key.group:
-                    log.add_tokens([tokens], source=plan.prompts[place].category)
+                    log.add_tokens([row], source=plan.prompts[place].category)
         elif answer.category is not None:
-            tokens = sum(len(row) for row in answer.token_ids)
-            missed = {sizes[key.candidate]: (tokens, answer.num_missed)}
+            num_tokens = sum(len(row) for row in answer.token_ids)
+            missed = {sizes[key.candidate]: (num_tokens, answer.num_missed)}
             log.add_tokens([], missed, plan.prompts[key.group].category)
     return log
