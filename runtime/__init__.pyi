@@ -12,7 +12,6 @@ from .errors import (
     TargetWarning,
     UnsupportedModelError,
 )
-from .generation.miss_log import MissLog
 from .generation.output import GenerationOutput
 from .generation.requests import RequestOutput
 from .generation.stats import GenerationStats
@@ -25,6 +24,7 @@ from .kernels.launch import (
     open_tuned_cache,
     prefill_drafter,
 )
+from .miss_log import MissLog
 from .model import SpeculativeModel
 from .slots import ActiveSlots
 from .tree import DraftTree

@@ -135,7 +135,7 @@ def compare(**options: Any) -> int:
     out, force, resume, as_json = (options.pop(name) for name in ("out", "force", "resume", "as_json"))
     log_file = options.pop("miss_log")
     if log_file is not None:
-        from .generation.miss_log import check_log
+        from .miss_log import check_log
 
         check_log(log_file)
     answers_file = _prepare_output(out, force, resume)

@@ -99,7 +99,7 @@ def _generate(options: dict[str, Any]) -> None:
             "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
         )
     from .generation.arguments import sampling_config
-    from .generation.miss_log import check_log
+    from .miss_log import check_log
 
     # Refused before the model is loaded.
     log_file = options.pop("miss_log")
@@ -137,7 +137,7 @@ class _Session:
         options: dict[str, Any],
         log_file: str | None,
     ) -> None:
-        from .generation.miss_log import MissLog, check_log
+        from .miss_log import MissLog, check_log
 
         self.model, self.raw, self.check, self.options = model, raw, check, options
         self.opening = [{"role": "system", "content": system}] if system else []

@@ -69,6 +69,7 @@ FLOORS = {
         loading
         generation
         model
+        miss_log
         comparison model_options_cli
         bench
         compare_cli generate_cli tune

@@ -30,8 +30,8 @@ from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from ..comparison.prompt_file import load_prompts
 from ..comparison.statistics import NUM_RESAMPLES, Estimate
-from ..generation.miss_log import MissLog
 from ..generation.stats import GenerationStats
+from ..miss_log import MissLog
 from ..model import SpeculativeModel
 from .timing import commit, machine
 

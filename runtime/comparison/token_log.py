@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..generation.miss_log import MissLog
+from ..miss_log import MissLog
 from ..model import SpeculativeModel
 from .answers import Answer
 from .compare import PLAIN, Candidate, Plan

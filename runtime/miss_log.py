@@ -21,10 +21,10 @@ from eagle_slim.vocab_tools.counting.counts import SourceCounts, TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, VocabularyError
 from eagle_slim.vocab_tools.files import refuse_existing
 
-from .output import GenerationOutput
+from .generation.output import GenerationOutput
 
 if TYPE_CHECKING:
-    from ..model import SpeculativeModel
+    from .model import SpeculativeModel
 
 METHOD = "generated"
 _SOURCE = "generated"

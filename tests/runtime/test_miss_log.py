@@ -13,7 +13,7 @@ from eagle_slim.runtime.comparison.answers import Answer, AnswerKey
 from eagle_slim.runtime.comparison.compare import PLAIN, Mode, Plan
 from eagle_slim.runtime.comparison.prompt_file import Prompt
 from eagle_slim.runtime.comparison.token_log import log_of_answers
-from eagle_slim.runtime.generation.miss_log import check_log
+from eagle_slim.runtime.miss_log import check_log
 from eagle_slim.vocab_tools import TokenCounts, merge_counts, rank_vocabulary
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from support.raising import raises
