@@ -1,4 +1,4 @@
-"""Curves of time and bytes against draft vocabulary and batch, from the JSON of `bench.draft`.
+"""Curves of time and bytes against draft vocabulary and batch, from the JSON of `bench.draft` or `bench.generate`.
 
 python -m eagle_slim.runtime.bench.plots results/draft-h200.json
 """
@@ -75,7 +75,57 @@ def _draw(result: dict[str, Any], rows: list[dict[str, Any]], axis: str, log: bo
     plt.close(figure)
 
 
+def plot_gains(result: dict[str, Any], path: Path) -> list[Path]:
+    """Draw ``<path>.png``: tokens/s over the full vocabulary's against the draft vocabulary, a panel for each row.
+
+    One line with equal acceptance and one for each source of a loss. Rows of fewer than two sizes are left out; without
+    any, nothing is drawn.
+    """
+    panels: dict[str, list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "net_over_full" in row:
+            panels.setdefault(row["row"], []).append(row)
+    panels = {name: rows for name, rows in panels.items() if len({row["draft_vocab"] for row in rows}) > 1}
+    if not panels:
+        return []
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(4.2 * columns, 3.4 * lines), layout="constrained", squeeze=False
+    )
+    for panel in axes.flat[len(panels) :]:
+        panel.set_visible(False)
+    for panel, (name, rows) in zip(axes.flat, panels.items(), strict=False):
+        full = [row for row in rows if row["is_full"]]
+        gross = {row["draft_vocab"]: row["gross_over_full"] for row in rows}
+        panel.plot(
+            list(gross), [100 * gain - 100 for gain in gross.values()], "o--", color="C7", label="equal acceptance"
+        )
+        sources = dict.fromkeys(row["acceptance_from"] for row in rows if not row["is_full"])
+        for place, source in enumerate(sources):
+            net = [*full, *(row for row in rows if row["acceptance_from"] == source)]
+            gains = [100 * row["net_over_full"] - 100 for row in net]
+            label = f"net: {source.split(':')[0].split(',')[0]}"
+            panel.plot([row["draft_vocab"] for row in net], gains, "o-", color=f"C{place}", label=label)
+        panel.axhline(0, color="0.7", linewidth=0.8)
+        panel.set_title(name, fontsize=9)
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(list(gross), [f"{size:,}" for size in gross], fontsize=7)
+        panel.minorticks_off()
+        panel.set_ylabel("tokens/s over the full vocabulary, %", fontsize=8)
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize=7)
+    described = result["machine"]
+    versions = f"torch {described['torch']}, triton {described['triton']}"
+    figure.suptitle(f"{described['device']}, {versions}: draft vocabulary and speed end to end", fontsize=9)
+    target = path.with_suffix(".png")
+    figure.savefig(target, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+    return [target]
+
+
 if __name__ == "__main__":
     source = Path(sys.argv[1])
-    for written in plot_curves(json.loads(source.read_text()), source):
+    measured = json.loads(source.read_text())
+    for written in (plot_curves if "top_k" in measured else plot_gains)(measured, source):
         print(written)
