@@ -21,6 +21,8 @@ from .draw_paths import draw_paths, draw_paths_ref
 
 NUM_LENGTHS = 240
 """Lengths drawn ahead; who runs a multiple of as many steps meets the mean to within half a 240th of a token."""
+NUM_PARTS = 4
+"""Parts of these that each have nearly the mean, for who runs fewer."""
 
 
 def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
@@ -51,8 +53,15 @@ def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
         place = int(movable.argmax()) + (step < 0)
         counts[place] -= 1
         counts[place + step] += 1
-    ordered = lengths.repeat_interleave(counts.long()).long()
-    return [int(x) for x in ordered[torch.randperm(NUM_LENGTHS, generator=torch.Generator().manual_seed(seed))]]
+    ordered = lengths.repeat_interleave(counts.long()).long().tolist()
+    # Dealt out to and fro, so that every part has nearly the mean.
+    dealt = [*range(NUM_PARTS), *reversed(range(NUM_PARTS))]
+    generator = torch.Generator().manual_seed(seed)
+    drawn: list[int] = []
+    for part in range(NUM_PARTS):
+        own = [length for place, length in enumerate(ordered) if dealt[place % len(dealt)] == part]
+        drawn += [own[place] for place in torch.randperm(len(own), generator=generator).tolist()]
+    return drawn
 
 
 class DrawnVerdicts:

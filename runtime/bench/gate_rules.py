@@ -1,9 +1,9 @@
 """When a gate is green: thresholds from one file, and verdicts over measured numbers. Nothing here measures.
 
-**Micro gates.** An operation's *ratio* is its time over that of a device copy of the bytes that it must move, both of the
-same run. It is green while the ratio does not exceed the one committed for this device by more than its tolerance; one
-that falls below by more is green and named, so that the reference can be recorded anew. All must be green several times
-in a row.
+**Micro gates.** An operation's *ratio* is its time over that of a device copy of the bytes that it must move, both of
+the same run. It is green while the ratio does not exceed the one committed for this device by more than its tolerance;
+one that falls below by more is green and named, so that the reference can be recorded anew. All must be green several
+times in a row.
 
 **Full gates** run only then. Each is drafting over plain decoding in tokens/s, of the same run, with a stated accepted
 length; it is green from its threshold on, and only if that length was really accepted. ``wanted`` decides nothing.
@@ -196,7 +196,8 @@ def median_ratios(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _micro_line(name: str, verdict: Mapping[str, Any]) -> str:
     ratio = "not measured" if verdict["ratio"] is None else f"{verdict['ratio']:.3f}"
     word = ("green, better than its reference" if verdict["is_better"] else "green") if verdict["is_green"] else "RED"
-    return f"  {name:20s} {ratio:>8s} x a copy of its bytes, reference {verdict['reference']:.3f}, limit {verdict['limit']:.3f}: {word}"
+    limits = f"reference {verdict['reference']:.3f}, limit {verdict['limit']:.3f}"
+    return f"  {name:20s} {ratio:>8s} x a copy of its bytes, {limits}: {word}"
 
 
 def _full_line(verdict: Mapping[str, Any]) -> str:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..config import TreeConfig
 from ..drafter.config import MAX_NEW_TOKENS
@@ -62,6 +61,7 @@ class Micro:
         DrawnVerdicts(self.decoder).set_([gates.accepted_length] * NUM_LENGTHS)
         self._record = capture if self.device.type == "cuda" else lambda run: run
         self._copies: dict[int, Run] = {}
+        self._attentions: dict[int, Run] = {}
 
     @torch.inference_mode()
     def ratios(self) -> dict[str, float]:
@@ -99,32 +99,28 @@ class Micro:
             for _ in range(self.samples)
         ]
         own, copied = zip(*pairs, strict=True)
-        return statistics.median(own) / statistics.median(copied)
+        return float(statistics.median(own) / statistics.median(copied))
 
     def _attention(self, prefix: int) -> Run:
         """Attention of all layers over the tree that the decoder has drafted last; the cache is read from memory."""
-        key = -prefix
-        if key not in self._copies:
-            decoder, target, nodes = self.decoder, self.model.target, self.gates.nodes
-            assert decoder.drafter is not None
-            tree = decoder.drafter.bufs
-            lengths = torch.full((1,), prefix, dtype=torch.int32, device=self.device)
-            rows = ForwardRows.allocate(1, nodes, lengths)
-            first = torch.zeros_like(lengths)
-            decoder.ops.tree_rows(
-                first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids, rows
-            )  # fmt: skip
-            bufs = target.new_buffers(1, nodes, nodes)
-            bufs.qkv.normal_()
+        if prefix in self._attentions:
+            return self._attentions[prefix]
+        decoder, target, nodes = self.decoder, self.model.target, self.gates.nodes
+        assert decoder.drafter is not None
+        tree = decoder.drafter.bufs
+        lengths = torch.full((1,), prefix, dtype=torch.int32, device=self.device)
+        rows, first = ForwardRows.allocate(1, nodes, lengths), torch.zeros_like(lengths)
+        decoder.ops.tree_rows(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids, rows)
+        bufs = target.new_buffers(1, nodes, nodes)
+        bufs.qkv.normal_()
 
-            def run() -> None:
-                for keys, values in zip(decoder.cache.keys, decoder.cache.values, strict=True):
-                    target.ops.tree_attention(
-                        bufs.qkv, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
-                    )
+        def run() -> None:
+            for keys, values in zip(decoder.cache.keys, decoder.cache.values, strict=True):
+                target.ops.tree_attention(
+                    bufs.qkv, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
+                )
 
-            self._copies[key] = self._record(run)
-        return self._copies[key]
+        return self._attentions.setdefault(prefix, self._record(run))
 
 
 _TIMES = {"draft": 4, "verify": 2, "accept": 20, "commit": 20, "attention": 4}
@@ -147,9 +143,7 @@ def copy_of(size_bytes: int, device: torch.device) -> Run:
 
 
 @torch.inference_mode()
-def measure_full(
-    model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS
-) -> FullRecord:
+def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS) -> FullRecord:
     """Run plain decoding and drafting in turn, as the benchmark `generate` does."""
     tree = TreeConfig(gate.depth, TOP_K, gate.nodes)
     cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)

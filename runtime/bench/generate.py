@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from ..config import TreeConfig
-from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..errors import UsageError
 from ..generation.decoder import PHASES, DeviceDecoder
 from ..kernels.choose_tokens import ChoiceRules
@@ -42,8 +41,8 @@ from .acceptance_loss import FR_SPEC, AcceptanceLoss, measured_loss
 from .answers import PROMPTS, call_transformers, load_model
 from .answers import measure as measure_answers
 from .drawn_verdicts import DrawnVerdicts, draw_lengths
-from .precompile import Job, compile_all
-from .problem import MODELS, first_rows, random_head
+from .precompile import Job, compile_all, job_of
+from .problem import MODELS
 from .random_decoding import RandomModel, phase_times
 from .timing import copy_bytes_per_s, machine
 from .variants import Variant
@@ -51,6 +50,7 @@ from .variants import Variant
 DEPTH, TOP_K = 5, 10
 EXAMPLES = "smollm2-135m/examples"
 PUBLIC_ROWS = 32000
+EXAMPLE_ROUNDS = 2
 MOST_TRANSFORMERS_ROWS = 8192
 """Beyond so many prompt tokens in all, transformers' own prompt and cache would take most of the time and memory."""
 
@@ -152,13 +152,23 @@ def measure_point(
             by_transformers.append(_transformers_token_ms(model, point, settings.transformers_tokens))
         for variant in variants:
             variant.run(turn, point.batch, point.prefix, settings.steps)
-    rows = [variant.facts | phases[variant.decoder] | variant.summary() for variant in variants]
+    rows = [
+        variant.facts | is_tuned(variant.decoder) | phases[variant.decoder] | variant.summary() for variant in variants
+    ]
     if by_transformers:
         token_ms = statistics.median(by_transformers)
         facts = {"variant": "transformers", "draft_vocab": None, "accepted_length": 1.0, "step_ms": token_ms}
         rows.insert(0, facts | {"tokens_per_s": point.batch * 1e3 / token_ms})
     shared = {"row": point.name, **asdict(point), "depth": DEPTH, "top_k": TOP_K, "nodes": point.tree.total_tokens}
     return with_gains([shared | row for row in rows])
+
+
+def is_tuned(decoder: DeviceDecoder) -> dict[str, bool]:
+    """Whether the drafter's launch parameters were tuned for this chip or derived; nothing where there is no kernel."""
+    drafter = decoder.drafter
+    if drafter is None or drafter.weights.packed is None:
+        return {}
+    return {"is_tuned": drafter.weights.packed.launches.is_tuned(drafter.cfg)}
 
 
 def _transformers_token_ms(model: RandomModel, point: Point, new_tokens: int) -> float:
@@ -200,7 +210,7 @@ def measure_examples(settings: Settings, prompts: Path, limit: int | None, new_t
     model, encoded = load_model(prompts, limit, depth=DEPTH, top_k=TOP_K, total_tokens=60)
     sizes = [str(size) if size else "full" for size in settings.sizes if size < model.draft_vocab]
     tokens = settings.transformers_tokens
-    rows = measure_answers(model, encoded, sizes, new_tokens, settings.rounds, transformers_tokens=tokens)
+    rows = measure_answers(model, encoded, sizes, new_tokens, EXAMPLE_ROUNDS, transformers_tokens=tokens)
     return example_rows(rows)
 
 
@@ -225,20 +235,17 @@ def example_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def jobs_of(points: Sequence[Point], settings: Settings, with_examples: bool, device: torch.device) -> list[Job]:
     """Compilations of the persistent kernel that the rows need, first needed first."""
-    from ..kernels.host import chip_of
-    from ..kernels.launch_params import default_cache
-
-    cache, chip = default_cache(), chip_of(device)
     shapes = [(Point("smollm2-135m", 1, 512), 1024)] if with_examples else []
     shapes += [(point, settings.capacity(point)) for point in points]
-    jobs: dict[tuple[str, int, int, int], Job] = {}
+    jobs: dict[object, Job] = {}
     for point, capacity in shapes:
-        dims = MODELS[point.model]
-        head = random_head(dims, torch.device("meta"))
-        for size in settings.sizes:
-            rows = min(size or dims.vocab, dims.vocab)
-            cfg = DrafterConfig.of(first_rows(head, rows), point.tree, point.batch, capacity + MAX_NEW_TOKENS)
-            jobs.setdefault((point.model, point.batch, rows, cfg.total_tokens), (dims, cfg, cache.lookup(cfg, chip)))
+        vocab = MODELS[point.model].vocab
+        for rows in (min(size or vocab, vocab) for size in settings.sizes):
+            # The length is no constant of a kernel.
+            jobs.setdefault(
+                (point.model, point.batch, point.tree, rows),
+                job_of(point.model, point.tree, point.batch, capacity, rows, device),
+            )
     return list(jobs.values())
 
 

@@ -14,12 +14,23 @@ from concurrent.futures import ProcessPoolExecutor, wait
 
 import torch
 
+from ..config import TreeConfig
 from ..drafter.buffers import Buffers
-from ..drafter.config import DrafterConfig
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..kernels.launch_params import LaunchParams
-from .problem import Dims, first_rows, random_head
+from .problem import MODELS, Dims, first_rows, random_head
 
 Job = tuple[Dims, DrafterConfig, LaunchParams]
+
+
+def job_of(model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device) -> Job:
+    """The compilation that a `BufferedDrafter` of these dimensions (`problem.MODELS`) on this device will need."""
+    from ..kernels.host import chip_of
+    from ..kernels.tuned_cache import default_cache
+
+    head = first_rows(random_head(MODELS[model], torch.device("meta")), draft_vocab)
+    cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
+    return MODELS[model], cfg, default_cache().lookup(cfg, chip_of(device))
 
 
 def compile_one(job: Job) -> float:
