@@ -74,7 +74,7 @@ class BufferedDrafter:
         head, w = self.head, self.head.tensors
         embedded = torch.index_select(head.embedding, 0, chunk.next_tokens)
         if head.kind == "eagle3":
-            hidden = features if features.shape[1] == head.hidden else features @ w["fc.weight"].t()
+            hidden = features if features.shape[1] == head.hidden else self._fuse(features)
             inputs = torch.empty((len(embedded), 2 * head.hidden), dtype=head.dtype, device=head.device)
             self._norm(embedded, "input_layernorm.weight", inputs[:, : head.hidden])
             self._norm(hidden, "hidden_norm.weight", inputs[:, head.hidden :])
@@ -88,6 +88,16 @@ class BufferedDrafter:
             kv, self._kv_bias, None, 0.0, self._cos, self._sin, rows.positions, rows.attention.slots, chunk.pair_rows,
             self.bufs.keys, self.bufs.values,
         )  # fmt: skip
+
+    def _fuse(self, features: Tensor) -> Tensor:
+        head = self.head
+        if norms := head.tap_norms:
+            normed = torch.empty_like(features)
+            width = features.shape[1] // len(norms)
+            for tap, out, name in zip(features.split(width, 1), normed.split(width, 1), norms, strict=True):
+                self._norm(tap.contiguous(), name, out)
+            features = normed
+        return torch.nn.functional.linear(features, head.tensors["fc.weight"], head.tensors.get("fc.bias"))
 
     def _norm(self, x: Tensor, name: str, out: Tensor) -> None:
         norm = fused_layers.add_norm if x.is_cuda else fused_layers.add_norm_ref

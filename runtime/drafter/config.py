@@ -15,6 +15,12 @@ from .weights import HeadWeights
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that one draft takes in, per slot."""
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+}  # fmt: skip
+"""What the persistent drafter computes, by the names of `transformers.activations.ACT2FN`: equal ones have many."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,11 @@ class DrafterConfig:
     ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;
     ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV
     cache per slot, the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
-    ``weight_dtype`` the same or float8_e4m3fn. Raises `UsageError` outside the limits: hidden up to 8192, head_dim to
-    256, draft_vocab top_k to 262,144 and the target's vocabulary, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
-    slots 1 to 16, positions to 131,072 and a tree.
+    ``weight_dtype`` the same or float8_e4m3fn. ``activation`` is one of the values of `ACTIVATIONS`; the options of
+    EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
+    one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` outside the
+    limits: hidden up to 16384, head_dim to 256, draft_vocab top_k to 262,144 and the target's vocabulary, top_k 1 to
+    16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to 131,072 and a tree.
     """
 
     kind: str
@@ -49,11 +57,18 @@ class DrafterConfig:
     has_fc: bool = True
     has_fc_bias: bool = False
     has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    activation: str = "silu"
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    tap_norms: int = 0
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
         bounds = {
-            "hidden": (16, 8192),
+            "hidden": (16, 16384),
             "intermediate": (16, 65536),
             "num_heads": (1, 1024),
             "num_kv_heads": (1, self.num_heads),
@@ -143,6 +158,33 @@ class DrafterConfig:
                 found=self.feature_width,
                 expected=self.hidden,
             )
+        self._check_options()
+
+    def _check_options(self) -> None:
+        known = sorted(set(ACTIVATIONS.values()))
+        if self.activation not in known:
+            raise UsageError(
+                f"activation must be one of {', '.join(known)}; got {self.activation!r}.",
+                field="activation", found=self.activation, expected=known,
+            )  # fmt: skip
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UsageError(
+                f"sliding_window must be at least 1, or None; got {self.sliding_window}.",
+                field="sliding_window", found=self.sliding_window, expected=1,
+            )  # fmt: skip
+        if self.kind == "eagle":
+            for name in ("norm_before_residual", "norm_output", "tap_norms"):
+                if getattr(self, name):
+                    raise UsageError(
+                        f"An EAGLE-1/2 head has no {name}.", field=name, found=getattr(self, name), expected=False
+                    )
+        taps = self.tap_norms
+        if taps and not (self.has_fc and taps > 0 and self.feature_width % taps == 0):
+            raise UsageError(
+                f"tap_norms = {taps}: RMSNorms stand before an fc and cut feature_width = {self.feature_width} into "
+                "equal parts.",
+                field="tap_norms", found=taps, expected=self.feature_width,
+            )  # fmt: skip
 
     @classmethod
     def of(
@@ -152,21 +194,13 @@ class DrafterConfig:
 
         Raises `UnsupportedModelError` for options of a head that the kernel does not compute; the reference does.
         """
-        for name in ("input_norm.weight", "fc_norm.0.weight", "self_attn.o_proj.bias", "mlp.gate_proj.bias"):
-            if name in head.tensors:
-                raise UnsupportedModelError(
-                    f'drafter="triton" does not compute {name}. Use drafter="reference".', tensor=name
-                )
-        for option in ("norm_before_residual", "norm_output", "sliding_window"):
-            if getattr(head, option):
-                raise UnsupportedModelError(
-                    f'drafter="triton" does not compute {option}. Use drafter="reference".', option=option
-                )
-        if head.activation != "silu":
+        if head.activation not in ACTIVATIONS:
             raise UnsupportedModelError(
-                f'drafter="triton" computes silu only; the head has {head.activation}. Use drafter="reference".',
+                'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
+                f'{head.activation}. Use drafter="reference".',
                 option="activation",
                 found=head.activation,
+                expected=sorted(ACTIVATIONS),
             )
         return cls(
             **head_dimensions(head), draft_vocab=head.draft_vocab,
@@ -229,5 +263,10 @@ def head_dimensions(head: HeadWeights) -> dict[str, Any]:
         "num_heads": head.num_heads, "num_kv_heads": head.num_kv_heads, "head_dim": head.head_dim,
         "feature_width": head.feature_width, "target_vocab": head.embedding.shape[0], "norm_eps": head.norm_eps,
         "dtype": head.dtype, "has_fc": has_fc, "has_fc_bias": has_fc and "fc.bias" in w,
-        "has_qkv_bias": "self_attn.q_proj.bias" in w,
+        "has_qkv_bias": "self_attn.q_proj.bias" in w, "has_o_bias": "self_attn.o_proj.bias" in w,
+        "has_mlp_bias": "mlp.gate_proj.bias" in w, "activation": ACTIVATIONS.get(head.activation, head.activation),
+        "norm_before_residual": head.kind == "eagle3" and head.norm_before_residual,
+        "norm_output": head.kind == "eagle3" and head.norm_output,
+        "tap_norms": len(head.tap_norms) if has_fc and head.kind == "eagle3" else 0,
+        "sliding_window": head.sliding_window,
     }  # fmt: skip

@@ -7,8 +7,11 @@ at position n - 1 + l.
 
 EAGLE-3 (arXiv:2503.01840), one pass over a pair (h, e): at pass 0 ``h = fc(taps)``, later the parent's output;
 ``a = cat(norm(e), norm(h))``; ``y = h + attention(a)``; ``y = y + mlp(norm(y))``; logits are ``lm_head(norm(y))`` and
-y is the children's h. EAGLE-1/2 (arXiv:2401.15077, 2406.16858): ``a = fc(cat(e, h))`` at every pass, attention without
-a norm before it, residual from ``a``, and logits are the target's ``lm_head(y)`` with no norm.
+y is the children's h. Where the head says so, taps pass an RMSNorm before ``fc`` (all of them together, or each its
+own), the residual of the attention is ``norm(h)``, and the children's h is ``norm(y)``.
+
+EAGLE-1/2 (arXiv:2401.15077, 2406.16858): ``a = fc(cat(e, h))`` at every pass, attention without a norm before it,
+residual from ``a``, and logits are the target's ``lm_head(y)`` with no norm.
 
 What was computed for accepted tokens stays in the cache; each pass computes its own nodes only.
 """
@@ -203,8 +206,12 @@ class ReferenceDrafter:
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
 
         normed = self._norm(hidden, w["post_attention_layernorm.weight"])
-        gate = self._activation(F.linear(normed, w["mlp.gate_proj.weight"]))
-        return hidden + F.linear(gate * F.linear(normed, w["mlp.up_proj.weight"]), w["mlp.down_proj.weight"])
+        gate = self._activation(self._mlp(normed, "gate"))
+        return hidden + self._mlp(gate * self._mlp(normed, "up"), "down")
+
+    def _mlp(self, inputs: Tensor, projection: str) -> Tensor:
+        w, name = self.weights.tensors, f"mlp.{projection}_proj"
+        return F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
     def _fuse(self, features: Tensor) -> Tensor:
         """Turn the target's features [..., feature_width] into the hidden state of pass 0 [..., hidden]."""
@@ -213,16 +220,16 @@ class ReferenceDrafter:
         # A single tap as wide as the head needs no fc: the rule of SafeAILab's and SGLang's EAGLE-3.
         if self.weights.kind == "eagle" or features.shape[-1] == self.weights.hidden:
             return features
-        if "input_norm.weight" in w:
-            features = self._norm(features, w["input_norm.weight"])
-        if "fc_norm.0.weight" in w:
-            taps = features.chunk(sum(name.startswith("fc_norm.") for name in w), -1)
-            features = torch.cat([self._norm(tap, w[f"fc_norm.{i}.weight"]) for i, tap in enumerate(taps)], -1)
-        return F.linear(features, w["fc.weight"])
+        if norms := self.weights.tap_norms:
+            taps = features.chunk(len(norms), -1)
+            features = torch.cat([self._norm(tap, w[name]) for tap, name in zip(taps, norms, strict=True)], -1)
+        return F.linear(features, w["fc.weight"], w.get("fc.bias"))
 
     def _carry(self, output: Tensor) -> Tensor:
         """Turn a node's output into its children's hidden state."""
-        return self._norm(output, self.weights.tensors["norm.weight"]) if self.weights.norm_output else output
+        if self.weights.kind == "eagle3" and self.weights.norm_output:
+            return self._norm(output, self.weights.tensors["norm.weight"])
+        return output
 
     def _logits(self, output: Tensor) -> Tensor:
         """LM head over the draft vocabulary: float32 [..., draft_vocab]."""

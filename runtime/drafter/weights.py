@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..target.transformers import TargetModel
 
-_OPTIONAL = frozenset({"fc.bias"})
+_OPTIONAL = frozenset({"fc.bias", "self_attn.o_proj.bias"})
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class HeadWeights:
     """Everything a drafter computes with; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
-    ``.bias``, ``mlp.{gate,up,down}_proj.weight``, ``input_layernorm.weight``, ``hidden_norm.weight``,
+    ``.bias``, ``mlp.{gate,up,down}_proj.weight`` and ``.bias``, ``input_layernorm.weight``, ``hidden_norm.weight``,
     ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: if there.
     Raises `UsageError` for tensors that are missing, or of a shape, type or device that does not fit the others.
     """
@@ -107,6 +107,12 @@ class HeadWeights:
         biased = any(f"self_attn.{name}_proj.bias" in self.tensors for name in sizes)
         if biased:
             shapes |= {f"self_attn.{name}_proj.bias": (heads * self.head_dim,) for name, heads in sizes.items()}
+        if any(f"mlp.{name}_proj.bias" in self.tensors for name in ("gate", "up", "down")):
+            shapes |= {f"mlp.{name}_proj.bias": (intermediate,) for name in ("gate", "up")}
+            shapes["mlp.down_proj.bias"] = (hidden,)
+        for name in self.tap_norms:
+            shapes[name] = (self.feature_width // len(self.tap_norms),)
+        shapes["self_attn.o_proj.bias"] = (hidden,)
         shapes |= {
             "self_attn.o_proj.weight": (hidden, self.num_heads * self.head_dim),
             "mlp.gate_proj.weight": (intermediate, hidden), "mlp.up_proj.weight": (intermediate, hidden),
@@ -118,6 +124,14 @@ class HeadWeights:
             shapes["fc.weight"] = (hidden, self.feature_width if eagle3 else 2 * hidden)
             shapes["fc.bias"] = (hidden,)
         return shapes
+
+    @property
+    def tap_norms(self) -> list[str]:
+        """Names of the weights of the RMSNorms before ``fc``: one for all taps (``input_norm``), or one for each."""
+        if "input_norm.weight" in self.tensors:
+            return ["input_norm.weight"]
+        count = sum(name.startswith("fc_norm.") for name in self.tensors)
+        return [f"fc_norm.{index}.weight" for index in range(count)]
 
     @property
     def draft_vocab(self) -> int:

@@ -8,8 +8,9 @@ Nodes of one level share the prefix but not their ancestors, which are not conti
 * *fresh*: rows of this very pass, not yet cached: the node itself, or, in the extend pass, all new tokens.
 
 Keys in the cache are already rotated; queries and fresh keys are rotated here (rotate-half, cos and sin tables of
-``head_dim / 2`` columns). One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are
-merged, one query at a time, in a second step.
+``head_dim / 2`` columns). A sliding window hides keys whose position, on the node's path, is ``window`` or more before
+the query's. One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are merged, one
+query at a time, in a second step.
 
 The worked example of `eagle_slim.runtime.tree`, top_k 2, at a third level: tree slots 0 1 | 2 3 hold A, B and C, E, the
 nodes expanded before. G, the child of C, which is a child of A, has chain [0, 2]: it sees A, C and itself, never B or
@@ -60,6 +61,8 @@ class AttentionShape:
     """Most parts of one unit's keys; a power of two."""
     queries: int = 4
     """Queries merged at a time."""
+    window: int = 0
+    """A key is seen if query position - key position is below it; 0 for no window."""
 
     @property
     def group(self) -> int:
@@ -217,6 +220,7 @@ def attend_unit(
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     BLOCK_T: tl.constexpr = SHAPE.block_keys
     BLOCK_D: tl.constexpr = SHAPE.block_d
+    WINDOW: tl.constexpr = SHAPE.window
     SCALE: tl.constexpr = 1.4426950408889634 / HEAD_DIM**0.5
     dtype = cache.key.dtype.element_ty
     zero = hidden_zero()
@@ -258,8 +262,11 @@ def attend_unit(
     # The last part takes the fresh keys, the one before it the tree's; the others share the prefix tile by tile.
     fresh_part = unit.num_parts - 1
     tree_part = tl.maximum(unit.num_parts - 2, 0)
-    tiles = tl.cdiv(tl.cdiv(cached, BLOCK_T), tl.maximum(unit.num_parts - 2, 1))
-    start = unit.part * tiles * BLOCK_T
+    first_seen = 0
+    if WINDOW > 0:
+        first_seen = tl.minimum(tl.maximum(position - WINDOW + 1, 0), cached)
+    tiles = tl.cdiv(tl.cdiv(cached - first_seen, BLOCK_T), tl.maximum(unit.num_parts - 2, 1))
+    start = first_seen + unit.part * tiles * BLOCK_T
     stop = tl.where((unit.part >= tree_part) & (unit.part > 0), 0, tl.minimum(start + tiles * BLOCK_T, cached))
     for t0 in range(start, stop, BLOCK_T):
         mask_t = t0 + offs_t < stop
@@ -279,7 +286,10 @@ def attend_unit(
             )
             k_low, k_high, v = _load_tile(cache, cached + slot, mask_t, offs_h, offs_d, SHAPE)
             scores = _score(q_low, q_high, k_low, k_high)
-            running = _fold(scores, link == slot[None, :], v, running, cache)
+            visible = link == slot[None, :]
+            if WINDOW > 0:
+                visible = visible & (level - 1 - slot // TOP_K < WINDOW)[None, :]
+            running = _fold(scores, visible, v, running, cache)
     if unit.part == fresh_part:
         fresh_position = (position + tl.where(is_extend, offs_f - num_new + 1, offs_f * 0)).to(tl.int64)
         mask_f = offs_f < num_fresh
@@ -297,6 +307,8 @@ def attend_unit(
         v = fresh_v.to(dtype)
         scores = _score(q_low, q_high, tl.trans(k_low), tl.trans(k_high))
         visible = mask_r[:, None] & mask_f[None, :] & (is_extend | (node[:, None] == offs_f[None, :]))
+        if WINDOW > 0:
+            visible = visible & (tl.where(is_extend, num_new - 1 - offs_f, 0) < WINDOW)[None, :]
         running = _fold(scores, visible, v, running, cache)
         if unit.head_group == 0:
             place = cached + offs_f + num_slots
@@ -385,6 +397,8 @@ def most_parts(num_active, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
 @triton.jit
 def parts_of(prefix, most, SHAPE: tl.constexpr):
     """Parts of a sequence's keys: one for the fresh keys, one for the tree's, the others share the prefix."""
+    if SHAPE.window > 0:
+        prefix = tl.minimum(prefix, SHAPE.window)
     return tl.minimum(most, tl.cdiv(prefix, SHAPE.part_keys) + 2)
 
 
@@ -481,7 +495,7 @@ def _merge_kernel(parts, out_ptr, num_parts, SHAPE: tl.constexpr):
 
 def ancestor_attention_ref(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
-    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
+    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Definition, one node and one head at a time in fp32; arguments as `ancestor_attention`, the cache is filled
     too."""
@@ -503,9 +517,12 @@ def ancestor_attention_ref(
             values[slot, :, first + i] = rows[i, heads + kv_heads :].to(values.dtype)
         for node in range(1 if level == 0 else top_k):
             query = rows[new - 1 if level == 0 else node]
-            seen = list(range(past + new))
+            at = past + new - 1 + level
+            nearest = at + 1 if window is None else window
+            seen = [place for place in range(past + new) if at - place < nearest]
             if level > 0:
-                seen += [past + new + int(chain[slot, node, e]) for e in range(level - 1)] + [first + node]
+                seen += [past + new + int(chain[slot, node, e]) for e in range(level - 1) if level - 1 - e < nearest]
+                seen.append(first + node)
             for head in range(heads):
                 k = keys[slot, head // (heads // kv_heads), seen].float()
                 v = values[slot, head // (heads // kv_heads), seen].float()
@@ -516,15 +533,16 @@ def ancestor_attention_ref(
 def ancestor_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
     prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
-    num_parts: int = 1, block_t: int = 64,
+    num_parts: int = 1, block_t: int = 64, window: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend one pass of drafted nodes, and append their keys and values to the cache.
 
     ``qkv`` fp32 [slots, 16, (heads + 2 kv_heads) * head_dim], not rotated; ``keys``, ``values`` [slots, kv_heads,
     positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
     max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
-    last one queries. Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined.
-    Raises `UsageError` for other tensors and levels. The caller sees to it that all positions are within the cache.
+    last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
+    Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined. Raises
+    `UsageError` for other tensors and levels. The caller sees to it that all positions are within the cache.
     """
     if keys.dim() != 4 or heads % kv_heads or not 1 <= top_k <= 16 or not 0 <= level <= chain.shape[-1] + 1:
         raise UsageError(
@@ -544,7 +562,7 @@ def ancestor_attention(
     )  # fmt: skip
     shape = AttentionShape(
         heads, kv_heads, head_dim, top_k, chain.shape[-1], heads_per_attention_unit(heads // kv_heads, head_dim),
-        block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)),
+        block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)), window=window or 0,
     )  # fmt: skip
     groups = slots * shape.groups
     out = torch.empty(slots, 16, heads * head_dim, dtype=keys.dtype, device=qkv.device)

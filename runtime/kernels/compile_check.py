@@ -60,7 +60,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
         "head": HeadTensors(
             stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,
-            norm_post=model, norm_out=model, fc_bias=model, qkv_bias=model, cos="*fp32", sin="*fp32",
+            norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
             draft_vocab="i32", stride_embedding="i32",
         ),
         "cache": KVCache(model, model, "i32", "i32"),

@@ -1,10 +1,13 @@
-"""Gate and up, and SiLU between them: the operand of ``down``.
+"""Gate and up, and the activation between them: the operand of ``down``.
 
-    out[r] = silu(factor[r] * gate(x[r])) * factor[r] * up(x[r])        silu(v) = v * sigmoid(v)
+    out[r] = activate(factor[r] * gate(x[r]) + gate_bias) * (factor[r] * up(x[r]) + up_bias)
 
-``factor`` is RMSNorm's. Each program has rows of gate and up side by side in its stream, so that one piece of it serves
-both. With FP8 weights ``out`` is halved: pairs of e4m3 numbers hold magnitudes to 448, halved, activations to 896.
-Bytes moved: both matrices once.
+    silu(v) = v * sigmoid(v)        gelu(v) = v * (1 + erf(v / sqrt(2))) / 2
+    gelu_tanh(v) = v * (1 + tanh(sqrt(2 / pi) * (v + 0.044715 * v**3))) / 2
+
+GELU and its tanh form are Hendrycks and Gimpel's (arXiv:1606.08415). ``factor`` is RMSNorm's. Each program has rows of
+gate and up side by side in its stream, so that one piece of it serves both. With FP8 weights ``out`` is halved: pairs
+of e4m3 numbers hold magnitudes to 448, halved, activations to 896. Bytes moved: both matrices once.
 """
 
 from __future__ import annotations
@@ -41,6 +44,23 @@ class MlpShape:
     """Columns stored together: a multiple of the tile's ``block_k``."""
     scaled: bool
     """Rows have a scale each: the weights are FP8."""
+    activation: str = "silu"
+    """One of `drafter.config.ACTIVATIONS`."""
+    biased: bool = False
+    """Gate and up have biases."""
+
+
+@triton.jit
+def activate(value, NAME: tl.constexpr):
+    """The activation of that name (module docstring), in fp32."""
+    if NAME == "gelu":
+        return value * (0.5 + 0.5 * tl.erf(value * 0.7071067811865476))
+    elif NAME == "gelu_tanh":
+        # (1 + tanh(u)) / 2 = sigmoid(2 u); far below 0 the exponential would overflow.
+        twice = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+        return value * tl.sigmoid(tl.maximum(twice, -80.0))
+    else:
+        return value * tl.sigmoid(value)
 
 
 @triton.jit
@@ -50,6 +70,7 @@ def gated_mlp(
     mask_m,  # int1 [BLOCK_M]: rows in use
     region_ptr,  # this program's region [hidden / chunk, 2, rows, chunk]
     scale_ptr,  # fp32 [2, rows], read when scaled
+    bias_ptr,  # [2, intermediate], read when biased
     out_ptr,  # [BLOCK_M, intermediate]
     SHAPE: tl.constexpr,  # `MlpShape`
     TILE: tl.constexpr,  # `weight_stream.Tile`
@@ -89,7 +110,12 @@ def gated_mlp(
             gate *= tl.load(scale_ptr + n0 + offs_n, mask=mine, other=0.0)[:, None]
             up *= tl.load(scale_ptr + R + n0 + offs_n, mask=mine, other=0.0)[:, None]
         gate *= factor[None, :]
-        mixed = gate * tl.sigmoid(gate) * up * factor[None, :]
+        if SHAPE.biased:
+            gate += tl.load(bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
+            up_bias = tl.load(bias_ptr + SHAPE.intermediate + feature, mask=mine, other=0.0).to(tl.float32)
+            mixed = activate(gate, SHAPE.activation) * (up * factor[None, :] + up_bias[:, None])
+        else:
+            mixed = activate(gate, SHAPE.activation) * up * factor[None, :]
         mixed *= 0.5 if SHAPE.scaled else 1.0
         mask = mine[:, None] & mask_m[None, :]
         store_activation(out_ptr, offs_m[None, :], feature[:, None], mixed, mask, SHAPE.intermediate)
@@ -97,28 +123,39 @@ def gated_mlp(
 
 @triton.jit
 def _mlp_kernel(
-    x_ptr, factor_ptr, stream_ptr, out_ptr, num_rows, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr
+    x_ptr, factor_ptr, stream_ptr, bias_ptr, out_ptr, num_rows,
+    BLOCK_M: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < num_rows
     factor = tl.load(factor_ptr + offs_m, mask=mask_m, other=0.0)
     region = stream_ptr + tl.program_id(0) * (2 * SHAPE.rows * SHAPE.hidden)
-    gated_mlp(x_ptr, factor, mask_m, region, factor_ptr, out_ptr, SHAPE, TILE)
+    gated_mlp(x_ptr, factor, mask_m, region, factor_ptr, bias_ptr, out_ptr, SHAPE, TILE)
 
 
-def gated_mlp_ref(x: Tensor, factor: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def gated_mlp_ref(
+    x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, activation: str = "silu", bias: Tensor | None = None
+) -> Tensor:
     """Definition, fp32 [rows, intermediate]; arguments as `gated_mlp_on_device`."""
     scaled = x.float() * factor[:, None]
-    return torch.nn.functional.silu(scaled @ gate.float().T) * (scaled @ up.float().T)
+    gate_bias, up_bias = torch.zeros(2, 1, device=x.device) if bias is None else bias.float()
+    gated, functional = scaled @ gate.float().T + gate_bias, torch.nn.functional
+    if activation == "silu":
+        gated = functional.silu(gated)
+    else:
+        gated = functional.gelu(gated, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return gated * (scaled @ up.float().T + up_bias)
 
 
 def gated_mlp_on_device(
-    x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, num_programs: int = 1, block_n: int = 64
-) -> Tensor:
+    x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, num_programs: int = 1, block_n: int = 64,
+    activation: str = "silu", bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute `gated_mlp_ref` as the drafter does, in ``x``'s dtype: [rows, intermediate].
 
-    ``x`` [rows, hidden]; ``factor`` fp32 [rows]; ``gate``, ``up`` [intermediate, hidden] of x's dtype; at most 256
-    rows, hidden a multiple of 16. Packs the weights on each call. Raises `UsageError` for other tensors.
+    ``x`` [rows, hidden]; ``factor`` fp32 [rows]; ``gate``, ``up`` [intermediate, hidden] and ``bias`` [2, intermediate]
+    (of gate, of up) of x's dtype; at most 256 rows, hidden a multiple of 16; ``activation`` one of
+    `drafter.config.ACTIVATIONS`. Packs the weights on each call. Raises `UsageError` for other tensors.
     """
     (rows, hidden), intermediate = x.shape, gate.shape[0]
     block_k = chunk_size(hidden, 64)
@@ -128,11 +165,15 @@ def gated_mlp_on_device(
     )  # fmt: skip
     if block_k == 0 or not 1 <= rows <= 256:
         raise UsageError(f"{rows=} must be 1 to 256 and {hidden=} a multiple of 16.", rows=rows, hidden=hidden)
+    if bias is not None:
+        check_tensors(x.device, bias=(bias, x.dtype, (2, intermediate)))
     stream = torch.cat([cut_chunks(assign_rows(matrix, num_programs), block_k) for matrix in (gate, up)], 2)
     out = torch.empty(rows, intermediate, dtype=x.dtype, device=x.device)
-    shape = MlpShape(hidden, intermediate, rows_per_program(intermediate, num_programs), block_k, False)
+    rows_each = rows_per_program(intermediate, num_programs)
+    shape = MlpShape(hidden, intermediate, rows_each, block_k, False, activation, bias is not None)
     block_m = max(16, triton.next_power_of_2(rows))
+    biases = x if bias is None else bias
     _mlp_kernel[(num_programs,)](
-        x, factor, stream.contiguous(), out, rows, block_m, shape, Tile(block_n, block_k, 2), num_warps=8
+        x, factor, stream.contiguous(), biases, out, rows, block_m, shape, Tile(block_n, block_k, 2), num_warps=8
     )
     return out

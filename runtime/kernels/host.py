@@ -21,13 +21,15 @@ from .gated_mlp import MlpShape
 from .grid_barrier import ERROR
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows
 from .lm_topk import HeadTiles, Selection, len_lists
-from .packed_head import PackedHead, StreamLayout
+from .packed_head import BiasLayout, PackedHead, StreamLayout
 from .packing import rows_per_program
 from .persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel
 from .projections import Share
 from .row_operands import RowShape
 from .tree_build import TreeOutputs, TreeShape
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs
+
+_WIDEST_PIECE = 16384
 
 
 def chip_of(device: torch.device) -> Chip:
@@ -54,17 +56,21 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     return {
         "HEAD": HeadShape(
             cfg.kind == "eagle", cfg.has_fc, cfg.has_fc_bias, cfg.has_qkv_bias, scaled, cfg.hidden, cfg.intermediate,
-            cfg.num_heads * cfg.head_dim, cfg.feature_width,
+            cfg.num_heads * cfg.head_dim, cfg.feature_width, cfg.has_o_bias, cfg.has_mlp_bias,
+            cfg.norm_before_residual, cfg.norm_output, BiasLayout.of(cfg),
         ),
         "PHASES": Phases(
             row=RowShape(cfg.hidden, eps=cfg.norm_eps),
-            taps=RowShape(cfg.feature_width // segments, segments),
+            taps=RowShape(cfg.feature_width // segments, segments, cfg.norm_eps, cfg.tap_norms),
             layer=tiles["layer"],
             layer_chunk=layout.chunks["layer"],
             sum_hidden=Share(cfg.hidden, stream.rows.o, sums),
             sum_qkv=Share(cfg.qkv_size, stream.rows.qkv, sums),
             attention=attention_shape(cfg, params),
-            mlp=MlpShape(cfg.hidden, cfg.intermediate, stream.rows.mlp, layout.chunks["mlp"], scaled),
+            mlp=MlpShape(
+                cfg.hidden, cfg.intermediate, stream.rows.mlp, layout.chunks["mlp"], scaled, cfg.activation,
+                cfg.has_mlp_bias,
+            ),
             mlp_tile=tiles["mlp"],
             head=HeadTiles(
                 layout.head_rows, stream.rows.head, cfg.hidden, layout.chunks["head"], scaled,
@@ -86,8 +92,18 @@ def compile_options(params: LaunchParams) -> dict[str, Any]:
 
 
 def tap_segments(cfg: DrafterConfig) -> int:
-    """Segments in which the kernel can read the features: three equal taps, otherwise one piece."""
-    return 3 if cfg.kind == "eagle3" and cfg.has_fc and cfg.feature_width % 3 == 0 else 1
+    """Segments in which the kernel reads the features of `fc`: as its RMSNorms cut them, else three equal taps.
+
+    Where three do not divide them, as few equal pieces as hold rows that a program can take at once.
+    """
+    width = cfg.feature_width
+    if cfg.kind == "eagle" or not cfg.has_fc:
+        return 1
+    if cfg.tap_norms > 1:
+        return cfg.tap_norms
+    if width % 3 == 0:
+        return 3
+    return next(count for count in range(1, width + 1) if width % count == 0 and width // count <= _WIDEST_PIECE)
 
 
 def kernel_arguments(
@@ -105,7 +121,7 @@ def kernel_arguments(
         ),
         "head": HeadTensors(
             packed.stream, packed.scales, packed.row_ids, packed.embedding, norms["in"], norms["hidden"],
-            norms["post"], norms["out"], packed.fc_bias, packed.qkv_bias, packed.cos, packed.sin,
+            norms["post"], norms["out"], packed.biases, norms["taps"], packed.cos, packed.sin,
             cfg.draft_vocab, packed.embedding.stride(0),
         ),
         "cache": KVCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),

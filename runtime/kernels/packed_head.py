@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,8 +28,8 @@ class PackedHead:
     """int32 [programs, head rows]: target id of each LM-head row."""
     embedding: Tensor
     norms: dict[str, Tensor]
-    fc_bias: Tensor
-    qkv_bias: Tensor
+    biases: Tensor
+    """Of fc, qkv, o, gate, up and down, those that the head has: `BiasLayout`."""
     cos: Tensor
     sin: Tensor
     launches: LaunchTable
@@ -47,6 +48,28 @@ class PerMatrix:
     mlp: int
     down: int
     head: int
+
+
+@dataclass(frozen=True)
+class BiasLayout:
+    """Where each bias begins; those that a head lacks take no room. ``mlp`` is gate's, then up's."""
+
+    fc: int
+    qkv: int
+    o: int
+    mlp: int
+    down: int
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig) -> BiasLayout:
+        """Lay them out one after the other."""
+        sizes = {
+            "fc": cfg.has_fc_bias * cfg.hidden, "qkv": cfg.has_qkv_bias * cfg.qkv_size,
+            "o": cfg.has_o_bias * cfg.hidden,
+            "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate, "down": cfg.has_mlp_bias * cfg.hidden,
+        }  # fmt: skip
+        starts = accumulate(sizes.values(), initial=0)
+        return cls(**dict(zip(sizes, starts, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -145,7 +168,11 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         elif cfg.weight_dtype != cfg.dtype:
             scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
     cos, sin = rotary_tables(head, cfg.max_positions)
-    biases = [w[f"{name}.bias"] for name in projections] if cfg.has_qkv_bias else []
+    biased = {
+        "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,
+        **dict.fromkeys((f"mlp.{name}_proj" for name in ("gate", "up", "down")), cfg.has_mlp_bias),
+    }  # fmt: skip
+    biases = [w[f"{name}.bias"].to(cfg.dtype) for name, has_bias in biased.items() if has_bias]
     return PackedHead(
         stream=stream,
         scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
@@ -156,9 +183,9 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
             "hidden": w.get("hidden_norm.weight", empty),
             "post": w["post_attention_layernorm.weight"],
             "out": w.get("norm.weight", empty),
+            "taps": torch.cat([w[name] for name in head.tap_norms]) if cfg.tap_norms else empty,
         },
-        fc_bias=w["fc.bias"] if cfg.has_fc_bias else empty,
-        qkv_bias=torch.cat(biases) if biases else empty,
+        biases=torch.cat(biases) if biases else empty,
         cos=cos,
         sin=sin,
         launches=launches,

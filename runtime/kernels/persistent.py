@@ -42,8 +42,9 @@ from .frontier import ROWS, Frontier, chain_at, choose_frontier, frontier_at
 from .gated_mlp import MlpShape, gated_mlp
 from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import HeadRows, HeadTiles, Lists, Nodes, Selection, clear_lists, lists_at, merge_best, stream_topk
-from .projections import Parts, Share, finish_residual, finish_rows, stream_parts
-from .row_operands import RowShape, norm_factor, write_row, write_taps
+from .packed_head import BiasLayout
+from .projections import Parts, Residual, Share, finish_residual, finish_rows, stream_parts
+from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_taps
 from .selection import LOWEST_KEY, order_key
 from .tree_build import TreeCandidates, TreeShape, blank_tree, build_tree, candidates_of
 from .weight_stream import NextOperand, Operand, Tile
@@ -68,6 +69,13 @@ class HeadShape:
     attention: int
     """heads * head_dim."""
     feature_width: int
+    has_o_bias: bool
+    has_mlp_bias: bool
+    norm_before_residual: bool
+    """The residual of the attention is the feature after ``hidden_norm``."""
+    norm_output: bool
+    """A node's children take its output after the last RMSNorm as their feature."""
+    biases: BiasLayout
 
     @property
     def qkv_in(self) -> int:
@@ -167,8 +175,9 @@ class HeadTensors(NamedTuple):
     norm_hidden: Any
     norm_post: Any
     norm_out: Any
-    fc_bias: Any
-    qkv_bias: Any
+    biases: Any
+    norm_taps: Any
+    """[feature_width]: of the RMSNorms before fc."""
     cos: Any
     sin: Any
     draft_vocab: Any
@@ -237,7 +246,7 @@ def read_new_tokens(
             else:
                 write_taps(
                     taps_ptr, tap_offset_1, tap_offset_2, ws.x + OPERANDS.fc, unit, ws.factor + FEATURES + unit,
-                    TAPS, HEAD.scaled,
+                    head.norm_taps, TAPS, HEAD.scaled,
                 )  # fmt: skip
 
 
@@ -318,6 +327,11 @@ def pick(
                     write_row(
                         head.embedding + child_token * head.stride_embedding, x_in_ptr, ws.factor,
                         a * GRID.embed_rows + n * TOP_K + job, head.norm_in, NORMED, ROW,
+                    )  # fmt: skip
+                elif HEAD.norm_output:
+                    write_carried_row(
+                        ws.hidden + row.to(tl.int64) * HEAD.hidden, x_in_ptr, ws.factor, GRID.features + row,
+                        head.norm_out, head.norm_hidden, ROW,
                     )  # fmt: skip
                 else:
                     write_row(
@@ -431,7 +445,7 @@ def draft_kernel(
             else:
                 tl.debug_barrier()
             finish_rows(
-                raw_parts, mask_in, ones, my_scale, head.fc_bias, ws.hidden, fused,
+                raw_parts, mask_in, ones, my_scale, head.biases + HEAD.biases.fc, ws.hidden, fused,
                 SUM_HIDDEN, SCALED, HEAD.has_fc_bias, True,
             )  # fmt: skip
             round = next_phase(ws.barrier, round, PROGRAMS)
@@ -472,7 +486,7 @@ def draft_kernel(
                     if SCALED:
                         row_factor = tl.load(ws.factor + FEATURES + offs_m, mask=mask_in, other=0.0)
                     finish_rows(
-                        parts, mask_in, row_factor, my_scale, head.fc_bias, ws.hidden, fused,
+                        parts, mask_in, row_factor, my_scale, head.biases + HEAD.biases.fc, ws.hidden, fused,
                         SUM_HIDDEN, SCALED, HEAD.has_fc_bias, FUSED,
                     )  # fmt: skip
                     if not FUSED:
@@ -482,8 +496,8 @@ def draft_kernel(
                         )
             if which == QKV_PASS:
                 finish_rows(
-                    parts, mask_in, 1.0 / fused_scale, my_scale + STREAM.scales.qkv, head.qkv_bias, ws.qkv, fused,
-                    SUM_QKV, SCALED, HEAD.has_qkv_bias, False,
+                    parts, mask_in, 1.0 / fused_scale, my_scale + STREAM.scales.qkv, head.biases + HEAD.biases.qkv,
+                    ws.qkv, fused, SUM_QKV, SCALED, HEAD.has_qkv_bias, False,
                 )  # fmt: skip
                 round = next_phase(ws.barrier, round, PROGRAMS)
                 attend(
@@ -493,24 +507,32 @@ def draft_kernel(
                 round = next_phase(ws.barrier, round, PROGRAMS)
                 merge_heads(unit_parts, ws.x + OPERANDS.attention, rows, num_active, num_nodes, PROGRAMS, ATTENTION)
             elif which == O_PASS:
-                if SCALED:
+                feature_factor = ones
+                if SCALED or HEAD.norm_before_residual:
                     origin = FEATURES + seq * ROWS + tl.where(extend, row_new - 1, parent_row)
-                    x_scale = tl.load(ws.factor + origin, mask=mask_m, other=1.0)
+                    feature_factor = tl.load(ws.factor + origin, mask=mask_m, other=1.0)
+                # A normalised residual is of order one already.
+                if SCALED and not HEAD.norm_before_residual:
+                    x_scale = feature_factor
                 source = seq * ROWS + tl.where(extend, row_new - 1, node if FUSED else parent_row)
                 finish_residual(
-                    parts, mask_m, my_scale + STREAM.scales.o, ws.hidden, source, ws.middle, head.norm_post,
-                    NextOperand(ws.x + OPERANDS.post, x_scale), ws.squares_post, SUM_HIDDEN, SCALED, True,
+                    parts, mask_m, my_scale + STREAM.scales.o, head.biases + HEAD.biases.o,
+                    Residual(ws.hidden, source, feature_factor, head.norm_hidden), ws.middle, head.norm_post,
+                    NextOperand(ws.x + OPERANDS.post, x_scale), ws.squares_post,
+                    SUM_HIDDEN, SCALED, HEAD.has_o_bias, True, HEAD.norm_before_residual,
                 )  # fmt: skip
                 round = next_phase(ws.barrier, round, PROGRAMS)
                 factor = norm_factor(ws.squares_post, mask_m, PROGRAMS, ROW) / x_scale
                 gated_mlp(
                     ws.x + OPERANDS.post, factor, mask_m, my_stream + STREAM.offsets.mlp, my_scale + STREAM.scales.mlp,
-                    ws.x + OPERANDS.mlp, MLP, MLP_TILE,
+                    head.biases + HEAD.biases.mlp, ws.x + OPERANDS.mlp, MLP, MLP_TILE,
                 )  # fmt: skip
             elif which == DOWN_PASS:
                 finish_residual(
-                    parts, mask_m, my_scale + STREAM.scales.down, ws.middle, offs_m, ws.hidden, head.norm_out,
-                    NextOperand(ws.x + OPERANDS.head, x_scale), ws.squares_out, SUM_HIDDEN, SCALED, not FUSED,
+                    parts, mask_m, my_scale + STREAM.scales.down, head.biases + HEAD.biases.down,
+                    Residual(ws.middle, offs_m, ones, head.norm_post), ws.hidden, head.norm_out,
+                    NextOperand(ws.x + OPERANDS.head, x_scale), ws.squares_out,
+                    SUM_HIDDEN, SCALED, HEAD.has_mlp_bias, not FUSED, False,
                 )  # fmt: skip
             round = next_phase(ws.barrier, round, PROGRAMS)
 

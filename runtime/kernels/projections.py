@@ -29,6 +29,19 @@ class Parts(NamedTuple):
     group_rows: Any
 
 
+class Residual(NamedTuple):
+    """What a product is added to."""
+
+    rows: Any
+    """fp32 [rows, features]."""
+    row: Any
+    """[BLOCK_M]: the row of it that belongs to each row of the product."""
+    factor: Any
+    """fp32 [BLOCK_M]: RMSNorm's factor of that row, read when NORMED_RESIDUAL."""
+    norm: Any
+    """[features]: RMSNorm's weight, read when NORMED_RESIDUAL."""
+
+
 @dataclass(frozen=True)
 class Share:
     """What each program adds up of a projection."""
@@ -132,17 +145,22 @@ def finish_residual(
     parts,  # `Parts`
     mask_m,  # int1 [BLOCK_M]: rows in use
     scale_ptr,  # fp32 [rows of this program], read when SCALED
-    residual_ptr,  # fp32 [rows, features]
-    residual_row,  # [BLOCK_M]: row of the residual that belongs to each row
+    bias_ptr,  # [features], read when HAS_BIAS
+    residual,  # `Residual`
     sum_ptr,  # fp32 [BLOCK_M, features]: the new residual
     norm_ptr,  # [features]: weight of the RMSNorm that follows, read when HAS_NORM
     operand,  # `weight_stream.NextOperand`
     squares_ptr,  # fp32 [programs, BLOCK_M]: each program's part of the sum of squares
     SHARE: tl.constexpr,  # `Share`
     SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORMED_RESIDUAL: tl.constexpr,
 ):
-    """o and down: the product plus the residual, as it is and, times the norm's weight, as operand."""
+    """o and down: the product plus the residual, as it is and, times the norm's weight, as operand.
+
+    NORMED_RESIDUAL: the residual goes through an RMSNorm of its own first.
+    """
     N: tl.constexpr = SHARE.features
     R: tl.constexpr = SHARE.rows
     BLOCK_R: tl.constexpr = SHARE.block
@@ -156,14 +174,19 @@ def finish_residual(
         feature = pid * R + r0 + offs_r
         mine = (r0 + offs_r < R) & (feature < N)
         mask = mine[:, None] & mask_m[None, :]
-        residual = tl.load(residual_ptr + residual_row[None, :] * N + feature[:, None], mask=mask, other=0.0)
+        added = tl.load(residual.rows + residual.row[None, :] * N + feature[:, None], mask=mask, other=0.0)
+        if NORMED_RESIDUAL:
+            own_weight = tl.load(residual.norm + feature, mask=mine, other=0.0).to(tl.float32)
+            added *= residual.factor[None, :] * own_weight[:, None]
         weight = 1.0
         if HAS_NORM:
             weight = tl.load(norm_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
         acc = sum_parts(parts, feature, offs_m, mask)
         if SCALED:
             acc *= tl.load(scale_ptr + r0 + offs_r, mask=mine, other=0.0)[:, None]
-        acc += residual
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
+        acc += added
         squares += tl.sum(acc * acc, axis=0)
         tl.store(sum_ptr + offs_m[None, :] * N + feature[:, None], acc, mask=mask)
         normed = acc * weight * operand.factor[None, :]

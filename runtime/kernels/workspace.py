@@ -142,7 +142,7 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
     return AttentionShape(
         cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.top_k, MAX_DEPTH,
         heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim), params.block_keys, cfg.num_slots,
-        params.part_keys,
+        params.part_keys, window=cfg.sliding_window or 0,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from eagle_slim.runtime.kernels.packed_head import pack_head
 from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
 from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from kernels.replaying import FIELDS, run
-from support.drafting import problem, random_head
+from support.drafting import problem, random_head, with_options
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Case:
     num_new: list[int]
     active: list[int] | None = None
     head: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     fp8: bool = False
     exact: bool = False
     """In fp32 for every chip, where trees must be equal in every field."""
@@ -46,13 +47,39 @@ CASES = {
     "fewer rows than programs": Case(7, (2, 5, 25), [5], [1], head={"draft_vocab": 5}),
     "widest": Case(4, (2, 16, 128), [5], [2], head={"draft_vocab": 61}),
     "fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], [1], fp8=True, change=groups_of(fc=4, qkv=2, o=4, down=4)),
+    "each tap normed, fp8": Case(
+        5,
+        (2, 3, 15),
+        [9, 40],
+        [2, 5],
+        fp8=True,
+        change=groups_of(fc=2, qkv=1, o=4, down=2),
+        options={
+            "tap_norms": 3,
+            "norm_before_residual": True,
+            "norm_output": True,
+            "o_bias": True,
+            "mlp_bias": True,
+            "activation": "gelu",
+            "sliding_window": 20,
+        },
+    ),
+    "all taps normed": Case(
+        6,
+        (2, 3, 15),
+        [9, 4],
+        [2, 5],
+        [1, 0],
+        exact=True,
+        options={"tap_norms": 1, "norm_output": True, "activation": "gelu_new", "sliding_window": 2},
+    ),
     "eagle, fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], head={"kind": "eagle"}, fp8=True),
 }
 
 
 def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     """Draft on poisoned memory, then compare with the replay and, in fp32, with the reference's tree."""
-    head = random_head(dtype=dtype, **case.head)
+    head = with_options(random_head(dtype=dtype, **case.head), **case.options)
     weight_dtype = torch.float8_e4m3fn if case.fp8 else None
     tree = TreeConfig(*case.tree)
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)

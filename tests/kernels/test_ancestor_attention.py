@@ -51,27 +51,32 @@ def setup(
 
 
 @pytest.mark.parametrize(
-    ("slots", "heads", "kv_heads", "head_dim", "top_k", "level", "parts", "block_t"),
+    ("slots", "heads", "kv_heads", "head_dim", "top_k", "level", "parts", "block_t", "window"),
     [
-        (1, 2, 1, 16, 3, 0, 1, 64),
-        (2, 4, 2, 20, 4, 1, 2, 16),
-        (1, 6, 2, 64, 5, 3, 3, 16),
-        (1, 3, 3, 96, 2, 4, 5, 32),
-        (2, 8, 1, 16, 16, 2, 8, 16),
-        (1, 4, 4, 6, 1, 6, 4, 16),
-        (1, 12, 1, 32, 10, 5, 1, 32),
+        (1, 2, 1, 16, 3, 0, 1, 64, None),
+        (2, 4, 2, 20, 4, 1, 2, 16, None),
+        (1, 6, 2, 64, 5, 3, 3, 16, None),
+        (1, 3, 3, 96, 2, 4, 5, 32, None),
+        (2, 8, 1, 16, 16, 2, 8, 16, None),
+        (1, 4, 4, 6, 1, 6, 4, 16, None),
+        (1, 12, 1, 32, 10, 5, 1, 32, None),
+        # A window of the node alone, of some of its ancestors, of some new tokens, and of some of the prefix.
+        (2, 2, 1, 8, 3, 4, 3, 16, 1),
+        (2, 2, 1, 8, 3, 5, 1, 16, 3),
+        (3, 2, 1, 8, 3, 0, 2, 16, 4),
+        (2, 4, 2, 8, 3, 2, 6, 16, 37),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_equals_the_definition(
     slots: int, heads: int, kv_heads: int, head_dim: int, top_k: int, level: int, parts: int, block_t: int,
-    dtype: torch.dtype, device: str,
+    window: int | None, dtype: torch.dtype, device: str,
 ) -> None:  # fmt: skip
     given = setup(slots, heads, kv_heads, head_dim, top_k, level, dtype, device)
     twin = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in given.items()}
     nodes = 1 if level == 0 else top_k
-    out = ancestor_attention(**given, num_parts=parts, block_t=block_t)[:, :nodes]  # type: ignore[arg-type]
-    wanted = ancestor_attention_ref(**twin)[:, :nodes]  # type: ignore[arg-type]
+    out = ancestor_attention(**given, num_parts=parts, block_t=block_t, window=window)[:, :nodes]  # type: ignore[arg-type]
+    wanted = ancestor_attention_ref(**twin, window=window)[:, :nodes]  # type: ignore[arg-type]
     torch.testing.assert_close(out.float().cpu(), wanted, rtol=0, atol=OP_ATOL[dtype])
     for name in ("keys", "values"):
         torch.testing.assert_close(

@@ -10,6 +10,7 @@ import torch
 from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.kernels.host import chip_of
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
 from kernels.tolerances import LOG_PROB_ATOL
-from support.drafting import nan_fill, problem, random_head
+from support.drafting import nan_fill, problem, random_head, with_options
 from support.raising import raises
 
 CASES = {
@@ -53,6 +54,42 @@ def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     drafted = draft(random_head(**options, device=device), tree, prefixes, num_new, active)
     assert_agrees(drafted)
     assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+def without_fc(head: HeadWeights) -> HeadWeights:
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
+    return replace(head, tensors=tensors, feature_width=head.hidden)
+
+
+OPTIONS = {
+    "each tap normed": {
+        "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
+        "activation": "gelu", "sliding_window": 4,
+    },
+    "all taps normed": {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_head(name: str, device: str) -> None:
+    """Leaving any one of them out of the reference makes the draft a wrong one."""
+    options = OPTIONS[name]
+    drafted = draft(with_options(random_head(device=device), **options), (2, 2, 9), [5], [3])
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+    neutral = {"norm_before_residual": False, "norm_output": False, "activation": "silu", "sliding_window": None}
+    exact = exact_head(drafted.weights.head, drafted.cfg)
+    others = [replace(exact, **{option: neutral[option]}) for option in options if option in neutral]
+    for tensor in set(exact.tensors) - set(random_head().tensors):
+        unlike = {tensor: exact.tensors[tensor] - 0.5}
+        others.append(replace(exact, tensors={**exact.tensors, **unlike}))
+    for other in others:
+        assert not replay(other, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
+
+
+def test_options_in_fp8(device: str) -> None:
+    head = with_options(random_head(dtype=torch.float16, device=device), **OPTIONS["each tap normed"])
+    assert_agrees(draft(head, (2, 2, 9), [9, 4], [2, 5], [1], torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float8_e4m3fn])
@@ -113,10 +150,7 @@ def test_launch_parameters_change_no_result(
 
 def test_without_fc(device: str) -> None:
     """One tap as wide as the head goes in as it is."""
-    head = random_head(device=device)
-    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
-    head = replace(head, tensors=tensors, feature_width=head.hidden)
-    drafted = draft(head, (2, 3, 12), [6], [3])
+    drafted = draft(without_fc(random_head(device=device)), (2, 3, 12), [6], [3])
     assert not drafted.cfg.has_fc
     assert_agrees(drafted)
     assert_equal_trees(drafted.tree, drafted.reference_tree())
@@ -260,6 +294,13 @@ def configurations(draw: st.DrawFn) -> dict[str, object]:
             "draft_vocab": draw(st.integers(top_k, 130)), "qkv_bias": draw(st.booleans()),
             "seed": draw(st.integers(0, 99)),
         },
+        "options": {
+            "o_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans()),
+            "activation": draw(st.sampled_from(["silu", "gelu", "gelu_new"])),
+            "sliding_window": draw(st.sampled_from([None, 1, 20])),
+            "norm_before_residual": draw(st.booleans()), "norm_output": draw(st.booleans()),
+            "tap_norms": draw(st.sampled_from([0, 1, 2, 3])),
+        },
         "tree": (depth, top_k, draw(st.integers(2, min(40, 1 + top_k + depth * top_k**2)))),
         "prefixes": draw(st.lists(st.integers(0, 70), min_size=slots, max_size=slots)),
         "num_new": draw(st.lists(st.integers(1, 16), min_size=slots, max_size=slots)),
@@ -275,6 +316,10 @@ def configurations(draw: st.DrawFn) -> dict[str, object]:
 @given(configuration=configurations())
 def test_random_configurations(configuration: dict, device: str) -> None:
     head = random_head(**configuration["head"], device=device)
+    options = configuration["options"]
+    if head.kind == "eagle":
+        options = {**options, "tap_norms": 0}
+    head = with_options(head, **options)
     arguments = {name: configuration[name] for name in ("tree", "prefixes", "num_new", "active")}
     assert_agrees(draft(head, **arguments))
 

@@ -36,6 +36,18 @@ def test_equals_the_definition(
     torch.testing.assert_close(found.float(), gated_mlp_ref(x, factor, gate, up), rtol=2e-3, atol=OP_ATOL[dtype])
 
 
+@pytest.mark.parametrize(("activation", "biased"), [("silu", True), ("gelu", False), ("gelu_tanh", True)])
+def test_activations_and_biases(activation: str, biased: bool, device: str) -> None:
+    x, gate, up = (torch.randn(size, 32, device=device) for size in (3, 40, 40))
+    if activation != "silu":
+        gate[0] *= 30  # far out, where the tanh form must not overflow
+    bias = torch.randn(2, 40, device=device) if biased else None
+    factor = torch.rand(3, device=device) + 0.5
+    found = gated_mlp_on_device(x, factor, gate, up, 2, 16, activation, bias)
+    wanted = gated_mlp_ref(x, factor, gate, up, activation, bias)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_refused() -> None:
     x, weight, factor = torch.zeros(2, 32), torch.zeros(8, 32), torch.ones(2)
     for given, tensor in (((x, factor, weight, weight[:, :16]), "up"), ((x.half(), factor, weight, weight), "gate")):

@@ -209,6 +209,7 @@ OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
     ),
     "epsilon": (lambda: (replace(CFG, norm_eps=1e-6), WEIGHTS), {"field": "norm_eps"}),
     "biases": (lambda: (replace(CFG, has_qkv_bias=True), WEIGHTS), {"field": "has_qkv_bias", "found": False}),
+    "norms": (lambda: (replace(CFG, norm_output=True), WEIGHTS), {"field": "norm_output", "found": False}),
     "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), {"field": "target_vocab"}),
     "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), {"field": "dtype", "found": torch.float16}),
     "no weights": (lambda: (CFG, HEAD), {"part": "HeadWeights", "expected": "Weights"}),  # type: ignore

@@ -168,7 +168,7 @@ def test_more_new_tokens_than_features(device: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("hidden", 8208), ("head_dim", 258), ("draft_vocab", 2), ("draft_vocab", 262_145), ("depth", 11),
+        ("hidden", 16_400), ("head_dim", 258), ("draft_vocab", 2), ("draft_vocab", 262_145), ("depth", 11),
         ("num_slots", 0), ("num_slots", 17), ("max_positions", 131_072 + 257),
         ("hidden", 72), ("intermediate", 40), ("num_heads", 3), ("head_dim", 15), ("kind", "medusa"),
         ("dtype", torch.float64), ("weight_dtype", torch.int8),
@@ -197,14 +197,21 @@ def test_top_k_limits(step: Problem) -> None:
 
 def test_options_of_a_head_that_the_kernel_lacks() -> None:
     head = random_head()
-    for changed, facts in (
-        ({"norm_before_residual": True}, {"option": "norm_before_residual"}),
-        ({"norm_output": True}, {"option": "norm_output"}),
-        ({"activation": "gelu"}, {"option": "activation", "found": "gelu"}),
-        ({"tensors": {**head.tensors, "input_norm.weight": torch.ones(192)}}, {"tensor": "input_norm.weight"}),
+    for activation in ("relu", "quick_gelu"):
+        with raises(UnsupportedModelError, option="activation", found=activation):
+            TritonDrafter(replace(head, activation=activation), TREE)
+
+
+def test_options_that_a_configuration_cannot_have(step: Problem) -> None:
+    for changed, field, found in (
+        ({"activation": "gelu_new"}, "activation", "gelu_new"),
+        ({"sliding_window": 0}, "sliding_window", 0),
+        ({"tap_norms": 5}, "tap_norms", 5),
+        ({"tap_norms": 1, "has_fc": False, "feature_width": 64}, "tap_norms", 1),
+        ({"kind": "eagle", "feature_width": 64, "norm_output": True}, "norm_output", True),
     ):
-        with raises(UnsupportedModelError, **facts):
-            TritonDrafter(replace(head, **changed), TREE)
+        with raises(UsageError, field=field, found=found):
+            replace(step[0], **changed)
 
 
 def test_fp8_before_sm_89(step: Problem) -> None:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.kernels.packing import assign_rows, cut_parts, rows_per_program
-from eagle_slim.runtime.kernels.projections import Parts, Share, finish_residual, finish_rows, stream_parts
+from eagle_slim.runtime.kernels.projections import Parts, Residual, Share, finish_residual, finish_rows, stream_parts
 from eagle_slim.runtime.kernels.weight_stream import NextOperand, Operand, Tile
 from kernels.tolerances import OP_ATOL
 
@@ -27,14 +27,14 @@ def _stream_kernel(
 @triton.jit
 def _finish_kernel(
     parts, out_ptr, operand_ptr, residual_ptr, norm_ptr, squares_ptr, num_rows,
-    SHARE: tl.constexpr, RESIDUAL: tl.constexpr,
+    SHARE: tl.constexpr, RESIDUAL: tl.constexpr, OPTIONS: tl.constexpr,
 ):  # fmt: skip
     offs_m = tl.arange(0, 16)
     factor = tl.full([16], 2.0, tl.float32)
     if RESIDUAL:
         finish_residual(
-            parts, offs_m < num_rows, out_ptr, residual_ptr, 15 - offs_m, out_ptr, norm_ptr,
-            NextOperand(operand_ptr, factor), squares_ptr, SHARE, False, True,
+            parts, offs_m < num_rows, out_ptr, norm_ptr, Residual(residual_ptr, 15 - offs_m, 3 * factor, norm_ptr),
+            out_ptr, norm_ptr, NextOperand(operand_ptr, factor), squares_ptr, SHARE, False, OPTIONS, True, OPTIONS,
         )  # fmt: skip
     else:
         finish_rows(
@@ -59,6 +59,7 @@ CASES = [
 @pytest.mark.parametrize("residual", [False, True])
 def test_equals_the_product(case: tuple[int, int, int, int, int], residual: bool, device: str) -> None:
     rows, columns, segment, programs, split = case
+    options = residual and split == 4  # the residual goes through a norm of its own, and there is a bias
     num_nodes, block_k = 10, 16
     x, weight = torch.randn(16, columns), torch.randn(rows, columns)
     groups = max(1, programs // split)
@@ -75,10 +76,11 @@ def test_equals_the_product(case: tuple[int, int, int, int, int], residual: bool
     other, norm = torch.randn(16, rows), torch.randn(rows)
     _finish_kernel[(programs,)](
         Parts(partial, split, group_rows), out, operand, other.to(device), norm.to(device), squares, num_nodes,
-        SHARE=Share(rows, rows_per_program(rows, programs), 16), RESIDUAL=residual,
+        SHARE=Share(rows, rows_per_program(rows, programs), 16), RESIDUAL=residual, OPTIONS=options,
     )  # fmt: skip
     product = x @ weight.T
-    wanted = product + other.flip(0) if residual else 2 * product + norm
+    added = 6 * other.flip(0) * norm + norm if options else other.flip(0)
+    wanted = product + added if residual else 2 * product + norm
     scaled = 2 * norm * wanted if residual else 2 * wanted
     close = {"rtol": 1e-5, "atol": OP_ATOL[torch.float32] * columns**0.5}
     torch.testing.assert_close(out.cpu()[:num_nodes], wanted[:num_nodes], **close)

@@ -28,6 +28,18 @@ def test_taps_equal_the_definition(rows: int, size: int, taps: int, scaled: bool
         torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("size", "taps", "norms"), [(63, 3, 1), (16384, 3, 3), (60, 1, 1), (60, 1, 4), (60, 1, 3)])
+def test_normed_taps_equal_the_definition(size: int, taps: int, norms: int, scaled: bool, device: str) -> None:
+    given = tuple((30 * torch.randn(2, size)).to(device) for _ in range(taps))
+    norm = torch.rand(taps * size, device=device) + 0.5
+    options = {"norm": norm, "norms": norms, "eps": 1e-5}
+    for found, wanted in zip(
+        tap_operands(given, scaled, **options), tap_operands_ref(given, scaled, **options), strict=True
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_taps_refused() -> None:
     one = torch.zeros(2, 8)
     for taps, facts in (
@@ -37,6 +49,9 @@ def test_taps_refused() -> None:
     ):
         with raises(UsageError, **facts):
             tap_operands(taps, scaled=False)
+    for taps, norms in (((one, one, one), 2), ((one,), 3)):
+        with raises(UsageError, norms=norms, taps=len(taps)):
+            tap_operands(taps, scaled=False, norm=torch.ones(8 * len(taps)), norms=norms)
 
 
 def test_factors_by_hand(device: str) -> None:

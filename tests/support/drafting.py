@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.buffers import Buffers
@@ -9,6 +12,8 @@ from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, prefill_drafter
+
+BIASED = ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def random_head(
@@ -67,6 +72,30 @@ def random_head(
         rotary=rotary_embedding(config, device), hidden=hidden, num_heads=heads, num_kv_heads=kv_heads,
         head_dim=head_dim, norm_eps=1e-5, activation="silu", feature_width=taps,
     )  # fmt: skip
+
+
+def with_options(
+    head: HeadWeights,
+    tap_norms: int = 0,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    seed: int = 1,
+    **fields: Any,
+) -> HeadWeights:
+    """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def vector(size: int, mean: float, spread: float) -> torch.Tensor:
+        return (mean + spread * torch.randn(size, generator=generator)).to(head.device, head.dtype)
+
+    tensors = dict(head.tensors)
+    for index in range(tap_norms):
+        name = "input_norm.weight" if tap_norms == 1 else f"fc_norm.{index}.weight"
+        tensors[name] = vector(head.feature_width // tap_norms, 1.0, 0.2)
+    sizes = {name: tensors[f"{name}.weight"].shape[0] for name in BIASED}
+    for name in BIASED[: 1 if o_bias else 0] + BIASED[1 if mlp_bias else len(BIASED) :]:
+        tensors[f"{name}.bias"] = vector(sizes[name], 0.0, 0.3)
+    return replace(head, tensors=tensors, **fields)
 
 
 def problem(

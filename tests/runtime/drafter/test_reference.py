@@ -6,6 +6,7 @@ That other drafter knows no slots, no mask and no scratch rows, so an error in a
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,13 @@ from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights
-from eagle_slim.runtime.errors import UnsupportedModelError
+from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from eagle_slim.runtime.pairing import resolve_tap_layers
 from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.target.transformers import TargetModel
 from eagle_slim.runtime.tree import DraftTree
+from support.drafting import with_options
+from support.raising import raises
 from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head
 from torch import Tensor
 from transformers.masking_utils import sliding_window_overlay
@@ -84,8 +87,7 @@ class Naive:
                 residuals.append(x)
 
             def heads(name: str, count: int, x: Tensor = x) -> Tensor:
-                bias = t.get(f"self_attn.{name}_proj.bias", torch.zeros(()))
-                return (t[f"self_attn.{name}_proj.weight"] @ x + bias).view(count, w.head_dim)
+                return self.project(f"self_attn.{name}_proj", x).view(count, w.head_dim)
 
             queries.append(rotate(heads("q", w.num_heads), position))
             keys.append(rotate(heads("k", w.num_kv_heads), position))
@@ -100,11 +102,22 @@ class Naive:
                 scores = torch.stack([query[head] @ keys[j][shared] for j in seen])
                 weights = (scores / math.sqrt(w.head_dim)).softmax(0)
                 mixed.append(sum(weight * values[j][shared] for weight, j in zip(weights, seen, strict=True)))
-            y = residuals[position] + t["self_attn.o_proj.weight"] @ torch.cat(mixed)
+            y = residuals[position] + self.project("self_attn.o_proj", torch.cat(mixed))
             z = rms_norm(y, t["post_attention_layernorm.weight"], eps)
-            gate = torch.nn.functional.silu(t["mlp.gate_proj.weight"] @ z)
-            results.append(y + t["mlp.down_proj.weight"] @ (gate * (t["mlp.up_proj.weight"] @ z)))
+            gate = self.activate(self.project("mlp.gate_proj", z))
+            results.append(y + self.project("mlp.down_proj", gate * self.project("mlp.up_proj", z)))
         return results
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        return self.t[f"{name}.weight"] @ x + self.t.get(f"{name}.bias", torch.zeros(()))
+
+    def activate(self, x: Tensor) -> Tensor:
+        if self.w.activation == "gelu":
+            return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+        if self.w.activation == "gelu_new":
+            return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+        assert self.w.activation == "silu"
+        return x * torch.sigmoid(x)
 
     def children(self, output: Tensor, k: int) -> list[tuple[float, int]]:
         normed = rms_norm(output, self.t["norm.weight"], self.w.norm_eps) if self.w.kind == "eagle3" else output
@@ -166,6 +179,11 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "map": {"draft_ids": [5, 2, 19, 7, 8, 22, 11]},
     "bias": {"attention_bias": True},
+    "output-bias": {
+        "attention_bias": True, "extra": {"midlayer.self_attn.o_proj.bias": torch.linspace(-0.5, 0.5, HIDDEN)}
+    },
+    "gelu": {"hidden_act": "gelu"},
+    "gelu-tanh": {"hidden_act": "gelu_new"},
     "norm-output": {"norm_output": True},
     "norm-before-residual": {"norm_before_residual": True},
     "input-norm": {
@@ -182,9 +200,11 @@ HEADS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", [*HEADS, "mlp-bias"])
 def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
-    weights = head_weights(write_head(tmp_path, **HEADS[head]))
+    weights = head_weights(write_head(tmp_path, **HEADS.get(head, {})))
+    if head == "mlp-bias":  # which no file may hold
+        weights = with_options(weights, mlp_bias=True)
     generator = torch.Generator().manual_seed(4)
     counts = [4, 1, 3, 2]
     features = torch.randn(sum(counts), weights.feature_width, generator=generator)
@@ -203,10 +223,28 @@ def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
         assert tree.draft_tokens[0].eq(-1).all()
 
 
-def test_the_persistent_drafter_refuses_a_window_by_name(tmp_path: Path) -> None:
-    weights = head_weights(write_head(tmp_path, **HEADS["window"]))
-    with pytest.raises(UnsupportedModelError, match=r"does not compute sliding_window\. Use drafter=\"reference\""):
+@pytest.mark.parametrize("head", HEADS)
+def test_the_persistent_drafter_takes_every_head(tmp_path: Path, head: str) -> None:
+    weights = head_weights(write_head(tmp_path, **HEADS[head]))
+    assert DrafterConfig.of(weights, TREE, num_slots=1, capacity=30).draft_vocab == weights.draft_vocab
+
+
+def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
+    weights = head_weights(write_head(tmp_path, hidden_act="relu"))
+    ReferenceDrafter(weights, TREE)
+    with raises(UnsupportedModelError, option="activation", found="relu"):
         DrafterConfig.of(weights, TREE, num_slots=1, capacity=30)
+
+
+def test_tensors_of_options_must_fit(tmp_path: Path) -> None:
+    weights = with_options(head_weights(write_head(tmp_path)), tap_norms=3, o_bias=True, mlp_bias=True)
+    for name in ("fc_norm.1.weight", "self_attn.o_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias"):
+        with raises(UsageError, tensor=name):
+            replace(weights, tensors={**weights.tensors, name: torch.zeros(7)})
+        without = {key: tensor for key, tensor in weights.tensors.items() if key != name}
+        if name.startswith("mlp"):
+            with raises(UsageError, tensor=name, missing=True):
+                replace(weights, tensors=without)
 
 
 def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> None:

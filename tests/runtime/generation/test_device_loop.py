@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.generation.device import capacity_for
-from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from support.tiny_models import HIDDEN, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -52,6 +53,28 @@ def test_drafted_equals_plain_and_pieces(tmp_path: Path, options: dict[str, Any]
     assert drafted.stats.path.startswith("steps on the device")
     assert drafted.token_ids == model.generate(prompts, max_new_tokens=16, speculative=False, **options).token_ids
     assert drafted.token_ids == pieces.generate(prompts, max_new_tokens=16, **options).token_ids
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fc_norm": True, "extra": {f"fc_norm.{i}.weight": torch.linspace(0.5 + i, 1.5, HIDDEN) for i in range(3)},
+         "layer_types": ["sliding_attention"], "sliding_window": 5, "norm_before_residual": True},
+        {"norm_before_fc": True, "extra": {"input_norm.weight": torch.linspace(0.5, 1.5, 3 * HIDDEN)},
+         "attention_bias": True, "norm_output": True, "hidden_act": "gelu"},
+    ],
+    ids=["each tap normed", "all taps normed"],
+)  # fmt: skip
+def test_options_of_a_head_are_the_reference_drafters(tmp_path: Path, options: dict[str, Any]) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path, **options)
+    tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
+    prompts = random_prompts([9, 30])
+    pieces = SpeculativeModel.from_pretrained(target, head, **tree).generate(prompts, max_new_tokens=12)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    output = model.generate(prompts, max_new_tokens=12)
+    assert output.stats.path.startswith("steps on the device")
+    assert output.token_ids == pieces.token_ids
+    assert output.stats.accepted_lengths == pieces.stats.accepted_lengths
 
 
 def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
