@@ -1,6 +1,6 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m eagle_slim.runtime.kernels.compile_check --chip 90 [--fp8] [--slots 1] [--small]
+    python -m eagle_slim.runtime.kernels.compile_check --chip 90 [--fp8] [--slots 1] [--small | --wide] [--options]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
 registers, spills, and the inner loops of products, in which nothing may spill. Must run without ``TRITON_INTERPRET``.
@@ -40,6 +40,12 @@ SMOLLM2 = replace(
     LLAMA_8B, hidden=576, intermediate=1536, num_heads=9, num_kv_heads=3, head_dim=64, feature_width=1728,
     target_vocab=49152,
 )  # fmt: skip
+LLAMA_405B = replace(LLAMA_8B, hidden=16384, intermediate=53248, num_heads=128, feature_width=49152)
+OPTIONS: dict[str, Any] = {
+    "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": "gelu", "norm_before_residual": True,
+    "norm_output": True, "tap_norms": 3, "sliding_window": 512,
+}  # fmt: skip
+"""Everything that an EAGLE-3 head may have besides."""
 
 
 TRITON_TYPES = {
@@ -202,13 +208,18 @@ def main() -> None:
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     parser.add_argument("--fp8", action="store_true", help="FP8 weights")
     parser.add_argument("--slots", type=int, default=1)
-    parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
+    size.add_argument("--wide", action="store_true", help="Llama-3.1-405B dimensions instead")
+    parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
     parser.add_argument("--eagle", action="store_true", help="an EAGLE-1/2 head")
     parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
     args = parser.parse_args()
-    cfg = replace(SMOLLM2 if args.small else LLAMA_8B, num_slots=args.slots)
+    cfg = replace(SMOLLM2 if args.small else LLAMA_405B if args.wide else LLAMA_8B, num_slots=args.slots)
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
+    if args.options:
+        cfg = replace(cfg, **OPTIONS)
     if args.eagle:
         cfg = replace(cfg, kind="eagle", feature_width=cfg.hidden)
     chip = KNOWN_CHIPS[args.chip]

@@ -21,7 +21,7 @@ from .gated_mlp import MlpShape
 from .grid_barrier import ERROR
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows
 from .lm_topk import HeadTiles, Selection, len_lists
-from .packed_head import BiasLayout, PackedHead, StreamLayout
+from .packed_head import PackedHead, StreamLayout, bias_layout
 from .packing import rows_per_program
 from .persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel
 from .projections import Share
@@ -57,7 +57,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
         "HEAD": HeadShape(
             cfg.kind == "eagle", cfg.has_fc, cfg.has_fc_bias, cfg.has_qkv_bias, scaled, cfg.hidden, cfg.intermediate,
             cfg.num_heads * cfg.head_dim, cfg.feature_width, cfg.has_o_bias, cfg.has_mlp_bias,
-            cfg.norm_before_residual, cfg.norm_output, BiasLayout.of(cfg),
+            cfg.norm_before_residual, cfg.norm_output, bias_layout(cfg),
         ),
         "PHASES": Phases(
             row=RowShape(cfg.hidden, eps=cfg.norm_eps),

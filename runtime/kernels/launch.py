@@ -291,7 +291,7 @@ def _check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequenc
         raise UsageError(
             "Features are one tensor, or three of equal shape, strides and dtype on one device.", tensor="features"
         )
-    if separate and not (cfg.kind == "eagle3" and cfg.has_fc):
+    if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
         raise UsageError(
             "Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.", tensor="features"
         )

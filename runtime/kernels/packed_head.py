@@ -13,6 +13,7 @@ from ..drafter.weights import HeadWeights
 from .frontier import MAX_DEPTH
 from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features
 from .packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
+from .projections import BiasLayout
 from .tuned_cache import LaunchTable
 
 
@@ -29,7 +30,7 @@ class PackedHead:
     embedding: Tensor
     norms: dict[str, Tensor]
     biases: Tensor
-    """Of fc, qkv, o, gate, up and down, those that the head has: `BiasLayout`."""
+    """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
     cos: Tensor
     sin: Tensor
     launches: LaunchTable
@@ -48,28 +49,6 @@ class PerMatrix:
     mlp: int
     down: int
     head: int
-
-
-@dataclass(frozen=True)
-class BiasLayout:
-    """Where each bias begins; those that a head lacks take no room. ``mlp`` is gate's, then up's."""
-
-    fc: int
-    qkv: int
-    o: int
-    mlp: int
-    down: int
-
-    @classmethod
-    def of(cls, cfg: DrafterConfig) -> BiasLayout:
-        """Lay them out one after the other."""
-        sizes = {
-            "fc": cfg.has_fc_bias * cfg.hidden, "qkv": cfg.has_qkv_bias * cfg.qkv_size,
-            "o": cfg.has_o_bias * cfg.hidden,
-            "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate, "down": cfg.has_mlp_bias * cfg.hidden,
-        }  # fmt: skip
-        starts = accumulate(sizes.values(), initial=0)
-        return cls(**dict(zip(sizes, starts, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -191,6 +170,16 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         launches=launches,
         draft_vocab=head.draft_vocab,
     )
+
+
+def bias_layout(cfg: DrafterConfig) -> BiasLayout:
+    """Where each bias begins in `PackedHead.biases`; those that a head lacks take no room."""
+    sizes = {
+        "fc": cfg.has_fc_bias * cfg.hidden, "qkv": cfg.has_qkv_bias * cfg.qkv_size, "o": cfg.has_o_bias * cfg.hidden,
+        "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate, "down": cfg.has_mlp_bias * cfg.hidden,
+    }  # fmt: skip
+    starts = accumulate(sizes.values(), initial=0)
+    return BiasLayout(**dict(zip(sizes, starts, strict=False)))
 
 
 def rotary_tables(head: HeadWeights, num_positions: int) -> tuple[Tensor, Tensor]:

@@ -42,8 +42,7 @@ from .frontier import ROWS, Frontier, chain_at, choose_frontier, frontier_at
 from .gated_mlp import MlpShape, gated_mlp
 from .grid_barrier import grid_barrier, leave_grid
 from .lm_topk import HeadRows, HeadTiles, Lists, Nodes, Selection, clear_lists, lists_at, merge_best, stream_topk
-from .packed_head import BiasLayout
-from .projections import Parts, Residual, Share, finish_residual, finish_rows, stream_parts
+from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_taps
 from .selection import LOWEST_KEY, order_key
 from .tree_build import TreeCandidates, TreeShape, blank_tree, build_tree, candidates_of

@@ -43,6 +43,17 @@ class Residual(NamedTuple):
 
 
 @dataclass(frozen=True)
+class BiasLayout:
+    """Where the bias of each matrix begins; ``mlp`` is gate's, then up's."""
+
+    fc: int
+    qkv: int
+    o: int
+    mlp: int
+    down: int
+
+
+@dataclass(frozen=True)
 class Share:
     """What each program adds up of a projection."""
 

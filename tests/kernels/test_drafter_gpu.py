@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,9 @@ from eagle_slim.runtime.bench.agreement import (
     tree_of,
 )
 from eagle_slim.runtime.bench.baseline import capture
-from eagle_slim.runtime.bench.problem import MODELS, draft_config, first_rows, random_head, random_step
+from eagle_slim.runtime.bench.problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, EagleSlimError
@@ -30,6 +32,7 @@ from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.tree import DraftTree
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
+from support.drafting import with_options
 from support.raising import raises
 
 pytestmark = pytest.mark.gpu
@@ -79,6 +82,54 @@ def test_batches(slots: int, kind: str, weight_dtype: torch.dtype | None) -> Non
     prefixes, num_new = [7 + 61 * slot for slot in range(slots)], [1 + (5 * slot) % 16 for slot in range(slots)]
     active = [slot for slot in reversed(range(slots)) if slot % 5 != 2]
     assert_agrees(draft(head, (3, 10, 60), prefixes, num_new, active, weight_dtype))
+
+
+EACH_TAP_NORMED = {
+    "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
+    "activation": "gelu", "sliding_window": 200,
+}  # fmt: skip
+ALL_TAPS_NORMED = {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh", "sliding_window": 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "weight_dtype"),
+    [(EACH_TAP_NORMED, None), (EACH_TAP_NORMED, torch.float8_e4m3fn), (ALL_TAPS_NORMED, None)],
+    ids=["each tap normed, bf16", "each tap normed, fp8", "all taps normed, bf16"],
+)
+def test_options_of_a_head(
+    options: dict[str, Any], weight_dtype: torch.dtype | None, record_property: Callable[[str, object], None]
+) -> None:
+    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs sm_89 or later")
+    head = with_options(small_head(dtype=torch.bfloat16, **MEDIUM), **options)
+    drafted = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0], weight_dtype)
+    record_property("agreement", str(drafted.agreement))
+    assert_agrees(drafted)
+
+
+WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
+"""Llama-3.1-405B's, with fewer token ids."""
+
+
+@pytest.mark.parametrize(
+    ("dims", "options"),
+    [
+        (MODELS["llama-3.1-8b"], {"norm_before_residual": True}),
+        (MODELS["llama-3.1-8b"], EACH_TAP_NORMED),
+        (WIDEST, {"norm_before_residual": True}),
+    ],
+    ids=["llama-3.1-8b, norm before residual", "llama-3.1-8b, each tap normed", "16,384 wide"],
+)
+def test_options_at_real_dimensions(
+    dims: Dims, options: dict[str, Any], record_property: Callable[[str, object], None]
+) -> None:
+    head = with_options(first_rows(random_head(dims, torch.device("cuda")), 32000), **options)
+    cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), 1, 4096 + 16)
+    weights = Weights.pack(head, cfg)
+    bufs = allocate_buffers(cfg, weights)
+    drafted = run(cfg, random_step(cfg, 4000, 4, bufs), weights, bufs)
+    record_property("agreement", str(drafted.agreement))
+    assert_agrees(drafted)
 
 
 def test_fewer_nodes_than_levels() -> None:

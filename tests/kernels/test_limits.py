@@ -21,7 +21,7 @@ from eagle_slim.runtime.kernels.launch import (
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
 from eagle_slim.runtime.kernels.packed_head import pack_head
 from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
-from support.drafting import problem, random_head
+from support.drafting import problem, random_head, with_options
 from support.raising import raises
 
 TREE = TreeConfig(2, 3, 12)
@@ -76,6 +76,12 @@ def test_features(step: Problem) -> None:
     ):  # fmt: skip
         with raises(UsageError, tensor="features"):
             launch_drafter(cfg, wrong, weights, bufs)
+
+
+def test_three_taps_of_a_head_that_norms_two(step: Problem) -> None:
+    cfg, features, weights, bufs = problem(with_options(step[2].head, tap_norms=2), TREE, [5], [1])
+    with raises(UsageError, tensor="features"):
+        launch_drafter(cfg, features.chunk(3, -1), weights, bufs)
 
 
 def test_backends_and_parts(step: Problem, device: str) -> None:
