@@ -139,12 +139,13 @@ def gated_mlp_ref(
     """Definition, fp32 [rows, intermediate]; arguments as `gated_mlp_on_device`."""
     scaled = x.float() * factor[:, None]
     gate_bias, up_bias = torch.zeros(2, 1, device=x.device) if bias is None else bias.float()
-    gated, functional = scaled @ gate.float().T + gate_bias, torch.nn.functional
+    gated = scaled @ gate.float().T + gate_bias
     if activation == "silu":
-        gated = functional.silu(gated)
+        gated = torch.nn.functional.silu(gated)
     else:
-        gated = functional.gelu(gated, approximate="tanh" if activation == "gelu_tanh" else "none")
-    return gated * (scaled @ up.float().T + up_bias)
+        gated = torch.nn.functional.gelu(gated, approximate="tanh" if activation == "gelu_tanh" else "none")
+    result: Tensor = gated * (scaled @ up.float().T + up_bias)
+    return result
 
 
 def gated_mlp_on_device(
