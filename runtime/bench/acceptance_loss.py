@@ -61,16 +61,16 @@ FR_SPEC = {
 """Mean accepted lengths that FR-Spec publishes, by the model of `problem.MODELS` that is nearest."""
 
 
-def measured_loss(rows: Iterable[Mapping[str, Any]]) -> AcceptanceLoss | None:
-    """Read the loss off rows of `answers.measure`; None unless they hold the full vocabulary and a smaller one.
+def measured_loss(rows: Iterable[Mapping[str, Any]], run: str = "this run") -> AcceptanceLoss | None:
+    """Read the loss off rows of `bench.generate`: those of real answers; ``run`` says in words which run's.
 
-    It is taken by number of rows, whatever the size of the other model's vocabulary.
+    It is taken by number of rows, whatever the size of the other model's vocabulary. None unless the rows hold the full
+    vocabulary and a smaller one.
     """
-    lengths = {row["draft_vocab"]: row["accepted_length"] for row in rows if isinstance(row.get("draft_vocab"), int)}
-    if len(lengths) < 2:
+    real = [row for row in rows if row.get("is_verdict_drawn") is False]
+    full = next((row for row in real if row["is_full"]), None)
+    lengths = {row["draft_vocab"]: row["accepted_length"] for row in real if not row["is_full"]}
+    if full is None or not lengths:
         return None
-    full_rows = max(lengths)
-    source = f"SmolLM2-135M-Instruct, built-in head of {full_rows:,} rows, by number of rows, measured in this run"
-    return AcceptanceLoss(
-        source, {rows: x for rows, x in lengths.items() if rows < full_rows}, full_rows, lengths[full_rows]
-    )
+    source = f"SmolLM2-135M-Instruct, head of {full['draft_vocab']:,} rows, by number of rows, measured in {run}"
+    return AcceptanceLoss(source, lengths, full["draft_vocab"], full["accepted_length"])

@@ -364,14 +364,22 @@ def main(argv: list[str] | None = None) -> None:
         parser.error("no row matches")
     if args.transformers_tokens == 1:
         parser.error("--transformers-tokens: the first token is the prompt's, so at least 2")
+    earlier = []
+    if args.smollm2:
+        try:
+            loss = measured_loss(json.loads(args.smollm2.read_text())["rows"], args.smollm2.name)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            parser.error(f"argument --smollm2: {args.smollm2} is no result of this benchmark: {error!r}")
+        if loss is None:
+            parser.error(f"argument --smollm2: {args.smollm2} holds no answers over two sizes of SmolLM2's vocabulary")
+        earlier.append(loss)
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs an NVIDIA GPU\n")
-    earlier = measured_loss(json.loads(args.smollm2.read_text())["rows"]) if args.smollm2 else None
     settings = Settings(sizes, args.accepted, args.steps, args.rounds, args.transformers_tokens, args.seed)
     examples = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new} if with_examples else None
     device = torch.device("cuda", torch.cuda.current_device())
     result = run(
-        points, settings, device, args.seconds, started, [earlier] if earlier else [], examples, args.out
+        points, settings, device, args.seconds, started, earlier, examples, args.out
     )  # fmt: skip
     if args.out:
         draw(result, args.out)

@@ -14,7 +14,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.tree import layout_tree
 from support.raising import raises
 
-TINY = problem.Dims(32, 48, 4, 2, 8, 90)
+TINY = problem.Dims(64, 96, 4, 2, 16, 90)
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.004, 2.79, 3.0, 4.5, 7.0])
@@ -85,12 +85,14 @@ def test_paths_equal_their_twin(device: str, nodes: int) -> None:
     assert turns[0].tolist() == turns[1].tolist() == [8, 6, 242]
 
 
-def test_steps_accept_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_accept_what_was_drawn(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Two sequences, each beginning elsewhere in the table; tokens are those that the lengths add up to."""
     monkeypatch.setitem(problem.MODELS, "tiny", TINY)
     monkeypatch.setitem(random_decoding.LAYERS, "tiny", 4)
     with torch.inference_mode():
-        model = random_decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+        dtype = torch.float32 if place == "cpu" else torch.bfloat16
+        model = random_decoding.RandomModel("tiny", torch.device(place), dtype)
         decoder = model.decoder(model.new_cache(2, 120), TreeConfig(2, 4, 20), 60)
         verdicts = DrawnVerdicts(decoder)
         lengths = draw_lengths(2.5, verdicts.longest)

@@ -92,6 +92,8 @@ def test_real_answers(tmp_path: Path) -> None:
     assert loss is not None
     assert loss.factor(10) == pytest.approx(rows[3]["accepted_length"] / rows[2]["accepted_length"])
     assert measured_loss(rows[:3]) is None
+    drawn = {"is_verdict_drawn": True, "is_full": True, "draft_vocab": 99, "accepted_length": 9.0}
+    assert measured_loss([drawn, *rows, drawn]) == loss
 
 
 def _over(model: SpeculativeModel, size: int) -> SpeculativeModel:
@@ -112,7 +114,7 @@ def test_losses() -> None:
     assert [round(100 * FR_SPEC["llama-3.2-1b"].factor(rows), 1) for rows in (32768, 16384)] == [95.8, 92.6]
 
 
-def test_rows_and_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     points = generate.all_points()
     assert points[:2] == [Point("llama-3.1-8b", 1, 512), Point("llama-3.2-1b", 1, 512)]
     assert len(points) == len(set(points)) == 3 * 3 * 3
@@ -120,7 +122,12 @@ def test_rows_and_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == [
         "smollm2-135m/examples", *(f"llama-3.2-1b/b1/p{prefix}" for prefix in (512, 8192, 32768))
     ]  # fmt: skip
-    for arguments in (["--rows", "gpt"], ["--rows", "("], ["--sizes", "all"]):
+    other = tmp_path / "other.json"
+    other.write_text('{"rows": []}')
+    for arguments in (
+        ["--rows", "gpt"], ["--rows", "("], ["--sizes", "all"], ["--transformers-tokens", "1"],
+        ["--smollm2", str(other)], ["--smollm2", str(tmp_path)],
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as stopped:
             generate.main(arguments)
         assert stopped.value.code == 2
