@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
@@ -14,15 +14,13 @@ from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..artifact import eagle3
+from ..artifact.original import open_original
 from ..conversion import target as targets
 from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
-from ..head.open import open_head
 from ..manifest import Manifest
-from ..sources.builtin import EMBEDDED_HEAD_NAME
-from ..sources.source import open_head_source
 from ..sources.target_lm_head import open_target_lm_head
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
@@ -163,23 +161,15 @@ class SourceChecks:
     @cached_property
     def _source_head(self) -> DraftHead:
         manifest = self.found.need_manifest()
-        # How the source was read when it was converted.
-        where: dict[str, Any] = {key: manifest.head.get(key) for key in ("subfolder", "weights_file")}
-        reading: dict[str, Any] = {
-            "d2t_form": manifest.head.get("d2t_form", "auto"),
-            "tap_layers": manifest.tap_layers or None,
-        }
-        if self.head_name is not None:
-            return open_head(open_head_source(self.head_name, offline=self.offline, **where), **reading)
-        name, revision = manifest.head.get("repo_id"), manifest.head.get("revision")
-        if name is None:
-            if manifest.head.get("name") != EMBEDDED_HEAD_NAME:
-                raise SkipCheck("the source head was a local folder; name it with --head")
-            return open_head(None, **reading)
         try:
-            return open_head(open_head_source(name, revision=revision, offline=True, **where), **reading)
+            found = open_original(manifest, self.head_name, self.offline)
         except (SourceError, CheckpointError) as error:
+            if self.head_name is not None:
+                raise
             raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
+        if found is None:
+            raise SkipCheck("the source head was a local folder; name it with --head")
+        return found
 
     def _target_choice(self, manifest: Manifest) -> TargetChoice:
         if self.target_name is not None:

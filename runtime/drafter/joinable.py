@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from eagle_slim.convert.artifact.original import original_at_hand
 from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
@@ -56,7 +57,10 @@ def load_joinable_rows(
     device: torch.device,
     offline: bool = False,
 ) -> JoinableRows:
-    """Load the rows that may join a draft vocabulary: the head's own, those its artifact keeps, or the target's.
+    """Load the rows that may join a draft vocabulary.
+
+    In order: the target's LM head where the head drafts with its rows; those that the artifact keeps; the head's own
+    beyond the draft vocabulary; those of the head that the artifact was made from, where it is at hand.
 
     Args:
         head: as opened; an artifact's kept rows are fetched now where it is on the Hub.
@@ -83,7 +87,10 @@ def load_joinable_rows(
     if manifest is not None and manifest.kept_rows is not None:
         head, origin = with_kept_rows(head, offline), "the artifact's kept rows"
     elif head.draft_vocab <= len(draft_ids):
-        raise _no_rows(head, len(draft_ids))
+        original = original_at_hand(head)
+        if original is None:
+            raise _no_rows(head, len(draft_ids))
+        head, origin = original, f"the rows of {original.location}"
     ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
     rows = gather_lm_head_rows(head, target, ids, dtype, device)
     return JoinableRows(rows, _places(ids, head.target_vocab, device), rank_order, origin)

@@ -58,6 +58,10 @@ def test_a_head_with_more_rows_than_are_drafted_over(tmp_path: Path, target: Tar
     assert joinable(full, target, TRAINED).target_ids.tolist() == list(range(VOCAB))
     artifact = converted(tmp_path, tmp_path / "mapped", draft_vocab=6)
     assert joinable(artifact.head, target, RANKED[:4]).target_ids.tolist() == sorted(RANKED[:6])
+    # The head that it was made from is at hand beside it, until another stands there.
+    found = joinable(artifact.head, target, RANKED[:6])
+    assert (found.target_ids.tolist(), found.origin) == (TRAINED, f"the rows of {tmp_path / 'mapped'}")
+    write_head(tmp_path / "mapped", draft_ids=TRAINED, seed=9)
     with pytest.raises(UsageError) as refused:
         joinable(artifact.head, target, RANKED[:6])
     assert "eagle-convert mapped --draft-vocab 6 --keep-rows" in str(refused.value)
