@@ -30,6 +30,7 @@ from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from ..comparison.prompt_file import load_prompts
 from ..comparison.statistics import NUM_RESAMPLES, Estimate
+from ..config import TreeConfig
 from ..generation.stats import GenerationStats
 from ..miss_log import MissLog
 from ..model import SpeculativeModel
@@ -91,13 +92,16 @@ def main() -> None:
     parser.add_argument("--draft-vocab", type=int, default=2048)
     parser.add_argument("--weights", type=float, nargs="+", default=[0.1, 0.3, 1.0])
     parser.add_argument("--new", type=int, default=40)
+    parser.add_argument("--tree", default="5,10,60", help="Depth, children per node, nodes.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     size = arguments.draft_vocab
     base_counts = load_embedded_counts()
     base = ranked(base_counts, size, None)
+    tree = TreeConfig(*map(int, arguments.tree.split(",")))
     model = SpeculativeModel.from_pretrained(draft_vocab=base, dtype=torch.float32, device=arguments.device)
+    model = model.with_tree(tree)
     prompts = [model.encode_chat(prompt.turns[0]) for prompt in load_prompts(arguments.prompts)]
     logged, others = prompts[::2], prompts[1::2]
 
@@ -132,7 +136,7 @@ def main() -> None:
         "logged_prompts": len(logged),
         "other_prompts": len(others),
         "new_tokens": arguments.new,
-        "tree": "depth 5, top_k 10, 60 nodes",
+        "tree": f"depth {tree.depth}, top_k {tree.top_k}, {tree.total_tokens} nodes",
         "log": {"tokens": counts.num_tokens, "distinct_ids": int((counts.sources[0].counts > 0).sum()),
                 **figures(seen, seen)},
         "rows": rows,
