@@ -24,6 +24,8 @@ from torch import Tensor, nn
 
 from .config import TreeConfig
 from .drafter.config import DrafterConfig
+from .drafter.follow import FollowRows
+from .drafter.joinable import JoinableRows, load_joinable_rows
 from .drafter.reference import Drafter, ReferenceDrafter
 from .drafter.weights import HeadWeights, choose_draft_ids
 from .errors import DrafterError, TargetError, UnsupportedModelError, UsageError
@@ -32,6 +34,8 @@ from .target.location import given_target, recorded_target
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
+
+    from .target.transformers import TargetModel
 
 MapForm = Literal["auto", "offset", "absolute"]
 DRAFTERS = ("auto", "reference", "triton")
@@ -92,6 +96,30 @@ class OpenedHead:
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
         place[ranked] = np.arange(len(ranked))
         return np.argsort(place[draft_ids], kind="stable")
+
+    def rows_to_follow(
+        self,
+        target: TargetModel,
+        weights: HeadWeights,
+        follow: str,
+        follow_rows: int,
+        rank_order: NDArray[np.int64] | None = None,
+        offline: bool = False,
+    ) -> FollowRows:
+        """Rank the rows that may join the draft vocabulary of ``weights``.
+
+        ``rank_order``: target ids best first, which say what is rare; None takes the manifest's ranking, or the
+        built-in counts. Raises as `load_joinable_rows` and `FollowRows` do.
+        """
+        base = weights.draft_to_target
+        known: FollowRows | JoinableRows | None = weights.follow
+        if known is None:
+            known = load_joinable_rows(self.head, target, base.cpu().numpy(), weights.dtype, weights.device, offline)
+        if rank_order is None:
+            rank_order = known.rank_order
+        if rank_order is None and self.is_embedded:
+            rank_order = np.argsort(-load_embedded_counts().weighted(), kind="stable")
+        return FollowRows.of(follow, follow_rows, base, known.rows, known.row_of_id, rank_order)
 
 
 def open_any_head(

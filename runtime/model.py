@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
+from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.reference import Drafter
 from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
@@ -71,6 +72,7 @@ from .target.choose import choose_target_backend
 from .target.transformers import TargetModel
 
 if TYPE_CHECKING:
+    import numpy as np
     from eagle_slim.convert.artifact.artifact import Artifact
     from eagle_slim.convert.head.open import DraftHead
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -125,6 +127,8 @@ class SpeculativeModel:
         head: str | Path | DraftHead | Artifact | None = None,
         *,
         draft_vocab: int | DraftVocab | None = None,
+        follow: str | None = None,
+        follow_rows: int = DEFAULT_FOLLOW_ROWS,
         depth: int = 5,
         top_k: int = 10,
         total_tokens: int | None = None,
@@ -150,6 +154,10 @@ class SpeculativeModel:
             head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
             draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
                 converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
+            follow: "prompt" lets ids of each prompt join its draft vocabulary, "text" those of its answer too: ids that
+                ``draft_vocab`` leaves out and the head was trained on. Needs their rows: a head with more rows than
+                ``draft_vocab``, one that drafts with the target's LM head, or one converted with ``--keep-rows``.
+            follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None means 60, or all
                 candidates where there are fewer.
             dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
@@ -176,6 +184,8 @@ class SpeculativeModel:
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = TreeConfig.of(depth, top_k, total_tokens)
+        if follow is not None:
+            check_follow(follow, follow_rows)
         dtype = dtype if torch_dtype is None else torch_dtype
         device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):
@@ -209,6 +219,9 @@ class SpeculativeModel:
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
+        if follow is not None:
+            rows = opened.rows_to_follow(wrapped, weights, follow, follow_rows, offline=offline)
+            weights = replace(weights, follow=rows)
         kind, reason = choose_drafter(drafter, weights, tree)
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if kind == "triton" else None
         built = build_drafter(kind, weights, tree, order)
@@ -230,9 +243,31 @@ class SpeculativeModel:
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
         rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
-        other = replace(weights, lm_head=rows, draft_to_target=torch.from_numpy(ids).to(weights.device))
+        kept = torch.from_numpy(ids).to(weights.device)
+        follow = None if weights.follow is None else weights.follow.over(kept)
+        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if self.drafter_kind == "triton" else None
         return self._with_drafter(other, self.drafter.tree, order)
+
+    def with_follow(
+        self,
+        follow: str | None,
+        follow_rows: int = DEFAULT_FOLLOW_ROWS,
+        rank_order: NDArray[np.int64] | None = None,
+    ) -> SpeculativeModel:
+        """Return a model whose draft vocabulary follows the prompt or the text, or stays as it is (None).
+
+        ``rank_order``: target ids best first, which say what is rare; None takes the head's own ranking. Everything
+        loaded is shared. Raises `UsageError` as `from_pretrained` does, and for a model that was not built by it.
+        """
+        weights = self.drafter.weights
+        if follow is None:
+            return self._with_drafter(replace(weights, follow=None), self.drafter.tree)
+        check_follow(follow, follow_rows)
+        if self.opened is None:
+            raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
+        rows = self.opened.rows_to_follow(self.target, weights, follow, follow_rows, rank_order)
+        return self._with_drafter(replace(weights, follow=rows), self.drafter.tree)
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape; everything loaded is shared.
@@ -280,7 +315,7 @@ class SpeculativeModel:
 
     @property
     def draft_vocab(self) -> int:
-        """Rows that are drafted over."""
+        """Rows that are drafted over, without those that join a sequence."""
         return self.drafter.weights.draft_vocab
 
     @property

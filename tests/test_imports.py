@@ -62,7 +62,7 @@ FLOORS = {
         kernels/launch_params
         kernels/shape_records
         kernels/tuned_cache
-        kernels/packed_head kernels/workspace
+        kernels/packed_head kernels/tail_rows kernels/workspace
         kernels/host
         kernels/compile_check kernels/launch
         drafter/buffered

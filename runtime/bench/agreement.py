@@ -224,6 +224,40 @@ def replay(
     return Agreement(worst, rms, cache_error, atol, tuple(faults))
 
 
+def union_head(head: HeadWeights, tail: Sequence[int]) -> HeadWeights:
+    """The head of one sequence: rows that joined are among its own, by ascending target id."""
+    assert head.follow is not None, "there is nothing to follow with"
+    ids = torch.cat((head.draft_to_target, head.follow.ids[list(tail)]))
+    order = ids.argsort()
+    rows = torch.cat((head.lm_head, head.follow.rows_of(tail)))
+    return replace(head, lm_head=rows[order], draft_to_target=ids[order], follow=None)
+
+
+def replay_tails(
+    cfg: DrafterConfig, head: HeadWeights, bufs: Buffers, step: Step, drafted: Candidates, result: DraftTree
+) -> Agreement:
+    """Replay a draft of the persistent kernel sequence by sequence, each over its base and its own tail."""
+    assert bufs.tails is not None
+    found = []
+    for place, slot in enumerate(step.active):
+        own = replay(
+            exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg), cfg.tree, replace(step, active=(slot,)),
+            Candidates(*(field[place : place + 1] for field in (drafted.tokens, drafted.scores, drafted.parents))),
+            _blank_but(result, slot), bufs.keys, bufs.values, atol=log_prob_atol(cfg),
+        )  # fmt: skip
+        found.append(replace(own, faults=tuple(f"slot {slot}: {fault}" for fault in own.faults)))
+    return Agreement(
+        max(one.max_error for one in found), max(one.rms_error for one in found),
+        max(one.cache_error for one in found), log_prob_atol(cfg), tuple(f for one in found for f in one.faults),
+    )  # fmt: skip
+
+
+def _blank_but(tree: DraftTree, slot: int) -> DraftTree:
+    """A draft as if only one slot had been active."""
+    active = ActiveSlots.of([slot], len(tree.draft_tokens), tree.draft_tokens.device)
+    return scatter_tree(DraftTree(*(active.gather(field) for field in vars(tree).values())), active)
+
+
 def _hopeless(atol: float, fault: str) -> Agreement:
     return Agreement(float("inf"), float("inf"), float("inf"), atol, (fault,))
 

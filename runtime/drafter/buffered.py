@@ -41,6 +41,9 @@ class BufferedDrafter:
         self.weights = Weights(head) if packing is None else packing.weights(self.cfg)
         self.bufs = allocate_buffers(self.cfg, self.weights)
         device = head.device
+        if head.follow is not None:
+            # Made here: a captured graph must not be what makes it.
+            _ = head.follow.rank_of_id
         self.features = torch.zeros(
             (num_slots, MAX_NEW_TOKENS, self.cfg.feature_width), dtype=head.dtype, device=device
         )

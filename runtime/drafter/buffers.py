@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from .config import MAX_NEW_TOKENS, DrafterConfig
+from .follow import Tails
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Buffers:
     target_vocab: int
     """New tokens are below it."""
     workspace: dict[str, Tensor]
+    tails: Tails | None = None
+    """What joined each slot's draft vocabulary; None where it stays as it is."""
     host: dict[str, Any] = field(init=False, repr=False, compare=False, default_factory=dict)
     """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
     ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
@@ -81,7 +84,7 @@ class Buffers:
         slots = cfg.num_slots
         cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
         layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache, cfg.dtype)
-        tensors = {
+        tensors: dict[str, Any] = {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
             for name, (shape, dtype) in layout.items()
         }

@@ -11,6 +11,7 @@ import torch
 
 from ..config import TreeConfig
 from ..errors import UnsupportedModelError, UsageError
+from .follow import MAX_FOLLOW_ROWS, UNIT_ROWS
 from .weights import HeadWeights
 
 MAX_NEW_TOKENS = 16
@@ -34,7 +35,8 @@ class DrafterConfig:
     EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
     one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` outside the
     limits: hidden up to 16384, head_dim to 256, draft_vocab top_k to 262,144 and the target's vocabulary, top_k 1 to
-    16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to 131,072 and a tree.
+    16, depth 1 to 10, total_tokens to 128, slots 1 to 16, positions to 131,072 and a tree, tail_rows to
+    8,192.
     """
 
     kind: str
@@ -64,6 +66,8 @@ class DrafterConfig:
     norm_output: bool = False
     tap_norms: int = 0
     sliding_window: int | None = None
+    tail_rows: int = 0
+    """Places for LM-head rows that join a sequence's draft vocabulary, whole units of 16; 0 where nothing does."""
 
     def __post_init__(self) -> None:
         tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
@@ -81,6 +85,7 @@ class DrafterConfig:
             "total_tokens": (2, 128),
             "num_slots": (1, 16),
             "max_positions": (tree.depth * tree.top_k + 1, 131072 + 256),
+            "tail_rows": (0, MAX_FOLLOW_ROWS),
         }
         for name, (low, high) in bounds.items():
             value: Any = getattr(self, name)
@@ -129,6 +134,11 @@ class DrafterConfig:
                     found=size,
                     expected=unit,
                 )
+        if self.tail_rows % UNIT_ROWS:
+            raise UsageError(
+                f"tail_rows must be a multiple of {UNIT_ROWS}; got {self.tail_rows}.",
+                field="tail_rows", found=self.tail_rows, expected=UNIT_ROWS,
+            )  # fmt: skip
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"num_heads = {self.num_heads} must be a multiple of num_kv_heads = {self.num_kv_heads}.",
@@ -207,6 +217,7 @@ class DrafterConfig:
             depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
             num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k,
             weight_dtype=weight_dtype or head.dtype,
+            tail_rows=0 if head.follow is None else head.follow.width,
         )  # fmt: skip
 
     @property

@@ -18,6 +18,7 @@ What was computed for accepted tokens stays in the cache; each pass computes its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,7 @@ from ..slots import ActiveSlots
 from ..target.attention import masked_attention, tree_attention_mask
 from ..target.cache import SlotRows
 from ..tree import DraftTree, build_tree, join_levels, rank_children, select_frontier
+from .follow import JoinedVocab
 from .rope import apply_rotary
 from .weights import HeadWeights
 
@@ -71,6 +73,9 @@ class Drafter(Protocol):
     def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
         """Add the new pairs of the active slots and draft their trees; fields are indexed by slot."""
 
+    def join(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Let token ids of a slot's text join its draft vocabulary; called where ``weights.follow`` is set."""
+
     def reset_slot(self, slot: int) -> None:
         """Forget a slot's sequence."""
 
@@ -86,6 +91,8 @@ class ReferenceDrafter:
         self.weights = weights
         self.tree = tree
         self.lengths: list[int] = []
+        self.tails: list[tuple[int, ...]] = []
+        """Ranks that joined each slot's draft vocabulary (`follow`)."""
         self.num_computed = 0
         """Node positions computed so far: counts work, so that a test can hold that nothing is computed twice."""
         self._cache: SlotRows | None = None
@@ -98,10 +105,17 @@ class ReferenceDrafter:
         like = torch.empty((1, weights.num_kv_heads, 1, weights.head_dim), dtype=weights.dtype, device=weights.device)
         self._cache = SlotRows(num_slots, rows, like, like)
         self.lengths = [0] * num_slots
+        self.tails = [()] * num_slots
 
     def reset_slot(self, slot: int) -> None:
         """See `Drafter.reset_slot`."""
         self.lengths[slot] = 0
+        self.tails[slot] = ()
+
+    def join(self, slot: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter.join`."""
+        assert self.weights.follow is not None, "there is nothing to follow with"
+        self.tails[slot] = self.weights.follow.join(self.tails[slot], token_ids)
 
     @torch.inference_mode()
     def prefill(self, slot: int, features: Tensor, next_tokens: Tensor, chunk: int = 1024) -> None:
@@ -124,9 +138,9 @@ class ReferenceDrafter:
         for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
             self.lengths[slot] += count
 
-        log_probs, rows = rank_children(self._logits(output), top_k)
-        scores = log_probs[:, 0]  # [active, top_k]
-        tokens = self.weights.draft_to_target[rows[:, 0]]
+        joined = self._joined(active)
+        log_probs, ranked = self._rank(output, joined)
+        scores, tokens = log_probs[:, 0], ranked[:, 0]  # [active, top_k]
         level_scores, level_tokens, level_frontiers = [scores], [tokens], []
 
         frontier = torch.arange(top_k, device=tokens.device).expand(len(active.indices), top_k)
@@ -136,8 +150,8 @@ class ReferenceDrafter:
         for level in range(1, self.tree.depth + 1):
             level_frontiers.append(frontier)
             output = self._level(active, hidden, tokens, ancestors, level)
-            log_probs, rows = rank_children(self._logits(output), top_k)
-            children = self.weights.draft_to_target[rows].flatten(1)  # [active, top_k * top_k]
+            log_probs, ranked = self._rank(output, joined)
+            children = ranked.flatten(1)  # [active, top_k * top_k]
             child_scores = (scores[..., None] + log_probs).flatten(1)
             level_scores.append(child_scores)
             level_tokens.append(children)
@@ -231,11 +245,29 @@ class ReferenceDrafter:
             return self._norm(output, self.weights.tensors["norm.weight"])
         return output
 
+    def _final(self, output: Tensor) -> Tensor:
+        """Turn a node's output into what the LM head takes."""
+        return self._norm(output, self.weights.tensors["norm.weight"]) if self.weights.kind == "eagle3" else output
+
     def _logits(self, output: Tensor) -> Tensor:
         """LM head over the draft vocabulary: float32 [..., draft_vocab]."""
-        if self.weights.kind == "eagle3":
-            output = self._norm(output, self.weights.tensors["norm.weight"])
-        return F.linear(output, self.weights.lm_head).float()
+        return F.linear(self._final(output), self.weights.lm_head).float()
+
+    def _joined(self, active: ActiveSlots) -> JoinedVocab | None:
+        """Base and tails of the active sequences; None where nothing has joined."""
+        tails = [self.tails[slot] for slot in active.indices]
+        if self.weights.follow is None or not any(tails):
+            return None
+        return JoinedVocab.of(self.weights.draft_to_target, tails, self.weights.follow)
+
+    def _rank(self, output: Tensor, joined: JoinedVocab | None) -> tuple[Tensor, Tensor]:
+        """Rank each node's children: log-probabilities fp32 and target ids int64, both [active, nodes, top_k]."""
+        logits = self._logits(output)
+        if joined is None:
+            log_probs, rows = rank_children(logits, self.tree.top_k)
+            return log_probs, self.weights.draft_to_target[rows]
+        log_probs, columns = rank_children(joined.logits(logits, self._final(output)), self.tree.top_k)
+        return log_probs, joined.ids.gather(1, columns.flatten(1)).view_as(columns)
 
     def _heads(self, inputs: Tensor, projection: str, heads: int) -> Tensor:
         """Project to [active, heads, nodes, head_dim]."""

@@ -17,6 +17,7 @@ from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
 
 from ..errors import HeadWarning, UnsupportedModelError, UsageError
+from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_embedding
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class HeadWeights:
     norm_output: bool = False
     sliding_window: int | None = None
     """A key is seen if query position - key position is below it; None for no window."""
+    follow: FollowRows | None = None
+    """Rows that may join ``lm_head`` for a sequence; None where the draft vocabulary stays as it is."""
 
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
@@ -93,6 +96,11 @@ class HeadWeights:
                 )  # fmt: skip
             if name in shapes and tensor.shape != shapes[name]:
                 raise _misfit(name, f"{shapes[name]} by this head's dimensions", tuple(tensor.shape))
+        if self.follow is not None:
+            rows = self.follow.rows
+            if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
+                found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
+                raise _misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors whose names a head of this kind has or may have."""
@@ -157,7 +165,7 @@ class HeadWeights:
         return self.lm_head.dtype
 
 
-def _misfit(name: str, expected: str, found: tuple[int, ...]) -> UsageError:
+def _misfit(name: str, expected: str, found: object) -> UsageError:
     return UsageError(f"{name} must be {expected}; got {found}.", tensor=name, expected=expected, found=found)
 
 

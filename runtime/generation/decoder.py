@@ -5,7 +5,8 @@ One step is four phases, none of which waits for the host or allocates::
     draft    the persistent kernel: trees of the active slots, from last step's tokens and features
     verify   rows of all nodes, then the target's forward over them
     accept   the target's choice at every node, then the walk: path, tokens, lengths, ends
-    commit   the path's keys, values and features to their places; the list of slots that still run
+    commit   the path's keys, values and features to their places; what joins the draft vocabulary; the list of slots
+             that still run
 
 On a GPU a step is replayed from one graph for each bucket of active slots (or one graph a phase, to be timed); on the
 CPU the same phases run one after another with the PyTorch twins.
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffered import BufferedDrafter
-from ..kernels import acceptance, prompt_chunks, tree_rows
+from ..drafter.follow import Tails
+from ..kernels import acceptance, prompt_chunks, tail_rows, tree_rows
 from ..kernels.acceptance import SlotState
 from ..kernels.choose_tokens import (
     ChoiceRules,
@@ -61,6 +63,8 @@ class StepOps:
     commit_kv: Callable[..., None]
     commit_features: Callable[..., None]
     list_active: Callable[..., None]
+    join_tokens: Callable[..., None]
+    gather_rows: Callable[..., None]
 
     @classmethod
     def for_device(cls, device: torch.device) -> StepOps:
@@ -69,12 +73,13 @@ class StepOps:
             return cls(
                 tree_rows.tree_rows, prompt_chunks.begin_prompt, prompt_chunks.chunk_rows, prompt_chunks.end_chunk,
                 choose_tokens, mark_seen, acceptance.walk, acceptance.commit_kv, acceptance.commit_features,
-                acceptance.list_active,
+                acceptance.list_active, tail_rows.join_tokens, tail_rows.gather_rows,
             )  # fmt: skip
         return cls(
             tree_rows.tree_rows_ref, prompt_chunks.begin_prompt_ref, prompt_chunks.chunk_rows_ref,
             prompt_chunks.end_chunk_ref, choose_tokens_ref, mark_seen_ref, acceptance.walk_ref,
             acceptance.commit_kv_ref, acceptance.commit_features_ref, acceptance.list_active_ref,
+            tail_rows.join_tokens_ref, tail_rows.gather_rows_ref,
         )  # fmt: skip
 
 
@@ -118,6 +123,8 @@ class DeviceDecoder:
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes)
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
         self._roots = _Roots(self.state) if drafter is None else None
+        self.follow = None if drafter is None else drafter.head.follow
+        """What may join each slot's draft vocabulary; None where it stays as it is."""
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, tuple[ChunkRows, ForwardBuffers, Tensor]] = {}
         self._scratch: dict[tuple[int, int], ChoiceScratch] = {}
@@ -157,9 +164,16 @@ class DeviceDecoder:
         yield
         torch.cuda.nvtx.range_pop()
 
+    @property
+    def tails(self) -> Tails | None:
+        """What joined each slot's draft vocabulary."""
+        return None if self.drafter is None else self.drafter.bufs.tails
+
     def enter(self, prompt_length: int, rules: ChoiceRules) -> None:
-        """Run the prompt in `box` into its slot and choose its first new token."""
+        """Run the prompt in `box` into its slot, with the tail that was set for it, and choose its first new token."""
         self.ops.begin_prompt(self.box, self.state)
+        if self.follow is not None:
+            self.ops.gather_rows(self.follow, self.tails)
         left = prompt_length
         while left > 0:
             nodes = chunk_of(left)
@@ -251,6 +265,7 @@ class DeviceDecoder:
             ops.commit_kv(state, self.cache.keys, self.cache.values)
             if self.drafter is not None:
                 ops.commit_features(state, bufs.features, nodes, self._first_row, self.drafter.features)
+                self._follow_text(state)
             if rules.has_penalty:
                 ops.mark_seen(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
             ops.list_active(state)
@@ -280,8 +295,15 @@ class DeviceDecoder:
         ops.walk(choice, root[0], root[1], 1, entering, self._error)
         if self.drafter is not None:
             ops.commit_features(entering, bufs.features, nodes, chunk.first_row, self.drafter.features)
+            self._follow_text(entering)
         if rules.has_penalty:
             ops.mark_seen(entering.new_tokens, entering.active_slots, entering.active_count, self.choice.seen)
+
+    def _follow_text(self, state: SlotState) -> None:
+        """Let the last step's tokens join the draft vocabularies of their slots, where these follow the text."""
+        if self.follow is not None and self.follow.source == "text":
+            self.ops.join_tokens(state, self.follow, self.tails)
+            self.ops.gather_rows(self.follow, self.tails)
 
     @cached_property
     def _entering_root(self) -> tuple[Tensor, Tensor, Tensor]:

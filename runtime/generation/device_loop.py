@@ -126,6 +126,8 @@ class DeviceLoop:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(eos), decoder.target.vocab_size))
+        if decoder.follow is not None and decoder.tails is not None:
+            decoder.tails.set_slot(slot, decoder.follow.join((), prompt), decoder.follow)
         decoder.enter(len(prompt), self.rules)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:

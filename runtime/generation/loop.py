@@ -106,6 +106,8 @@ class GenerationLoop:
         if self.drafter is not None:
             self.drafter.reset_slot(slot)
             self.drafter.prefill(slot, output.features[0, :-1], prompt[1:])
+            self._join(slot, state.request.prompt_ids)
+            self._join(slot, token.tolist(), is_new=True)
         self.features[slot, 0] = output.features[0, -1]
         self.next_tokens[slot] = -1
         self.next_tokens[slot, :1] = token
@@ -131,6 +133,7 @@ class GenerationLoop:
             self.num_new_host[slot] = length
             state.accepted_lengths[length] += 1
             state.emit(new[:length])
+            self._join(slot, new[:length], is_new=True)
             if state.finish_reason is not None:
                 del self.running[slot]
 
@@ -140,6 +143,12 @@ class GenerationLoop:
             return layout_tree(root, torch.full_like(root, -1), path_width=1, active=active.active_inverse >= 0)
         host = tuple(self.num_new_host[slot] for slot in active.indices)
         return self.drafter.draft(active, NewPairs(self.features, self.next_tokens, self.num_new, host))
+
+    def _join(self, slot: int, token_ids: Sequence[int], is_new: bool = False) -> None:
+        """Let tokens of a prompt, or ``is_new`` ones, join the slot's draft vocabulary if it follows them."""
+        follow = None if self.drafter is None else self.drafter.weights.follow
+        if self.drafter is not None and follow is not None and (follow.source == "text" or not is_new):
+            self.drafter.join(slot, token_ids)
 
     def _keep_pairs(self, active: ActiveSlots, features: Tensor, path: AcceptedPath) -> None:
         """Keep the features of the accepted nodes and the token after each, by slot, for the next draft."""

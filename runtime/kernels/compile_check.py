@@ -1,6 +1,7 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m eagle_slim.runtime.kernels.compile_check --chip 90 [--fp8] [--slots 1] [--small | --wide] [--options]
+    python -m eagle_slim.runtime.kernels.compile_check --chip 90 [--fp8] [--slots 1] [--small | --wide]
+        [--options] [--tail 512]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
 registers, spills, and the inner loops of products, in which nothing may spill. Must run without ``TRITON_INTERPRET``.
@@ -27,6 +28,7 @@ from ..drafter.config import DrafterConfig
 from .ancestor_attention import KVCache
 from .host import compile_options, kernel_constants
 from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
+from .lm_topk import TailRows
 from .persistent import Features, HeadTensors, StepInputs, draft_kernel
 from .tree_build import TreeOutputs
 from .workspace import BUFFERS, Workspace, element_types
@@ -72,6 +74,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "cache": KVCache(model, model, "i32", "i32"),
         "ws": Workspace(*(by_dtype[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
+        **({"tails": TailRows(weight, "*fp32", "*i32", "*i32")} if cfg.tail_rows else {}),
     }  # fmt: skip
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
@@ -83,7 +86,7 @@ def flatten(arguments: Mapping[str, Any]) -> list[tuple[str, Any]]:
         group = arguments.get(name, "constexpr")
         if isinstance(group, tuple):
             flat += [(f"{name}.{field}", value) for field, value in zip(_names(group), group, strict=True)]
-        elif not isinstance(group, str) or group != "constexpr":
+        elif group is not None and (not isinstance(group, str) or group != "constexpr"):
             flat.append((name, group))
     return flat
 
@@ -105,6 +108,7 @@ def compile_to_ptx(cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> Comp
         if kind.startswith("*") or name.startswith("stride")
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
+    constants |= {} if cfg.tail_rows else {"tails": None}
     by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
     target = GPUTarget("cuda", chip.capability, 32)
@@ -213,9 +217,11 @@ def main() -> None:
     size.add_argument("--wide", action="store_true", help="Llama-3.1-405B dimensions instead")
     parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
     parser.add_argument("--eagle", action="store_true", help="an EAGLE-1/2 head")
+    parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
     parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
     args = parser.parse_args()
-    cfg = replace(SMOLLM2 if args.small else LLAMA_405B if args.wide else LLAMA_8B, num_slots=args.slots)
+    model = SMOLLM2 if args.small else LLAMA_405B if args.wide else LLAMA_8B
+    cfg = replace(model, num_slots=args.slots, tail_rows=args.tail)
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     if args.options:

@@ -14,18 +14,20 @@ from torch import Tensor
 
 from ..drafter.buffers import Buffers
 from ..drafter.config import DrafterConfig
+from ..drafter.follow import UNIT_ROWS
 from ..errors import DrafterError
 from .ancestor_attention import KVCache
 from .frontier import ROWS
 from .gated_mlp import MlpShape
 from .grid_barrier import ERROR
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows
-from .lm_topk import HeadTiles, Selection, len_lists
+from .lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .packed_head import PackedHead, StreamLayout, bias_layout
 from .packing import rows_per_program
 from .persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel
 from .projections import Share
 from .row_operands import RowShape
+from .tail_rows import tail_tiles
 from .tree_build import TreeOutputs, TreeShape
 from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs
 
@@ -79,6 +81,8 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
             ),
             select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
+            tail=tail_tiles(cfg, params),
+            tail_units=cfg.tail_rows // UNIT_ROWS,
         ),
         "STREAM": stream,
         "OPERANDS": OperandLayout.of(cfg),
@@ -111,7 +115,7 @@ def kernel_arguments(
 ) -> dict[str, Any]:
     """Run-time arguments of `persistent.draft_kernel`, by name."""
     taps, offsets = _tap_addresses(features)
-    norms = packed.norms
+    norms, tails = packed.norms, bufs.tails
     return {
         "features": Features(taps, taps.stride(0), taps.stride(1)),
         "tap_offset_1": offsets[0],
@@ -130,6 +134,7 @@ def kernel_arguments(
             bufs.draft_tokens, bufs.parents, bufs.tree_mask, bufs.tree_position_ids, bufs.retrieve_indices,
             bufs.num_leaves,
         ),
+        "tails": None if tails is None else TailRows(tails.rows, tails.scales, tails.ids, tails.sizes),
     }  # fmt: skip
 
 

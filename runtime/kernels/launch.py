@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import TreeConfig
 from ..drafter.buffers import Buffers, check_room
 from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig, head_dimensions
+from ..drafter.follow import FollowRows, Tails
 from ..drafter.reference import NewPairs, ReferenceDrafter, check_tree_fits
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError
@@ -216,12 +217,43 @@ def launch_drafter(
 
 def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
     """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed."""
-    bufs = Buffers.allocate(cfg, weights.head.device)
-    if weights.packed is not None:
+    device, params = weights.head.device, None if weights.packed is None else weights.packed.launches.get(cfg)
+    bufs = Buffers.allocate(cfg, device)
+    if params is not None:
         from .workspace import allocate_workspace
 
-        bufs.workspace.update(allocate_workspace(cfg, weights.packed.launches.get(cfg), weights.head.device))
+        bufs.workspace.update(allocate_workspace(cfg, params, device))
+    if cfg.tail_rows:
+        from .tail_rows import allocate_tails
+
+        bufs = replace(bufs, tails=allocate_tails(cfg, params, device))
     return bufs
+
+
+def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
+    """Let token ids of a sequence join its slot's draft vocabulary, in the place of what joined it before.
+
+    Those that the base holds or the head was never trained on do not; of more than ``follow.most`` the best ranked
+    (`drafter.follow`). Raises `UsageError` for a head without rows to follow with, and for slots and ids out of range.
+    """
+    follow = weights.head.follow
+    if follow is None or bufs.tails is None:
+        raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.", field="follow")
+    if not 0 <= slot < cfg.num_slots:
+        raise UsageError(f"Slot {slot} is not among the {cfg.num_slots} of this configuration.", slot=slot)
+    wrong = [token for token in token_ids if not 0 <= token < cfg.target_vocab]
+    if wrong:
+        raise UsageError(f"Token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.", token=wrong[0])
+    _set_tail(follow, bufs.tails, slot, follow.join((), token_ids))
+
+
+def _set_tail(follow: FollowRows, tails: Tails, slot: int, tail: Sequence[int]) -> None:
+    """Set a slot's tail, and bring its rows to where the kernel reads them."""
+    from .tail_rows import gather_rows
+
+    tails.set_slot(slot, tail, follow)
+    if tails.rows is not None:
+        gather_rows(follow, tails)
 
 
 def check_finished(bufs: Buffers) -> None:
@@ -394,6 +426,13 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
                 found=found,
                 expected=shape,
             )
+    width = 0 if bufs.tails is None else bufs.tails.ranks.shape[1]
+    if width != cfg.tail_rows:
+        raise UsageError(
+            f"The buffers have room for {width} rows that join a sequence, the configuration for {cfg.tail_rows}; "
+            f"{allocate}",
+            tensor="tails", found=width, expected=cfg.tail_rows,
+        )  # fmt: skip
     if (bufs.keys.dtype, bufs.keys.device) != (cfg.dtype, weights.head.device):
         raise UsageError(
             f"The buffers hold keys in {bufs.keys.dtype} on {bufs.keys.device}, the configuration needs {cfg.dtype} "
@@ -449,6 +488,7 @@ def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> Refer
     drafter = ReferenceDrafter(head, cfg.tree)
     drafter._cache = SlotRows.over(bufs.keys, bufs.values)
     drafter.lengths = [0] * cfg.num_slots
+    drafter.tails = [()] * cfg.num_slots
     return drafter
 
 
@@ -495,6 +535,8 @@ def _launch_reference(cfg: DrafterConfig, X: Tensor | Sequence[Tensor], head: He
     features = X if isinstance(X, Tensor) else torch.cat(tuple(X), -1)
     drafter = _reference_on(cfg, head, bufs)
     drafter.lengths = bufs.prefix.tolist()
+    if bufs.tails is not None:
+        drafter.tails = [bufs.tails.read_slot(slot) for slot in range(cfg.num_slots)]
     counts = bufs.num_new.tolist()
     for name, blank in _BLANK.items():
         getattr(bufs, name).fill_(blank)
@@ -528,6 +570,8 @@ class TritonDrafter:
         self.weights = weights
         self.tree = tree
         self.lengths: list[int] = []
+        self.tails: list[tuple[int, ...]] = []
+        """Ranks that joined each slot's draft vocabulary (`drafter.follow`)."""
         self.packing = packing or SharedPacking(weights, order, weight_dtype, strict)
         self._cfg = DrafterConfig.of(weights, tree, 1, 1, self.packing.weight_dtype)
         self._packed: Weights | None = None
@@ -553,6 +597,9 @@ class TritonDrafter:
             shape = (num_slots, MAX_NEW_TOKENS, cfg.feature_width)
             self._features = torch.zeros(shape, dtype=cfg.dtype, device=self.weights.device)
         self.lengths = [0] * num_slots
+        self.tails = [()] * num_slots
+        if self._bufs.tails is not None:
+            self._bufs.tails.sizes.zero_()
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
         return DrafterConfig.of(
@@ -562,6 +609,20 @@ class TritonDrafter:
     def reset_slot(self, slot: int) -> None:
         """See `Drafter.reset_slot`."""
         self.lengths[slot] = 0
+        self._set_tail(slot, ())
+
+    def join(self, slot: int, token_ids: Sequence[int]) -> None:
+        """See `Drafter.join`."""
+        assert self.weights.follow is not None, "there is nothing to follow with"
+        self._set_tail(slot, self.weights.follow.join(self.tails[slot], token_ids))
+
+    def _set_tail(self, slot: int, tail: tuple[int, ...]) -> None:
+        if self.weights.follow is None or tail == self.tails[slot]:
+            return
+        _, bufs, _ = self._ready()
+        assert bufs.tails is not None
+        self.tails[slot] = tail
+        _set_tail(self.weights.follow, bufs.tails, slot, tail)
 
     def prefill(self, slot: int, features: Tensor, next_tokens: Tensor) -> None:
         """See `Drafter.prefill`."""

@@ -11,7 +11,8 @@ qkv    query, key and value of all rows; RMSNorm was applied when the rows were 
 att    `ancestor_attention.attend`: RoPE, KV append, prefix and ancestors; then `merge_heads`
 o      output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
-head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program
+head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program; then
+       `lm_topk.stream_tails`: the rows that joined each sequence's vocabulary, where there are such
 pick   merge per node, score the candidates, `frontier.choose_frontier`, gather the nodes' embeddings
 tree   after the last level, `tree_build.build_tree`
 =====  =================================================================================================
@@ -41,7 +42,18 @@ from .ancestor_attention import AttentionParts, AttentionShape, Rope, Rows, atte
 from .frontier import ROWS, Frontier, chain_at, choose_frontier, frontier_at
 from .gated_mlp import MlpShape, gated_mlp
 from .grid_barrier import grid_barrier, leave_grid
-from .lm_topk import HeadRows, HeadTiles, Lists, Nodes, Selection, clear_lists, lists_at, merge_best, stream_topk
+from .lm_topk import (
+    HeadRows,
+    HeadTiles,
+    Lists,
+    Nodes,
+    Selection,
+    clear_lists,
+    lists_at,
+    merge_best,
+    stream_tails,
+    stream_topk,
+)
 from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_taps
 from .selection import LOWEST_KEY, order_key
@@ -118,6 +130,10 @@ class Phases:
     head: HeadTiles
     select: Selection
     tree: TreeShape
+    tail: HeadTiles
+    """One unit of the rows that joined a sequence."""
+    tail_units: int = 0
+    """Units of a sequence; 0 where no rows join, and then nothing of it is compiled."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +366,7 @@ def draft_kernel(
     cache,  # `KVCache`
     ws,  # `Workspace`
     out,  # `TreeOutputs`
+    tails,  # `TailRows`, or None
     HEAD: tl.constexpr,  # `HeadShape`
     PHASES: tl.constexpr,  # `Phases`
     STREAM: tl.constexpr,  # `StreamLayout`
@@ -367,6 +384,7 @@ def draft_kernel(
     ATTENTION: tl.constexpr = PHASES.attention
     SELECT: tl.constexpr = PHASES.select
     LM_HEAD: tl.constexpr = PHASES.head
+    TAIL: tl.constexpr = PHASES.tail
     MLP: tl.constexpr = PHASES.mlp
     MLP_TILE: tl.constexpr = PHASES.mlp_tile
     TREE: tl.constexpr = PHASES.tree
@@ -544,6 +562,12 @@ def draft_kernel(
             ws.x + OPERANDS.head, factor, own_row * HIDDEN, mask_m, Nodes(num_active, num_nodes), my_head,
             ws.scratch + my_lists * LM_HEAD.tile.block_n, lists_at(lists, my_lists, SELECT), SELECT, LM_HEAD,
         )  # fmt: skip
+        if PHASES.tail_units > 0:
+            stream_tails(
+                ws.x + OPERANDS.head, factor, step.active_slots, Nodes(num_active, num_nodes), tails,
+                tl.minimum(head.draft_vocab, PROGRAMS), ws.scratch + my_lists * LM_HEAD.tile.block_n,
+                lists_at(lists, my_lists, SELECT), SELECT, TAIL, PHASES.tail_units,
+            )  # fmt: skip
         round = next_phase(ws.barrier, round, PROGRAMS)
         pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, HEAD, PHASES, GRID)
         if level < GRID.depth:

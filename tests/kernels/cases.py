@@ -11,10 +11,11 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.kernels.launch import Weights
 from eagle_slim.runtime.kernels.launch_params import Chip, LaunchParams, choose_launch
 from eagle_slim.runtime.kernels.packed_head import pack_head
+from eagle_slim.runtime.kernels.tail_rows import gather_rows_ref
 from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
 from eagle_slim.runtime.kernels.workspace import allocate_workspace
 from kernels.replaying import FIELDS, run
-from support.drafting import problem, random_head, with_options
+from support.drafting import problem, random_head, with_follow, with_options
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Case:
     exact: bool = False
     """In fp32 for every chip, where trees must be equal in every field."""
     change: Callable[[LaunchParams], LaunchParams] = lambda params: params
+    texts: dict[int, range] = field(default_factory=dict)
+    """Ids that join the draft vocabulary of each slot, 37 of them at most."""
 
 
 def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
@@ -38,7 +41,9 @@ def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
 
 CASES = {
     "groups of four": Case(8, (3, 4, 20), [5], [3], change=groups_of(fc=4, qkv=4, o=4, down=4)),
-    "alone": Case(5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0]),
+    "alone, with tails": Case(
+        5, (2, 3, 15), [4, 30, 1, 12], [16, 2, 1, 5], [3, 0], texts={0: range(300), 3: range(100, 130)}
+    ),
     "mixed, programs left out": Case(
         5, (2, 3, 15), [200, 3], [2, 7], head={"qkv_bias": True}, exact=True, change=groups_of(fc=2, qkv=1, o=4, down=2)
     ),
@@ -80,12 +85,18 @@ CASES = {
 def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     """Draft on poisoned memory, then compare with the replay and, in fp32, with the reference's tree."""
     head = with_options(random_head(dtype=dtype, **case.head), **case.options)
+    head = with_follow(head, 37) if case.texts else head
     weight_dtype = torch.float8_e4m3fn if case.fp8 else None
     tree = TreeConfig(*case.tree)
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)
     params = case.change(choose_launch(cfg, chip))
     weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
     bufs.workspace.update(allocate_workspace(cfg, params, "cpu"))
+    for slot, text in case.texts.items():
+        assert head.follow is not None
+        assert bufs.tails is not None
+        bufs.tails.set_slot(slot, head.follow.join((), text), head.follow)
+        gather_rows_ref(head.follow, bufs.tails)
     drafted = run(cfg, features, weights, bufs)
     left = [name for name in ("barrier", "node_arrivals") if bufs.workspace[name].any()]
     reference = drafted.reference_tree() if dtype == torch.float32 else drafted.tree

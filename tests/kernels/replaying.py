@@ -12,13 +12,14 @@ from eagle_slim.runtime.bench.agreement import (
     exact_head,
     log_prob_atol,
     replay,
+    replay_tails,
     tree_of,
 )
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.kernels.launch import Weights, check_finished, launch_drafter
+from eagle_slim.runtime.kernels.launch import Weights, check_finished, launch_drafter, set_tail
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import nan_fill, problem
 
@@ -54,8 +55,11 @@ def draft(
     weight_dtype: torch.dtype | None = None,
     separate_taps: bool = False,
     seed: int = 0,
+    texts: dict[int, list[int]] | None = None,
 ) -> Drafted:
     cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype, seed)
+    for slot, token_ids in (texts or {}).items():
+        set_tail(cfg, weights, bufs, slot, token_ids)
     taps = tuple(tap.contiguous() for tap in joined.chunk(3, -1)) if separate_taps else joined
     return run(cfg, taps, weights, bufs)
 
@@ -68,8 +72,12 @@ def run(
     launch_drafter(cfg, features, weights, bufs, "triton")
     check_finished(bufs)
     tree = tree_of(bufs)
-    head = exact_head(weights.head, cfg)
-    agreement = replay(head, cfg.tree, step, candidates_of(bufs), tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
+    candidates = candidates_of(bufs)
+    if bufs.tails is None:
+        head = exact_head(weights.head, cfg)
+        agreement = replay(head, cfg.tree, step, candidates, tree, bufs.keys, bufs.values, atol=log_prob_atol(cfg))
+    else:
+        agreement = replay_tails(cfg, weights.head, bufs, step, candidates, tree)
     return Drafted(cfg, features, weights, bufs, step, tree, agreement)
 
 

@@ -21,8 +21,15 @@ pytestmark = [
 
 TESTS = Path(__file__).parents[1]
 CASES = {
-    80: ["alone", "mixed, programs left out", "eagle", "widest", "all taps normed"],
-    90: ["alone", "more parts than programs", "fewer rows than programs", "fp8", "eagle, fp8", "each tap normed, fp8"],
+    80: ["alone, with tails", "mixed, programs left out", "eagle", "widest", "all taps normed"],
+    90: [
+        "alone, with tails",
+        "more parts than programs",
+        "fewer rows than programs",
+        "fp8",
+        "eagle, fp8",
+        "each tap normed, fp8",
+    ],
 }
 WITH_FAULTS = "groups of four"
 FAULTS = ["release", "acquire", "arrivals", "barriers", "waiting for copies", "waiting for products"]

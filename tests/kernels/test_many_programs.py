@@ -14,7 +14,7 @@ pytestmark = pytest.mark.compiled
 
 TESTS = Path(__file__).parents[1]
 NAMES = [
-    "groups of four", "alone", "mixed, programs left out", "more parts than programs", "eagle",
+    "groups of four", "alone, with tails", "mixed, programs left out", "more parts than programs", "eagle",
     "fewer rows than programs", "widest", "fp8", "eagle, fp8",
 ]  # fmt: skip
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.rope import rotary_embedding
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, prefill_drafter
@@ -96,6 +98,17 @@ def with_options(
     for name in BIASED[: 1 if o_bias else 0] + BIASED[1 if mlp_bias else len(BIASED) :]:
         tensors[f"{name}.bias"] = vector(sizes[name], 0.0, 0.3)
     return replace(head, tensors=tensors, **fields)
+
+
+def with_follow(head: HeadWeights, most: int, source: str = "prompt") -> HeadWeights:
+    """Give a head rows to follow with: of all ids but every seventh, the highest ids being the best ranked."""
+    generator = torch.Generator().manual_seed(5)
+    vocab = head.embedding.shape[0]
+    rows = (torch.randn(vocab, head.hidden, generator=generator) * 3.5 * head.hidden**-0.5).to(head.device, head.dtype)
+    row_of_id = torch.arange(vocab, dtype=torch.int32, device=head.device)
+    row_of_id[::7] = -1
+    ranks = np.arange(vocab)[::-1].copy()
+    return replace(head, follow=FollowRows.of(source, most, head.draft_to_target, rows, row_of_id, ranks))
 
 
 def problem(

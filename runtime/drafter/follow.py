@@ -1,0 +1,230 @@
+"""A draft vocabulary that follows the text: ids of a sequence that the base does not hold join it for that sequence.
+
+The *base* is the draft vocabulary that all sequences share. Behind it each slot has a *tail*: ids of its prompt
+(``"prompt"``), or also of what is generated (``"text"``), that are outside the base and that the head was trained on.
+Ids that may join are numbered best first, and these numbers, *ranks*, are what a tail holds: when more than ``most``
+ids want to join, the highest ranks, the rarest ids, leave. So a tail depends on which ids were seen, not on their
+order.
+
+Example with a base of ids 0 to 3, ranks 7: 0, 5: 1, 9: 2 (id 8 was never trained) and ``most`` 2::
+
+    text      2  9  8  5  9  7
+    tail         9     9 5     5 7        (7 is better than 9, which leaves)
+
+A tail's rows are LM-head rows like the base's: children of a node are the best of base and tail by (logit descending,
+target id ascending), and log-probabilities are over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SOURCES = ("prompt", "text")
+DEFAULT_FOLLOW_ROWS = 512
+MAX_FOLLOW_ROWS = 8192
+UNIT_ROWS = 16
+"""Rows of a tail come in units of so many; one program multiplies one unit at a time."""
+
+
+@dataclass(frozen=True)
+class FollowRows:
+    """The LM-head rows that may join a base, and how many of them may join one sequence.
+
+    Raises `UsageError` for an unknown source, for no row that could join, and for ``most`` outside 1 to 8,192.
+    """
+
+    source: str
+    """"prompt", or "text": the prompt and what is generated."""
+    most: int
+    """Most ids that join a sequence."""
+    ids: Tensor
+    """int64 [ranks]: target id of each rank."""
+    row_of_rank: Tensor
+    """int32 [ranks]: where in `rows` each rank is."""
+    rows: Tensor
+    """[n, hidden]: LM-head rows, of the head's type and on its device; the base's may be among them."""
+    row_of_id: Tensor
+    """int32 [target_vocab], beside the rows: where in them each target id's is, -1 for ids without one."""
+    rank_order: NDArray[np.int64] | None = None
+    """Target ids best first, as far as they are ranked."""
+
+    def __post_init__(self) -> None:
+        check_follow(self.source, self.most)
+        if len(self.ids) == 0:
+            raise UsageError(
+                "There is nothing to follow with: the draft vocabulary holds every id that the head was trained on. "
+                "Give a smaller draft_vocab, or leave follow out.",
+                option="follow", missing="rows",
+            )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls,
+        source: str,
+        most: int,
+        base_ids: Tensor,
+        rows: Tensor,
+        row_of_id: Tensor,
+        rank_order: NDArray[np.int64] | None = None,
+    ) -> FollowRows:
+        """Rank what may join a base (``base_ids`` int64, any order): ids outside it that have a row.
+
+        ``rank_order``: target ids best first; ids that it lacks come after its own, by id. Raises as the class does.
+        """
+        free = row_of_id.cpu().numpy() >= 0
+        free[base_ids.cpu().numpy()] = False
+        known = np.zeros(0, np.int64) if rank_order is None else rank_order[free[rank_order]]
+        free[known] = False
+        ids = torch.from_numpy(np.concatenate((known, np.flatnonzero(free)))).to(rows.device)
+        return cls(source, most, ids, row_of_id[ids], rows, row_of_id, rank_order)
+
+    def over(self, base_ids: Tensor) -> FollowRows:
+        """The same for another base. Raises `UsageError` where that leaves nothing to join."""
+        return self.of(self.source, self.most, base_ids, self.rows, self.row_of_id, self.rank_order)
+
+    @property
+    def target_vocab(self) -> int:
+        """Ids of the target."""
+        return len(self.row_of_id)
+
+    @property
+    def width(self) -> int:
+        """Places of a tail: ``most``, or all that may join, in whole units."""
+        return -(-min(self.most, len(self.ids)) // UNIT_ROWS) * UNIT_ROWS
+
+    @cached_property
+    def rank_of_id(self) -> Tensor:
+        """int32 [target_vocab]: rank of each target id, -1 for ids that never join."""
+        ranks = torch.full((self.target_vocab,), -1, dtype=torch.int32, device=self.ids.device)
+        ranks[self.ids] = torch.arange(len(self.ids), dtype=torch.int32, device=self.ids.device)
+        return ranks
+
+    @cached_property
+    def _rank_on_host(self) -> NDArray[np.int32]:
+        return self.rank_of_id.cpu().numpy()
+
+    @cached_property
+    def ids_on_host(self) -> NDArray[np.int64]:
+        """`ids`."""
+        return self.ids.cpu().numpy()
+
+    def join(self, tail: Sequence[int], token_ids: Iterable[int]) -> tuple[int, ...]:
+        """Return a tail's ranks, ascending, after a sequence has shown more token ids."""
+        ranks = self._rank_on_host[np.fromiter(token_ids, np.int64)]
+        return tuple(np.union1d(np.asarray(tail, np.int64), ranks[ranks >= 0])[: self.most].astype(int).tolist())
+
+    def holds(self, tail: Sequence[int], token_id: int) -> bool:
+        """Whether a target id has joined."""
+        return int(self._rank_on_host[token_id]) in tail
+
+    def rows_of(self, tail: Sequence[int]) -> Tensor:
+        """LM-head rows of a tail, [len(tail), hidden]."""
+        ranks = torch.tensor(tail, dtype=torch.int64, device=self.rows.device)
+        return self.rows[self.row_of_rank[ranks].long()]
+
+
+def check_follow(source: str, most: int) -> None:
+    """Raise `UsageError` unless there is such a text to follow, and so many ids can join a sequence."""
+    if source not in SOURCES:
+        raise UsageError(
+            f"follow = {source!r} is unknown; expected {' or '.join(map(repr, SOURCES))}, or None.",
+            option="follow", found=source, expected=SOURCES,
+        )  # fmt: skip
+    if isinstance(most, bool) or not isinstance(most, (int, np.integer)) or not 1 <= most <= MAX_FOLLOW_ROWS:
+        raise UsageError(
+            f"follow_rows = {most!r} must be a number from 1 to {MAX_FOLLOW_ROWS:,}: how many ids of a text join the "
+            "draft vocabulary at most.",
+            option="follow_rows", found=most, expected=(1, MAX_FOLLOW_ROWS),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tails:
+    """The tails of all slots, on the device. Places beyond a slot's size are undefined."""
+
+    ranks: Tensor
+    """int32 [slots, width]."""
+    ids: Tensor
+    """int32 [slots, width]: target id of each rank."""
+    sizes: Tensor
+    """int32 [slots]."""
+    rows: Tensor | None = None
+    """[slots, units, chunks, 16, block_k]: LM-head rows as the kernel reads them; None for the reference."""
+    scales: Tensor | None = None
+    """float32 [slots, width]: one per row, read where rows are FP8."""
+    loaded: Tensor | None = None
+    """int32 [slots, width]: rank of the row that lies at each place, -1 for none."""
+
+    @classmethod
+    def allocate(cls, slots: int, width: int, device: torch.device | str) -> Tails:
+        """Allocate empty tails, without rows."""
+        ranks, ids = (torch.full((slots, width), -1, dtype=torch.int32, device=device) for _ in range(2))
+        return cls(ranks, ids, torch.zeros(slots, dtype=torch.int32, device=device))
+
+    def set_slot(self, slot: int, tail: Sequence[int], follow: FollowRows) -> None:
+        """Write a slot's tail from the host, without waiting for the device."""
+        size, width = len(tail), self.ranks.shape[1]
+        blank = [-1] * (width - size)
+        ids = follow.ids_on_host[list(tail)].tolist()
+        packed = torch.tensor([[*tail, *blank], [*ids, *blank], [size] * width], dtype=torch.int32)
+        packed = (packed.pin_memory() if self.ranks.is_cuda else packed).to(self.ranks.device, non_blocking=True)
+        self.ranks[slot], self.ids[slot] = packed[0], packed[1]
+        self.sizes[slot : slot + 1] = packed[2, :1]
+
+    def read_slot(self, slot: int) -> tuple[int, ...]:
+        """Read a slot's tail (this waits for the device)."""
+        return tuple(sorted(self.ranks[slot, : int(self.sizes[slot])].tolist()))
+
+
+@dataclass(frozen=True)
+class JoinedVocab:
+    """Base and tails side by side, columns by ascending target id: so ties go to the smaller id in either."""
+
+    rows: Tensor
+    """[active, longest tail, hidden]."""
+    order: Tensor
+    """int64 [active, columns]: where each column is among base and tail."""
+    ids: Tensor
+    """int64 [active, columns]: target id of each column."""
+    sizes: Tensor
+    """int64 [active, 1]."""
+
+    @classmethod
+    def of(cls, base_ids: Tensor, tails: Sequence[Sequence[int]], follow: FollowRows) -> JoinedVocab:
+        """Lay out the tails of the active sequences behind their base."""
+        longest = max(map(len, tails))
+        device, hidden = follow.rows.device, follow.rows.shape[1]
+        rows = torch.zeros((len(tails), longest, hidden), dtype=follow.rows.dtype, device=device)
+        # Places without a row sort behind all ids, in an order of their own.
+        ids = torch.arange(longest, device=device).expand(len(tails), longest) + follow.target_vocab
+        ids = torch.cat((base_ids.expand(len(tails), -1), ids), 1)
+        for place, tail in enumerate(tails):
+            rows[place, : len(tail)] = follow.rows_of(tail)
+            ids[place, len(base_ids) : len(base_ids) + len(tail)] = follow.ids[list(tail)]
+        order = ids.argsort(1)
+        sizes = torch.tensor([[len(tail)] for tail in tails], device=device)
+        return cls(rows, order, ids.gather(1, order), sizes)
+
+    def logits(self, base: Tensor, hidden: Tensor) -> Tensor:
+        """Logits of all columns: ``base`` float32 [active, nodes, base], ``hidden`` [active, nodes, hidden].
+
+        float32 [active, nodes, columns]; -inf where a sequence's tail is shorter than another's.
+        """
+        tail = torch.stack([F.linear(own, rows) for own, rows in zip(hidden, self.rows, strict=True)]).float()
+        unused = torch.arange(tail.shape[-1], device=tail.device) >= self.sizes
+        tail = tail.masked_fill(unused[:, None], float("-inf"))
+        joined = torch.cat((base, tail), -1)
+        return joined.gather(-1, self.order[:, None].expand_as(joined))

@@ -1,0 +1,128 @@
+"""Rows that join a slot's draft vocabulary: the kernels against their twins, and the whole draft over base and tail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.drafter.follow import FollowRows, Tails
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.kernels.acceptance import SlotState
+from eagle_slim.runtime.kernels.host import chip_of
+from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, launch_drafter, set_tail
+from eagle_slim.runtime.kernels.launch_params import choose_launch
+from eagle_slim.runtime.kernels.tail_rows import (
+    allocate_tails,
+    gather_rows,
+    gather_rows_ref,
+    join_tokens,
+    join_tokens_ref,
+)
+from kernels.replaying import assert_agrees, assert_equal_trees, draft
+from support.drafting import problem, random_head, with_follow
+from support.raising import raises
+
+
+def follow_of(head: object) -> FollowRows:
+    follow = head.follow  # type: ignore[attr-defined]
+    assert follow is not None
+    return follow
+
+
+def test_newest_tokens_join(device: str) -> None:
+    """Two steps: a tail that fills up and then gives up its rarest, one whose slot does not run, one of the base's."""
+    follow = follow_of(with_follow(random_head(device=device), 5, "text"))
+    outside = follow.ids[torch.tensor([40, 3, 77, 5, 60, 1, 90], device=device)].int()
+    base = random_head(device=device).draft_to_target[:16].int()
+    state = SlotState.allocate(3, 1, device)
+    results = []
+    for join in (join_tokens_ref, join_tokens):
+        tails = Tails.allocate(3, follow.width, device)
+        sets = []
+        for new in (outside[:4], torch.cat((outside[3:], outside[:1]))):
+            state.active_slots.copy_(torch.tensor([0, 2, -1]))
+            state.active_inverse.copy_(torch.tensor([0, -1, 1]))
+            state.active_count.fill_(2)
+            state.new_tokens.fill_(-1)
+            state.new_tokens[:2, : len(new)] = new
+            state.new_tokens[2] = base
+            state.num_new.copy_(torch.tensor([len(new), len(new), 16]))
+            join(state, follow, tails)
+            sets.append([tails.read_slot(slot) for slot in range(3)])
+        assert sorted(tails.ids[0, :5].tolist()) == sorted(follow.ids[list(sets[-1][0])].tolist())
+        results.append(sets)
+    assert results[0] == results[1] == [[(3, 5, 40, 77), (), ()], [(1, 3, 5, 40, 60), (), ()]]
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float8_e4m3fn])
+def test_rows_are_gathered_where_they_are_not_yet(weight_dtype: torch.dtype, device: str) -> None:
+    dtype = torch.float32 if weight_dtype == torch.float32 else torch.float16
+    head = with_follow(random_head(dtype=dtype, device=device), 20)
+    follow = follow_of(head)
+    cfg = DrafterConfig.of(head, TreeConfig(1, 3, 10), 2, 8, weight_dtype)
+    params = choose_launch(cfg, chip_of(torch.device(device)))
+    mine, wanted = (allocate_tails(cfg, params, device) for _ in range(2))
+    assert mine is not None
+    assert wanted is not None
+    for slot, tail in ((1, tuple(range(20))), (0, (4, 9)), (1, (2, 50, 51))):
+        for tails, gather in ((mine, gather_rows), (wanted, gather_rows_ref)):
+            tails.set_slot(slot, tail, follow)
+            gather(follow, tails)
+    for name in ("rows", "scales", "loaded"):
+        assert torch.equal(*(getattr(tails, name).contiguous().view(torch.uint8) for tails in (mine, wanted))), name
+    # A row that lies there is not copied again.
+    mine.rows.view(torch.uint8).fill_(0)  # type: ignore[union-attr]
+    gather_rows(follow, mine)
+    assert not mine.rows.view(torch.uint8).any()  # type: ignore[union-attr]
+
+
+def test_each_sequence_drafts_over_its_own_tail(device: str) -> None:
+    head = with_follow(random_head(device=device), 37)
+    texts = {0: list(range(300)), 1: list(range(300)), 2: list(range(100, 130))}
+    drafted = draft(head, (1, 4, 16), [5, 2, 3], [3, 1, 2], [2, 0], texts=texts)
+    assert drafted.bufs.tails is not None
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+    joined = set(drafted.bufs.tails.ids[0, :37].tolist())
+    assert joined & set(drafted.tree.draft_tokens[0].tolist()), "no tail row was drafted"
+
+
+def test_fp8_tails(device: str) -> None:
+    head = with_follow(random_head("eagle", dtype=torch.float16, device=device), 20)
+    drafted = draft(head, (1, 3, 12), [6], [2], weight_dtype=torch.float8_e4m3fn, texts={0: list(range(300))})
+    assert_agrees(drafted)
+    assert drafted.agreement.rms_error > 1e-5
+
+
+def test_ties_go_to_the_smaller_id_in_base_or_tail(device: str) -> None:
+    """All logits are 0: the children of every node are the smallest ids of both."""
+    head = with_follow(random_head(device=device, draft_vocab=40), 16)
+    rows = torch.zeros_like(follow_of(head).rows)
+    follow = FollowRows.of("prompt", 16, head.draft_to_target, rows, follow_of(head).row_of_id)
+    head = replace(head, lm_head=torch.zeros_like(head.lm_head), follow=follow)
+    drafted = draft(head, (1, 8, 9), [5], [2], texts={0: list(range(60))})
+    assert drafted.bufs.tails is not None
+    tail = drafted.bufs.tails.ids[0, : int(drafted.bufs.tails.sizes[0])].tolist()
+    smallest = sorted([*head.draft_to_target.tolist(), *tail])[:8]
+    assert set(smallest) & set(tail)
+    assert drafted.tree.draft_tokens[0, 1:].tolist() == smallest
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+def test_wrong_tails_are_refused() -> None:
+    head = with_follow(random_head(), 20)
+    cfg, features, weights, bufs = problem(head, TreeConfig(1, 3, 10), [2, 2], [1, 1])
+    with raises(UsageError, slot=2):
+        set_tail(cfg, weights, bufs, 2, [1])
+    with raises(UsageError, token=300):
+        set_tail(cfg, weights, bufs, 0, [1, 300])
+    plain = Weights(replace(head, follow=None))
+    with raises(UsageError, field="follow"):
+        set_tail(cfg, plain, bufs, 0, [1])
+    with raises(UsageError, tensor="tails", found=0, expected=32):
+        launch_drafter(cfg, features, weights, allocate_buffers(replace(cfg, tail_rows=0), weights), "reference")
+    with raises(UsageError, field="tail_rows"):
+        replace(cfg, tail_rows=20)

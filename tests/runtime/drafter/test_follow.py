@@ -1,0 +1,165 @@
+"""A draft vocabulary that follows the text: which ids join, and what is drafted over base and tail, by PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.bench.agreement import union_head
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
+from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.weights import HeadWeights
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.slots import ActiveSlots
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.drafting import random_head, with_follow
+from support.raising import raises
+from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+BASE = torch.arange(4)
+# Rows of ids 0 to 9 but 8, which the head was never trained on; stored in descending order.
+ROWS = torch.tensor([[9.0, 0], [7, 0], [6, 1], [5, 0], [4, 0], [3, 0], [2, 0], [1, 0], [0, 0]])
+ROW_OF_ID = torch.tensor([8, 7, 6, 5, 4, 3, 2, 1, -1, 0], dtype=torch.int32)
+RANKED = np.array([7, 5, 2, 9])
+
+
+def follow_of(most: int = 2, source: str = "prompt") -> FollowRows:
+    return FollowRows.of(source, most, BASE, ROWS, ROW_OF_ID, RANKED)
+
+
+def test_the_example() -> None:
+    follow = follow_of()
+    assert follow.ids.tolist() == [7, 5, 9, 4, 6]  # ranked ones first, the others by id
+    tail: tuple[int, ...] = ()
+    seen = []
+    for token in (2, 9, 8, 5, 9, 7):
+        tail = follow.join(tail, [token])
+        seen.append(follow.ids[list(tail)].tolist())
+    assert seen == [[], [9], [9], [5, 9], [5, 9], [7, 5]]
+    assert follow.join((), (7, 9, 5, 2, 8, 9)) == tail
+    assert [token for token in range(10) if follow.holds(tail, token)] == [5, 7]
+    assert follow.rows_of(tail)[:, 0].tolist() == [7, 5]
+    assert (follow.width, follow_of(most=100).width) == (16, 16)
+
+
+def test_base_and_tail_side_by_side() -> None:
+    """Columns by ascending id, each id once; a sequence without a tail has nothing but the base."""
+    joined = JoinedVocab.of(BASE, [(0, 2), ()], follow_of())
+    assert joined.ids[0].tolist() == [0, 1, 2, 3, 7, 9]
+    assert joined.ids[1, :4].tolist() == [0, 1, 2, 3]
+    hidden = torch.tensor([[[1.0, 0]], [[1, 0]]])
+    logits = joined.logits(torch.tensor([[[0.5, 1, 2, 3]], [[0, 1, 2, 3]]]), hidden)
+    assert logits[:, 0].tolist() == [[0.5, 1, 2, 3, 7, 9], [0, 1, 2, 3, -torch.inf, -torch.inf]]
+
+
+def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]]) -> list[list[int]]:
+    drafter = ReferenceDrafter(head, TreeConfig(2, 4, 20))
+    drafter.allocate(3, 30)
+    features = torch.randn(3, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
+    for slot, tail in tails.items():
+        if head.follow is not None:
+            drafter.join(slot, head.follow.ids[list(tail)].tolist())
+    pairs = NewPairs(features, torch.tensor([[3, 5], [7, 9], [1, 2]]), torch.tensor([2, 1, 2]), (2, 1, 2))
+    return drafter.draft(ActiveSlots.of([0, 1, 2], 3), pairs).draft_tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_a_draft_is_that_of_a_head_of_base_and_tail(kind: str) -> None:
+    head = with_follow(random_head(kind), 60)
+    tails = {0: tuple(range(60)), 1: (), 2: (3, 4, 50)}
+    mine = draft(head, tails)
+    for slot, tail in tails.items():
+        assert mine[slot] == draft(union_head(head, tail), {})[slot], slot
+    assert mine[0] != draft(replace(head, follow=None), {})[0]
+
+
+def test_forgotten_with_the_sequence() -> None:
+    head = with_follow(random_head(), 60)
+    drafter = ReferenceDrafter(head, TreeConfig(1, 2, 5))
+    drafter.allocate(2, 10)
+    drafter.join(1, range(100))
+    drafter.reset_slot(1)
+    assert drafter.tails == [(), ()]
+
+
+TREE = {"depth": 3, "top_k": 3, "total_tokens": 15}
+
+
+def small_vocab(ids: list[int]) -> DraftVocab:
+    return DraftVocab(np.array(ids), 1, VOCAB)
+
+
+@pytest.mark.parametrize(("follow", "options"), [("prompt", {}), ("text", {"temperature": 0.9, "seed": 3})])
+def test_output_is_the_targets_own(tmp_path: Path, follow: str, options: dict[str, float]) -> None:
+    """Both loops draft the same over four prompts and two slots, whose tails fill up; tokens are plain decoding's."""
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    models = [
+        SpeculativeModel.from_pretrained(
+            target, head, draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow=follow, follow_rows=7,
+            target_backend=backend, **TREE,
+        )
+        for backend in ("transformers", "fused")
+    ]  # fmt: skip
+    prompts = random_prompts([1, 9, 70, 2])
+    options = {"max_new_tokens": 16, "max_slots": 2, **options}
+    pieces, device = (model.generate(prompts, **options) for model in models)
+    plain = models[0].generate(prompts, speculative=False, **options)
+    assert (pieces.stats.path[:15], device.stats.path[:15]) == ("steps in pieces", "steps on the de")
+    assert pieces.token_ids == device.token_ids == plain.token_ids
+    assert pieces.stats.accepted_lengths == device.stats.accepted_lengths
+
+
+def test_what_joins_is_drafted(tmp_path: Path) -> None:
+    """With every id in the prompt, a following model drafts as the full vocabulary does."""
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    full = SpeculativeModel.from_pretrained(target, head, **TREE)
+    few = full.with_draft_vocab(small_vocab([2, 5, 9, 13, 4]))
+    prompt = [list(range(3, VOCAB))]
+    lengths = {
+        name: model.generate(prompt, max_new_tokens=24, ignore_eos=True).stats.accepted_lengths
+        for name, model in {
+            "full": full, "few": few, "prompt": few.with_follow("prompt"), "two": few.with_follow("prompt", 2),
+            "text": few.with_follow("text").with_follow("prompt"),
+        }.items()
+    }  # fmt: skip
+    # Ids 0 and 1 are not in the prompt, and never drafted.
+    assert lengths["prompt"] == lengths["text"] == lengths["full"] != lengths["few"]
+    assert few.with_follow("text").with_follow(None).drafter.weights.follow is None
+
+
+def test_another_base_follows_with_what_is_outside_it(tmp_path: Path) -> None:
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="text", **TREE
+    )
+    follow = model.with_draft_vocab(small_vocab([2, 3, 7, 8])).drafter.weights.follow
+    assert follow is not None
+    assert (follow.source, sorted(follow.ids.tolist())) == ("text", sorted({*range(VOCAB)} - {2, 3, 7, 8}))
+    assert model.with_tree(TreeConfig(1, 2, 5)).drafter.weights.follow is model.drafter.weights.follow
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"follow": "page"}, {"option": "follow", "found": "page"}),
+        ({"follow": "text", "follow_rows": 0}, {"option": "follow_rows", "found": 0}),
+        ({"follow": "text", "follow_rows": 8193}, {"option": "follow_rows", "found": 8193}),
+        ({"follow": "text", "follow_rows": True}, {"option": "follow_rows", "found": True}),
+        ({"follow": "text", "follow_rows": 2.5}, {"option": "follow_rows", "found": 2.5}),
+        ({"follow": "prompt"}, {"option": "follow", "missing": "rows"}),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(
+    tmp_path: Path, options: dict[str, object], facts: dict[str, object]
+) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    with raises(UsageError, **facts):
+        SpeculativeModel.from_pretrained(target, head, **TREE, **options)  # type: ignore[arg-type]
+    with raises(UsageError, **facts):
+        SpeculativeModel.from_pretrained(target, head, **TREE).with_follow(**options)  # type: ignore[arg-type]
