@@ -2,7 +2,7 @@
 
     penalise   a bit for each id that a row's repetition penalty falls on       one program per row and piece
     best       largest score and its lowest id                                  one per row and part
-    threshold  where top-k and top-p cut                                        one per row
+    (cuts)     where top-k and top-p cut: `cut_search`
     mass       weight of what is left                                           one per row and part
     draw       the part, then the token, in which the uniform number falls      one per row
 
@@ -17,7 +17,6 @@ from .token_weights import FAR, ONE, distance_weight, score_distance
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for place in range(6))
 """Places in ``numbers``."""
-BINS = tl.constexpr(64)
 COLDEST = tl.constexpr(1e-30)
 """The largest logit has all the probability long before this; colder, its quotient would overflow."""
 _NO_ID = tl.constexpr(0x7FFFFFFF)
@@ -143,154 +142,6 @@ def pick_kernel(
         ids = tl.load(best_id_ptr + row * PARTS + part, mask=mask, other=_NO_ID)
         token = tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0)
     tl.store(out_ptr + row, token)
-
-
-@triton.jit
-def list_nearest(
-    logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest, high, listed_ptr,
-    VOCAB: tl.constexpr, PART: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_SUPPRESSED: tl.constexpr,
-    HAS_MINIMUM: tl.constexpr,
-):  # fmt: skip
-    """Write a row's distances up to ``high`` one after the other; returns how many. There must be room."""
-    count = tl.zeros([], tl.int32)
-    for first in range(0, VOCAB, PART):
-        distance = load_distances(
-            logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest,
-            first + tl.arange(0, PART), VOCAB, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
-        )  # fmt: skip
-        is_near = distance <= high
-        place = tl.cumsum(is_near.to(tl.int32), axis=0)
-        tl.store(listed_ptr + count + place - 1, distance, mask=is_near)
-        count += tl.sum(is_near.to(tl.int32), axis=0)
-    tl.debug_barrier()
-    return count
-
-
-@triton.jit
-def scan_row(
-    logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest, listed_ptr, num_listed,
-    low, high, middle, shift, WEIGHTED: tl.constexpr, VOCAB: tl.constexpr, PART: tl.constexpr,
-    HAS_PENALTY: tl.constexpr, HAS_SUPPRESSED: tl.constexpr, HAS_MINIMUM: tl.constexpr,
-):  # fmt: skip
-    """What of a row lies nearer than ``low``, and up to ``middle`` (weights, or numbers of tokens): int64.
-
-    Also how many tokens lie nearer than ``low``, int32, and their numbers in bins of 2**shift distances from ``low`` to
-    ``high``: int32 [BINS]. Reads the list where there is one, that is where ``num_listed`` is not negative.
-    """
-    nearer = tl.zeros([PART], tl.int64)
-    half = tl.zeros([PART], tl.int64)
-    num_nearer = tl.zeros([PART], tl.int32)
-    counts = tl.zeros([BINS], tl.int32)
-    for first in range(0, tl.where(num_listed < 0, VOCAB, num_listed), PART):
-        place = first + tl.arange(0, PART)
-        if num_listed < 0:
-            distance = load_distances(
-                logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest, place,
-                VOCAB, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
-            )  # fmt: skip
-        else:
-            distance = tl.load(listed_ptr + place, mask=place < num_listed, other=FAR)
-        measure = distance_weight(distance) if WEIGHTED else tl.full([PART], 1, tl.int64)
-        nearer += tl.where(distance < low, measure, 0)
-        half += tl.where(distance <= middle, measure, 0)
-        num_nearer += (distance < low).to(tl.int32)
-        inside = (distance >= low) & (distance <= high)
-        counts += tl.histogram(tl.where(inside, (distance - low) >> shift, 0), BINS, mask=inside)
-    return tl.sum(nearer, axis=0), tl.sum(half, axis=0), tl.sum(num_nearer, axis=0), counts
-
-
-@triton.jit
-def find_threshold(
-    logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest, listed_ptr, capacity,
-    num_listed, limit, goal, WEIGHTED: tl.constexpr, VOCAB: tl.constexpr, PART: tl.constexpr,
-    HAS_PENALTY: tl.constexpr, HAS_SUPPRESSED: tl.constexpr, HAS_MINIMUM: tl.constexpr,
-):  # fmt: skip
-    """Smallest distance up to which the tokens, or with WEIGHTED their weights, reach ``goal``; at most ``limit``.
-
-    A negative goal stands for what top-p asks of all up to ``limit``. Returns the distance, the goal, and how many
-    distances are listed: all up to the one returned, or a negative number where they were never few enough.
-
-    Each pass narrows the interval in which the distance lies. Numbers of tokens in the bins tell it exactly; weights
-    they bound, as a bin's are known to within its width. What the bounds leave open is halved by an exact sum, so
-    that the search ends whatever the bounds. Once few tokens lie up to its end, passes read a list of them alone.
-    """
-    low = tl.zeros([], tl.int32)
-    high = limit
-    while (goal < 0) | (low < high):
-        middle = tl.where(goal < 0, high, low + (high - low) // 2)
-        # Power of two above the width, from the exponent of a float, down to BINS of them.
-        exponent = ((high - low).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-        shift = tl.maximum(exponent - 5, 0)
-        nearer, half, num_nearer, counts = scan_row(
-            logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest, listed_ptr, num_listed,
-            low, high, middle, shift, WEIGHTED, VOCAB, PART, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
-        )  # fmt: skip
-        is_first = goal < 0
-        if is_first:
-            share = 1.0 - tl.load(numbers_ptr + TOP_P).to(tl.float64)
-            # Whatever top-p is, the most probable token stays.
-            goal = half - tl.minimum((share * half.to(tl.float64)).to(tl.int64), half - 1)
-        bins = tl.arange(0, BINS)
-        most = counts.to(tl.int64)
-        least = most
-        if WEIGHTED:
-            start = low + (bins << shift)
-            most = most * distance_weight(start)
-            least = least * distance_weight(start + (1 << shift) - 1)
-        num_below = tl.sum((nearer + tl.cumsum(most, axis=0) < goal).to(tl.int32), axis=0)
-        num_open = tl.sum((nearer + tl.cumsum(least, axis=0) < goal).to(tl.int32), axis=0)
-        num_near = num_nearer + tl.sum(tl.where(bins <= num_open, counts, 0), axis=0)
-        last = low + ((num_open + 1) << shift) - 1
-        low = tl.minimum(low + (num_below << shift), high)
-        high = tl.minimum(last, high)
-        if is_first == 0:
-            if half >= goal:
-                high = tl.minimum(high, middle)
-            else:
-                low = tl.maximum(low, middle + 1)
-        if (num_listed < 0) & (num_near <= capacity):
-            num_listed = list_nearest(
-                logits_ptr, penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, too_short, largest, high, listed_ptr,
-                VOCAB, PART, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
-            )  # fmt: skip
-    return low, goal, num_listed
-
-
-@triton.jit
-def threshold_kernel(
-    logits_ptr, active_slots_ptr, active_count_ptr, positions_ptr, num_generated_ptr,
-    penalised_ptr, suppressed_ptr, eos_ptr, numbers_ptr, best_score_ptr, listed_ptr, capacity, threshold_ptr, goal_ptr,
-    NODES: tl.constexpr, VOCAB: tl.constexpr, WORDS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_PENALTY: tl.constexpr,
-    HAS_SUPPRESSED: tl.constexpr, HAS_MINIMUM: tl.constexpr,
-):  # fmt: skip
-    """Largest distance that top-k and top-p keep, and with top-p the weight that is to be kept."""
-    row = tl.program_id(0).to(tl.int64)
-    place = row // NODES
-    if place >= tl.load(active_count_ptr):
-        return
-    too_short = False
-    if HAS_MINIMUM:
-        slot = tl.load(active_slots_ptr + place)
-        too_short = is_too_short(slot, row % NODES, positions_ptr, num_generated_ptr, numbers_ptr, NODES)
-    largest = largest_of(best_score_ptr, row, PARTS, BLOCK_P)
-    # Beyond, weights are 0 and it does not matter what is cut.
-    limit = tl.zeros([], tl.int32) + (FAR - 1)
-    num_listed = tl.full([], -1, tl.int32)
-    if HAS_TOP_K:
-        limit, _, num_listed = find_threshold(
-            logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short,
-            largest, listed_ptr + row * capacity, capacity, num_listed, limit,
-            tl.load(numbers_ptr + TOP_K).to(tl.int64), False, VOCAB, PART, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
-        )  # fmt: skip
-    if HAS_TOP_P:
-        limit, goal, _ = find_threshold(
-            logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short,
-            largest, listed_ptr + row * capacity, capacity, num_listed, limit,
-            tl.full([], -1, tl.int64), True, VOCAB, PART, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
-        )  # fmt: skip
-        tl.store(goal_ptr + row, goal)
-    tl.store(threshold_ptr + row, limit)
 
 
 @triton.jit

@@ -7,10 +7,10 @@
 
 The weight of a score is a whole number (`token_weights`), so nothing here depends on the order of additions: a row's
 token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is sorted: the
-cuts of top-k and top-p are found by narrowing an interval with histograms.
+cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
 
-Bytes read: the logits once for greedy, three times for sampled, and some two times more from the L2 for each of top-k
-and top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
+Bytes read: the logits once for greedy, three times for sampled, and two or three times more from the L2 for top-k and
+top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
 logits without NaN. Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest,
 count as equal in the cuts; of equal ones top-p keeps the last ids.
 """
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from . import choice_kernels as kernels
+from . import cut_search
 from .arguments import check_tensors
 from .token_weights import MAX_VOCAB, ONE, distance_weight_ref, score_distance_ref
 
@@ -96,16 +97,22 @@ class ChoiceScratch:
     """int32 [rows, parts]."""
     threshold: Tensor
     """int32 [rows]: largest distance that the cuts keep."""
+    interval: Tensor
+    """int64 [rows, 4]: in which the cut lies, see `cut_search`."""
+    counts: Tensor
+    """int32 [rows, parts, 64]: tokens in the bins of the interval."""
     goal: Tensor
     """int64 [rows]: weight that top-p keeps at least."""
     mass: Tensor
-    """int64 [rows, parts]: weight nearer than the threshold."""
+    """int64 [rows, parts]: weight nearer than the interval, in the end nearer than the threshold."""
     num_tied: Tensor
     """int32 [rows, parts]: tokens at the threshold."""
     penalised: Tensor
     """int32 [rows, ceil(vocab / 32)]: seen, or on the node's path."""
     listed: Tensor
-    """int32 [rows, capacity]: distances of the most probable tokens, once few enough are left to search."""
+    """int32 [rows, capacity]: distances of the tokens in the interval, once few enough are left to search."""
+    num_listed: Tensor
+    """int32 [rows]"""
 
 
 def choice_scratch(
@@ -122,9 +129,10 @@ def choice_scratch(
     int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
     return ChoiceScratch(
         part, torch.empty(rows, parts, dtype=torch.float32, device=device), torch.empty(rows, parts, **int32),
-        torch.empty(rows, **int32), torch.empty(rows, **int64), torch.empty(rows, parts, **int64),
-        torch.empty(rows, parts, **int32), torch.empty(rows, num_words(vocab), **int32),
-        torch.empty(rows, capacity, **int32),
+        torch.empty(rows, **int32), torch.empty(rows, 4, **int64),
+        torch.empty(rows, parts, cut_search.BINS.value, **int32), torch.empty(rows, **int64),
+        torch.empty(rows, parts, **int64), torch.empty(rows, parts, **int32),
+        torch.empty(rows, num_words(vocab), **int32), torch.empty(rows, capacity, **int32), torch.empty(rows, **int32),
     )  # fmt: skip
 
 
@@ -227,7 +235,7 @@ def choose_tokens(
     out: Tensor,
     scratch: ChoiceScratch,
 ) -> None:
-    """Choose a token at every node of the active slots' trees: two launches for greedy, three to five for sampled.
+    """Choose a token at every node of the active slots' trees: two launches for greedy, three sampled, nine with cuts.
 
     Allocates nothing and does not wait, so a CUDA graph can hold it.
 
@@ -274,9 +282,21 @@ def choose_tokens(
         return
     has_cut = rules.has_top_k or rules.has_top_p
     if has_cut:
-        kernels.threshold_kernel[(rows,)](
-            logits, *row_arguments, *score_arguments, scratch.best_score, scratch.listed, scratch.listed.shape[1],
-            scratch.threshold, scratch.goal, **common, **reduction,
+        of_row = (logits, *row_arguments, *score_arguments, scratch.best_score, scratch.interval)
+        listed = (scratch.listed, scratch.num_listed, scratch.listed.shape[1])
+        few = min(cut_search.FEW, scratch.listed.shape[1])
+        search: dict[str, Any] = {"NODES": nodes, **reduction, "WEIGHTED": not rules.has_top_k}
+        for is_first in (True, False):
+            cut_search.survey_kernel[(rows, parts)](
+                *of_row, scratch.counts, scratch.mass, few, **common | search, FIRST=is_first, num_warps=8
+            )
+            cut_search.narrow_kernel[(rows,)](
+                active_count, state.numbers, scratch.interval, scratch.counts, scratch.mass, scratch.num_listed,
+                few, **search, FIRST=is_first, num_warps=4,
+            )  # fmt: skip
+        cut_search.collect_kernel[(rows, parts)](*of_row, scratch.mass, *listed, **common | search, num_warps=8)
+        cut_search.cut_kernel[(rows,)](
+            *of_row, scratch.mass, *listed, scratch.threshold, scratch.goal, **common, **reduction,
             HAS_TOP_K=rules.has_top_k, HAS_TOP_P=rules.has_top_p, num_warps=16,
         )  # fmt: skip
     kernels.mass_kernel[(rows, parts)](

@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 import triton
-from eagle_slim.runtime.kernels import choice_kernels as kernels
+from eagle_slim.runtime.kernels import choice_kernels, cut_search
 from eagle_slim.runtime.kernels.compile_check import assembler_report
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
 from triton.backends.compiler import GPUTarget
@@ -22,9 +22,9 @@ POINTERS = {
     "*bf16": "logits",
     "*i32": (
         "active_slots active_count num_generated penalised suppressed eos seen best_id threshold num_tied out listed "
-        "tokens"
+        "tokens counts num_listed"
     ),
-    "*i64": "positions draft_tokens parents goal mass",
+    "*i64": "positions draft_tokens parents goal mass interval",
     "*fp32": "numbers best_score",
     "*fp64": "uniforms",
 }
@@ -39,18 +39,20 @@ SIZES = {
     "BLOCK": 4096,
 }
 WARPS = {
-    "penalise_kernel": 8, "best_kernel": 8, "pick_kernel": 1, "threshold_kernel": 16, "mass_kernel": 8,
-    "draw_kernel": 8, "mark_seen_kernel": 1,
+    "penalise_kernel": 8, "best_kernel": 8, "pick_kernel": 1, "survey_kernel": 8, "narrow_kernel": 4,
+    "collect_kernel": 8, "cut_kernel": 16, "mass_kernel": 8, "draw_kernel": 8, "mark_seen_kernel": 1,
 }  # fmt: skip
 
 
 def compile_report(name: str, chip: Chip) -> dict[str, int]:
     """Compile one kernel with every stage on: shared memory and what ptxas says."""
-    kernel = getattr(kernels, name)
+    kernel = getattr(cut_search, name, None) or getattr(choice_kernels, name)
     kinds = {f"{pointer}_ptr": kind for kind, names in POINTERS.items() for pointer in names.split()}
     constants: dict[str, Any] = {
         parameter: SIZES.get(parameter, True) for parameter in kernel.arg_names if parameter.isupper()
     }
+    if "FIRST" in constants:
+        constants["FIRST"] = False
     if name == "mark_seen_kernel":
         constants["BLOCK"] = 8
     types = {
