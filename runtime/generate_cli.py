@@ -146,17 +146,21 @@ class _Session:
         self.log_file, self.log = log_file, None if log_file is None else MissLog.of(model)
         if log_file is not None:
             check_log(log_file, self.log)
+        self._path = ""
 
-    def answer(self, prompt: str) -> None:
-        """Stream one answer and print its figures."""
+    def answer(self, prompt: str, reuse_prefix: bool = False) -> None:
+        """Stream one answer and print its figures; what ran is told when it is not what ran before."""
         from .generation.streaming import StopTextStreamer
 
         ids = self._encode(prompt)
         streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
-        output = self.model.generate(ids, streamer=streamer, **self.options)
+        output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)
         self.messages.append({"role": "assistant", "content": output.text[0] or ""})
         self.answered.append(output.stats)
         self._keep(output)
+        if output.stats.path != self._path:
+            self._path = output.stats.path
+            note(self._path)
         note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}" + _seed(output))
         if self.check:
             _check(self.model, ids, output, self.options)
@@ -200,7 +204,7 @@ class _Session:
                 before = list(self.messages)
                 try:
                     _check_text("message", prompt)
-                    self.answer(prompt)
+                    self.answer(prompt, reuse_prefix=True)
                 except EagleSlimError as error:
                     # A conversation that has outgrown the context must not end the session.
                     note(f"error: {error}")
@@ -255,11 +259,13 @@ def _stats_of(answered: Sequence[GenerationStats]) -> GenerationStats:
 
 def figures(stats: GenerationStats) -> str:
     """Return the cost of a generation in one line."""
+    reused = f", {stats.num_reused_tokens} of {stats.num_prompt_tokens} prompt tokens kept from before"
     shares = ", ".join(f"{name} {share:.0%}" for name, share in stats.shares.items() if share or name == "host")
     missed = f"; {stats.missed_rate:.1%} of them outside the draft vocabulary" if stats.num_missed else ""
     return (
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
-        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}; time: {shares}"
+        f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
+        f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
     )
 
 

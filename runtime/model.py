@@ -37,6 +37,7 @@ from .generation.arguments import (
     read_stop_strings,
 )
 from .generation.choice_rules import DeviceRules, device_rules
+from .generation.decoder import WarmUp
 from .generation.device import DeviceDecoders, try_captured
 from .generation.device_loop import DeviceLoop
 from .generation.logit_records import LogitRecord
@@ -49,6 +50,7 @@ from .generation.requests import Request, start
 from .generation.sampling_params import read_sampling_params
 from .generation.stats import GenerationStats
 from .generation.streaming import Streamer, send_tokens
+from .generation.tree_size import TreeSize, device_name, measured_sizes
 from .kernels.launch import TritonDrafter
 from .loading import (
     DrafterFactory,
@@ -98,6 +100,7 @@ class SpeculativeModel:
         drafter_kind: str | DrafterFactory = "reference",
         tokenizer_source: str | None = None,
         tokenizer_hash: str | None = None,
+        is_tree_sized: bool = False,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -115,6 +118,9 @@ class SpeculativeModel:
         """Most tokens of prompt and answer together."""
         self.drafter_reason = "asked for"
         """Why this drafter."""
+        self.is_tree_sized = is_tree_sized
+        """Whether each call chooses the size of its trees (`tree_size`), up to the drafter's; else they have that."""
+        self._drafters = {drafter.tree: drafter}
         if target.on_device is None and target.device.type == "cuda" and target.pieces_reason is None:
             tried = try_captured(target, drafter)
             target.on_device, target.pieces_reason = (None, tried) if isinstance(tried, str) else (tried, None)
@@ -158,8 +164,9 @@ class SpeculativeModel:
                 ``draft_vocab`` leaves out and the head was trained on. Needs their rows: a head with more rows than
                 ``draft_vocab``, one that drafts with the target's LM head, or one converted with ``--keep-rows``.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
-            depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None means 60, or all
-                candidates where there are fewer.
+            depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
+                by sequences and context, from measured steps (`generation.tree_size`): up to 60 nodes, down to plain
+                decoding where drafting does not pay. A number is kept.
             dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
                 ``torch_dtype`` is its older name in transformers.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
@@ -225,7 +232,10 @@ class SpeculativeModel:
         kind, reason = choose_drafter(drafter, weights, tree)
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if kind == "triton" else None
         built = build_drafter(kind, weights, tree, order)
-        whole = cls(wrapped, built, tokenizer, max_model_len, opened, kind, tokenizer_source, tokenizer_hash)
+        whole = cls(
+            wrapped, built, tokenizer, max_model_len, opened, kind, tokenizer_source, tokenizer_hash,
+            is_tree_sized=total_tokens is None,
+        )  # fmt: skip
         whole.drafter_reason = reason
         return whole
 
@@ -247,7 +257,7 @@ class SpeculativeModel:
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if self.drafter_kind == "triton" else None
-        return self._with_drafter(other, self.drafter.tree, order)
+        return self._with_weights(other, order)
 
     def with_follow(
         self,
@@ -262,26 +272,31 @@ class SpeculativeModel:
         """
         weights = self.drafter.weights
         if follow is None:
-            return self._with_drafter(replace(weights, follow=None), self.drafter.tree)
+            return self._with_weights(replace(weights, follow=None))
         check_follow(follow, follow_rows)
         if self.opened is None:
             raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
         rows = self.opened.rows_to_follow(self.target, weights, follow, follow_rows, rank_order)
-        return self._with_drafter(replace(weights, follow=rows), self.drafter.tree)
+        return self._with_weights(replace(weights, follow=rows))
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
-        """Return a model that drafts trees of another shape; everything loaded is shared.
+        """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
 
         Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
         """
-        return self._with_drafter(self.drafter.weights, tree)
+        return self._with_drafter(self._build_drafter(self.drafter.weights, tree), is_tree_sized=False)
 
-    def _with_drafter(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> SpeculativeModel:
+    def _with_weights(self, weights: HeadWeights, order: Tensor | None = None) -> SpeculativeModel:
+        return self._with_drafter(self._build_drafter(weights, self.drafter.tree, order), self.is_tree_sized)
+
+    def _build_drafter(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> Drafter:
+        """Build a drafter of this model's kind for another tree or vocabulary."""
         own = self.drafter
         if self.drafter_kind == "triton" and isinstance(own, TritonDrafter):
-            drafter: Drafter = own.like(weights, tree, order)
-        else:
-            drafter = build_drafter(self.drafter_kind, weights, tree)
+            return own.like(weights, tree, order)
+        return build_drafter(self.drafter_kind, weights, tree)
+
+    def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
         return SpeculativeModel(
             self.target,
             drafter,
@@ -291,6 +306,7 @@ class SpeculativeModel:
             self.drafter_kind,
             self.tokenizer_source,
             self.tokenizer_hash,
+            is_tree_sized,
         )
 
     @property
@@ -348,6 +364,7 @@ class SpeculativeModel:
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
         time_phases: bool = False,
+        reuse_prefix: bool = False,
         generation_config: GenerationConfig | None = None,
         logits_processor: Sequence[Any] | None = None,
         **options: Any,
@@ -376,6 +393,10 @@ class SpeculativeModel:
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
             time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
                 a profiler sees their names; a little slower than whole steps.
+            reuse_prefix: take over what the slots still hold of earlier calls: tokens that a prompt shares with such a
+                sequence from the beginning on, as the next turn of a chat does, are not run again
+                (``stats.num_reused_tokens``). Only where steps run on the device (``stats.path``). In float32 the
+                answer is the same; below it a prompt cut differently can round a near-tie differently.
             generation_config: as in transformers, for what no argument says.
             logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
                 functions of these alone (`options`).
@@ -459,21 +480,27 @@ class SpeculativeModel:
         check_prompts(requests, self.target.embedding.shape[0])
         if streamer is not None:
             streamer.put(torch.tensor([prompts[0]]))
-        drafter = self.drafter if speculative else None
+        size = self._tree_size(requests, max_slots, speculative)
+        drafter = self._drafter_for(size.num_nodes)
         listener = None if streamer is None else send_tokens(streamer)
         loop: DeviceLoop | GenerationLoop
         rules = self._device_rules(drafter, options, sampling, requests)
         if isinstance(rules, DeviceRules):
             assert self._decoders is not None
             states = start(requests, sampling, listener, None if drafter is None else HeldIds.of(drafter.weights))
-            loop = DeviceLoop(self._decoders, self.target.lock, states, rules, max_slots, speculative, time_phases)
+            loop = DeviceLoop(
+                self._decoders, self.target.lock, states, rules, max_slots, None if drafter is None else drafter.tree,
+                time_phases, reuse_prefix,
+            )  # fmt: skip
         else:
             loop = GenerationLoop(self.target, drafter, requests, sampling, max_slots, listener)
         results, stats = loop.run()
-        stats = replace(stats, path=f"{loop.path}; target {self.target.backend}; drafter {self.drafter_kind}")
+        tree = "plain decoding" if drafter is None else f"trees of {size.num_nodes} nodes"
+        path = f"{loop.path}; target {self.target.backend}; drafter {self.drafter_kind}; {tree} ({size.reason})"
+        stats = replace(stats, num_nodes=size.num_nodes, path=path)
         if streamer is not None:
             streamer.end()
-        if speculative:
+        if drafter is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         return GenerationOutput(
             tuple(results),
@@ -506,6 +533,65 @@ class SpeculativeModel:
             keywords["output_logits"] = True
         output = self.generate([self.encode_chat(each) for each in conversations], **keywords)
         return output if logprobs is None else with_logprobs(output, read_count("logprobs", logprobs, 0))
+
+    def warmup(
+        self, num_prompts: int = 1, max_length: int = 2048, *, max_slots: int = DEFAULT_MAX_SLOTS,
+        speculative: bool = True, **options: Any,
+    ) -> WarmUp:  # fmt: skip
+        """Compile and capture, before the first prompt comes, all that calls like the one described will use.
+
+        Args:
+            num_prompts: prompts of a call; fewer at a time are served as well.
+            max_length: most tokens of a prompt and its answer together. The KV cache is allocated for them.
+            max_slots, speculative: as in `generate`.
+            options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
+                each combination of stages has graphs of its own, which serve all values.
+
+        Returns the time for it, compilation and capture apart, and the memory. Where steps run in pieces there is
+        nothing to get ready. A tree whose size is chosen is that of a prompt of half the length. Raises `UsageError`
+        as `generate` does.
+        """
+        num_prompts, max_slots = read_count("num_prompts", num_prompts, 1), read_count("max_slots", max_slots, 1)
+        prompt = (0,) * (read_count("max_length", max_length, 2) // 2)
+        joined = join_options(self.generation_config, None, options)
+        sampling = read_sampling(joined, options, seed=0)
+        eos, vocab_size = self.eos_token_ids, int(self.target.text_config.vocab_size)
+        new = max_length - len(prompt)
+        process = build_processors(joined, len(prompt), new, eos, vocab_size, (), self.device, None)
+        requests = [Request(0, prompt, new, eos, process=process)] * num_prompts
+        size = self._tree_size(requests, max_slots, speculative)
+        drafter = self._drafter_for(size.num_nodes)
+        rules = self._device_rules(drafter, joined, sampling, requests)
+        if isinstance(rules, str):
+            return WarmUp()
+        assert self._decoders is not None
+        tree = None if drafter is None else drafter.tree
+        with self.target.lock.hold():
+            return self._decoders.warm_up(min(num_prompts, max_slots), max_length, tree, rules.rules)
+
+    def _tree_size(self, requests: Sequence[Request], max_slots: int, speculative: bool) -> TreeSize:
+        """How many nodes the trees of a call have."""
+        if not speculative:
+            return TreeSize(1, "asked for")
+        tree = self.drafter.tree
+        if not self.is_tree_sized:
+            return TreeSize(tree.total_tokens, "asked for")
+        slots = max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
+        context = max((len(request.prompt_ids) for request in requests), default=1)
+        device = self.device
+        size = measured_sizes().choose(
+            device_name(device), device.type, self.target.weight_bytes, slots, context, tree.total_tokens
+        )
+        return size
+
+    def _drafter_for(self, num_nodes: int) -> Drafter | None:
+        """Return a drafter of trees of a size, None for plain decoding."""
+        if num_nodes == 1:
+            return None
+        tree = replace(self.drafter.tree, total_tokens=num_nodes)
+        if tree not in self._drafters:
+            self._drafters[tree] = self._build_drafter(self.drafter.weights, tree)
+        return self._drafters[tree]
 
     def _device_rules(
         self, drafter: Drafter | None, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request]

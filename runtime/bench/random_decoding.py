@@ -124,16 +124,24 @@ def fill(decoder: DeviceDecoder, num_active: int, prefix: int) -> None:
 
 
 def phase_times(
-    decoder: DeviceDecoder, num_active: int, prefix: int, rules: ChoiceRules, rounds: int = 10, times: int = 4
+    decoder: DeviceDecoder,
+    num_active: int,
+    prefix: int,
+    rules: ChoiceRules,
+    rounds: int = 10,
+    times: int = 4,
+    is_whole: bool = False,
 ) -> dict[str, float]:
     """Milliseconds of each phase where it stands, and of whole steps: medians of means of ``times`` replays in a row.
+
+    ``is_whole``: of whole steps alone.
 
     A phase can be repeated: only the walk moves on, by a few rows a time, and no phase depends much on that.
     """
     device = decoder.target.device
     fill(decoder, num_active, prefix)
     row = {}
-    for name, run in decoder.timed_step(num_active, rules):
+    for name, run in () if is_whole else decoder.timed_step(num_active, rules):
         run()
         row[f"{name}_ms"] = statistics.median(time_queued_us(run, device, times) for _ in range(rounds)) / 1e3
     samples = []

@@ -15,15 +15,24 @@ from ..kernels import fused_layers
 from ..kernels.grid_barrier import ERROR
 from ..kernels.launch import SharedPacking, Weights, allocate_buffers, launch_drafter
 from ..kernels.prompt_chunks import ChunkRows
+from .buffers import cache_shape
 from .config import MAX_NEW_TOKENS, DrafterConfig
 from .weights import HeadWeights
+
+
+def allocate_cache(head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int) -> tuple[Tensor, Tensor]:
+    """Allocate keys and values for `BufferedDrafter`s of trees of one depth and top_k."""
+    cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
+    keys = torch.zeros(cache_shape(cfg), dtype=cfg.dtype, device=head.device)
+    return keys, torch.zeros_like(keys)
 
 
 class BufferedDrafter:
     """A head over buffers for ``num_slots`` sequences of up to ``capacity`` tokens.
 
-    ``packing``: the head's, shared with others that draft with it; needed by "triton". Raises as `DrafterConfig.of`
-    and `Weights.pack`.
+    ``packing``: the head's, shared with others that draft with it; needed by "triton". ``cache``: keys and values that
+    other drafters of the head use too, for as many slots or more, as `allocate_cache` makes them. Raises as
+    `DrafterConfig.of` and `Weights.pack`.
     """
 
     def __init__(
@@ -34,12 +43,14 @@ class BufferedDrafter:
         capacity: int,
         backend: str = "triton",
         packing: SharedPacking | None = None,
+        cache: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.head, self.tree, self.backend = head, tree, backend
         weight_dtype = None if packing is None else packing.weight_dtype
         self.cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS, weight_dtype)
         self.weights = Weights(head) if packing is None else packing.weights(self.cfg)
-        self.bufs = allocate_buffers(self.cfg, self.weights)
+        keys, values = allocate_cache(head, tree, num_slots, capacity) if cache is None else cache
+        self.bufs = allocate_buffers(self.cfg, self.weights, (keys[:num_slots], values[:num_slots]))
         device = head.device
         if head.follow is not None:
             # Made here: a captured graph must not be what makes it.

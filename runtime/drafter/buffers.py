@@ -79,14 +79,20 @@ class Buffers:
                 )
 
     @classmethod
-    def allocate(cls, cfg: DrafterConfig, device: torch.device | str) -> Buffers:
-        """Allocate for a configuration; outputs start as -2, a value no draft writes."""
+    def allocate(
+        cls, cfg: DrafterConfig, device: torch.device | str, cache: tuple[Tensor, Tensor] | None = None
+    ) -> Buffers:
+        """Allocate for a configuration; outputs start as -2, a value no draft writes.
+
+        ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
+        """
         slots = cfg.num_slots
-        cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
-        layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache, cfg.dtype)
-        tensors: dict[str, Any] = {
+        layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache_shape(cfg), cfg.dtype)
+        tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
+        tensors |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
             for name, (shape, dtype) in layout.items()
+            if name not in tensors
         }
         bufs = cls(**tensors, tree_rows=cfg.depth * cfg.top_k, target_vocab=cfg.target_vocab, workspace={})
         bufs.num_new.fill_(1)
@@ -159,6 +165,11 @@ class Buffers:
                 token=wrong[0],
             )
         check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
+
+
+def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
+    """Shape of the keys, and of the values, of a configuration."""
+    return cfg.num_slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim
 
 
 def _layout(

@@ -14,10 +14,12 @@ CPU the same phases run one after another with the PyTorch twins.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +49,21 @@ CHUNKS = (64, 512)
 PHASES = ("draft", "verify", "accept", "commit")
 
 Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What getting ready took; nothing where everything was ready before, and where there are no graphs."""
+
+    compile_s: float = 0.0
+    """Seconds for running everything once: compiling kernels, creating the libraries' handles."""
+    capture_s: float = 0.0
+    """Seconds for capturing it into graphs."""
+    num_graphs: int = 0
+    graph_bytes: int = 0
+    """Device memory that the graphs take, their pool included."""
+    cache_bytes: int = 0
+    """Device memory of the keys and values, of target and drafter."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +113,18 @@ def chunk_of(left: int) -> int:
 class DeviceDecoder:
     """State, buffers and steps for up to ``num_slots`` sequences of ``cache.capacity`` rows each.
 
-    ``drafter`` None decodes plainly: a tree of its root alone.
+    ``drafter`` None decodes plainly: a tree of its root alone. ``pool``: memory that the graphs share with those of
+    other decoders, as graphs leave nothing in it from one replay to the next; None is a pool of its own.
     """
 
-    def __init__(self, target: DeviceTarget, cache: KVCache, drafter: BufferedDrafter | None, num_slots: int) -> None:
+    def __init__(
+        self,
+        target: DeviceTarget,
+        cache: KVCache,
+        drafter: BufferedDrafter | None,
+        num_slots: int,
+        pool: Any = None,
+    ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
         self.nodes = 1 if drafter is None else drafter.tree.total_tokens
@@ -129,7 +154,9 @@ class DeviceDecoder:
         self._chunks: dict[int, tuple[ChunkRows, ForwardBuffers, Tensor]] = {}
         self._scratch: dict[tuple[int, int], ChoiceScratch] = {}
         self._graphs: dict[object, Run] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool = torch.cuda.graph_pool_handle() if pool is None and device.type == "cuda" else pool
+        self.graph_bytes = 0
+        """Memory that capturing graphs has taken."""
 
     @property
     def is_captured(self) -> bool:
@@ -169,12 +196,15 @@ class DeviceDecoder:
         """What joined each slot's draft vocabulary."""
         return None if self.drafter is None else self.drafter.bufs.tails
 
-    def enter(self, prompt_length: int, rules: ChoiceRules) -> None:
-        """Run the prompt in `box` into its slot, with the tail that was set for it, and choose its first new token."""
+    def enter(self, num_tokens: int, rules: ChoiceRules) -> None:
+        """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
+
+        The slot's tail has been set before.
+        """
         self.ops.begin_prompt(self.box, self.state)
         if self.follow is not None:
             self.ops.gather_rows(self.follow, self.tails)
-        left = prompt_length
+        left = num_tokens
         while left > 0:
             nodes = chunk_of(left)
             self._run(("chunk", nodes, rules.flags), partial(self._chunk, nodes, rules))
@@ -186,15 +216,26 @@ class DeviceDecoder:
         self.state.running[slot : slot + 1].zero_()
         self.ops.list_active(self.state)
 
-    def warm_up(self, rules: ChoiceRules, num_active: int) -> None:
+    def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
         """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty."""
         if not self.is_captured:
-            return
-        for places in BUCKETS:
-            if places <= bucket_of(num_active):
-                self._graph(("step", places, rules.flags), partial(self._step, places, rules))
-        for nodes in CHUNKS:
-            self._graph(("chunk", nodes, rules.flags), partial(self._chunk, nodes, rules))
+            return WarmUp()
+        runs: dict[object, Run] = {
+            ("step", places, rules.flags): partial(self._step, places, rules)
+            for places in BUCKETS
+            if places <= bucket_of(num_active)
+        }
+        runs |= {("chunk", nodes, rules.flags): partial(self._chunk, nodes, rules) for nodes in CHUNKS}
+        missing = {key: run for key, run in runs.items() if key not in self._graphs}
+        if not missing:
+            return WarmUp()
+        started, bytes_before = time.perf_counter(), self.graph_bytes
+        self._practise(missing.values())
+        compiled = time.perf_counter()
+        for key, run in missing.items():
+            self._graphs[key] = self._record(run)
+        captured = time.perf_counter()
+        return WarmUp(compiled - started, captured - compiled, len(missing), self.graph_bytes - bytes_before)
 
     def _run(self, key: object, run: Run) -> None:
         if self.is_captured:
@@ -204,19 +245,26 @@ class DeviceDecoder:
 
     def _graph(self, key: object, run: Run) -> Run:
         if key not in self._graphs:
-            self._graphs[key] = self._capture(run)
+            self._practise([run])
+            self._graphs[key] = self._record(run)
         return self._graphs[key]
 
-    def _capture(self, run: Run) -> Run:
-        """Capture work into a graph. It runs once before, over no slots, to compile kernels and create handles."""
+    def _practise(self, runs: Iterable[Run]) -> None:
+        """Run work over no slots, to compile kernels and create handles: a capture could not."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with self._no_slots(), torch.cuda.stream(stream):
-            run()
+            for run in runs:
+                run()
         torch.cuda.current_stream().wait_stream(stream)
+
+    def _record(self, run: Run) -> Run:
+        """Capture work that has run before into a graph."""
+        before = torch.cuda.mem_get_info()[0]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
+        self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
         return graph.replay
 
     @contextmanager

@@ -1,10 +1,15 @@
-"""Decoders on the device, kept from call to call: one KV cache for all, and a decoder for each number of slots."""
+"""Decoders on the device, kept from call to call: one KV cache, and a decoder for each number of slots and tree."""
 
 from __future__ import annotations
 
-import torch
+from contextlib import nullcontext
+from dataclasses import replace
 
-from ..drafter.buffered import BufferedDrafter
+import torch
+from torch import Tensor
+
+from ..config import TreeConfig
+from ..drafter.buffered import BufferedDrafter, allocate_cache
 from ..drafter.config import MAX_NEW_TOKENS
 from ..drafter.reference import Drafter, ReferenceDrafter
 from ..kernels.choose_tokens import ChoiceRules
@@ -12,7 +17,8 @@ from ..kernels.launch import SharedPacking, TritonDrafter
 from ..target.captured import CapturedTarget
 from ..target.device_buffers import DeviceTarget, KVCache
 from ..target.transformers import TargetModel
-from .decoder import DeviceDecoder, bucket_of
+from .decoder import BUCKETS, DeviceDecoder, WarmUp, bucket_of
+from .kept_rows import KeptRows
 
 _SMALLEST_CAPACITY = 1024
 _LARGEST_POWER = 131072
@@ -30,7 +36,10 @@ def capacity_for(rows: int) -> int:
 
 
 class DeviceDecoders:
-    """Builds `DeviceDecoder`s and keeps them with their graphs, as long as the cache is large enough."""
+    """Builds `DeviceDecoder`s and keeps them with their graphs, as long as the cache is large enough.
+
+    Their trees have the depth and the top_k of the drafter's, and no more nodes.
+    """
 
     def __init__(self, target: DeviceTarget, drafter: Drafter) -> None:
         self.target, self.head, self.tree = target, drafter.weights, drafter.tree
@@ -39,17 +48,32 @@ class DeviceDecoders:
         self._cache: KVCache | None = None
         self.packing: SharedPacking | None = drafter.packing if isinstance(drafter, TritonDrafter) else None
         """The head as the kernel reads it, one for all numbers of slots."""
-        self._decoders: dict[tuple[int, bool], DeviceDecoder] = {}
+        self._draft_cache: tuple[Tensor, Tensor] | None = None
+        self._decoders: dict[tuple[int, TreeConfig | None], DeviceDecoder] = {}
+        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self.kept: list[KeptRows] = []
+        """What each slot of the cache still holds of the sequence that was in it last."""
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the target's keys and values."""
-        return 0 if self._cache is None else self._cache.size_bytes
+        """Memory of the keys and values, the target's and the drafter's."""
+        drafter = sum(tensor.numel() * tensor.element_size() for tensor in self._draft_cache or ())
+        return drafter + (0 if self._cache is None else self._cache.size_bytes)
 
-    def get(self, num_sequences: int, max_tokens: int, is_drafted: bool) -> DeviceDecoder:
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory that capturing the graphs has taken, those of all decoders."""
+        return sum(decoder.graph_bytes for decoder in self._decoders.values())
+
+    def forget(self) -> None:
+        """Forget what the slots still hold."""
+        self.kept = [KeptRows()] * len(self.kept)
+
+    def get(self, num_sequences: int, max_tokens: int, tree: TreeConfig | None) -> DeviceDecoder:
         """Return a decoder for that many sequences side by side (1 to 16) of up to ``max_tokens`` tokens each.
 
-        A cache that has to grow takes all decoders with it: their graphs hold its addresses.
+        ``tree`` None decodes plainly. A cache that has to grow takes all decoders with it: their graphs hold its
+        addresses.
         """
         num_slots, nodes = bucket_of(num_sequences), max(self.tree.total_tokens, self.tree.path_width)
         # One row more, which a captured forward writes where a row of its own goes nowhere.
@@ -59,19 +83,37 @@ class DeviceDecoders:
             capacity = capacity_for(max(needed, 0 if cache is None else cache.capacity))
             # The old one goes before the new one comes, so that there is room.
             self._decoders.clear()
-            self._cache = cache = None
+            self._cache = cache = self._draft_cache = None
             self._cache = KVCache(self.target, slots, capacity)
+            self.kept = [KeptRows()] * slots
             self.target.reserve_positions(capacity + MAX_NEW_TOKENS)
-        key = (num_slots, is_drafted)
+        key = (num_slots, tree)
         if key not in self._decoders:
-            view = self._cache.first(num_slots)  # type: ignore[union-attr]
-            drafter = self._drafter(num_slots, view.capacity) if is_drafted else None
-            self._decoders[key] = DeviceDecoder(self.target, view, drafter, num_slots)
+            assert self._cache is not None
+            drafter = None if tree is None else self._drafter(tree, num_slots, self._cache)
+            self._decoders[key] = DeviceDecoder(
+                self.target, self._cache.first(num_slots), drafter, num_slots, self._pool
+            )
         return self._decoders[key]
 
-    def _drafter(self, num_slots: int, capacity: int) -> BufferedDrafter:
+    @torch.inference_mode()
+    def warm_up(self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules) -> WarmUp:
+        """Compile and capture what calls of up to that many sequences and tokens will use."""
+        device = self.target.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            num_slots = min(num_sequences, BUCKETS[-1])
+            decoder = self.get(num_slots, max_tokens, tree)
+            decoder.clear_()
+            found = decoder.warm_up(rules, num_slots)
+        return replace(found, cache_bytes=self.cache_bytes)
+
+    def _drafter(self, tree: TreeConfig, num_slots: int, cache: KVCache) -> BufferedDrafter:
         assert self.backend is not None
-        return BufferedDrafter(self.head, self.tree, num_slots, capacity, self.backend, self.packing)
+        if self._draft_cache is None:
+            self._draft_cache = allocate_cache(self.head, tree, cache.num_slots, cache.capacity)
+        return BufferedDrafter(
+            self.head, tree, num_slots, cache.capacity, self.backend, self.packing, self._draft_cache
+        )
 
 
 def try_captured(target: TargetModel, drafter: Drafter) -> CapturedTarget | str:
@@ -80,7 +122,7 @@ def try_captured(target: TargetModel, drafter: Drafter) -> CapturedTarget | str:
     try:
         captured = CapturedTarget(target)
         with torch.inference_mode(), torch.cuda.device(target.device):
-            DeviceDecoders(captured, drafter).get(1, 1, is_drafted=False).warm_up(ChoiceRules(), 1)
+            DeviceDecoders(captured, drafter).get(1, 1, tree=None).warm_up(ChoiceRules(), 1)
     except Exception as error:  # a model's own code may raise anything under capture
         torch.cuda.synchronize(target.device)
         return f"the forward of {name} cannot be captured: {str(error).splitlines()[0][:200]}"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import TreeConfig
 from ..errors import DrafterError
 from ..kernels.acceptance import RECORD_HEAD, RUNNING
 from ..kernels.choose_tokens import token_bits
@@ -23,6 +24,7 @@ from ..target.lock import GenerationLock
 from .choice_rules import DeviceRules
 from .decoder import BUCKETS
 from .device import DeviceDecoders
+from .kept_rows import KeptRows, match_slots
 from .requests import RequestOutput, RunningRequest, collect
 from .stats import GenerationStats, PhaseTimer
 
@@ -38,7 +40,11 @@ class _Record:
 
 
 class DeviceLoop:
-    """One call; ``states`` are the requests in its order. ``time_phases`` runs and times a step phase by phase."""
+    """One call; ``states`` are the requests in its order.
+
+    ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
+    what slots hold of a prompt from earlier calls (`kept_rows`).
+    """
 
     def __init__(
         self,
@@ -47,11 +53,12 @@ class DeviceLoop:
         states: Sequence[RunningRequest],
         rules: DeviceRules,
         max_slots: int = BUCKETS[-1],
-        is_drafted: bool = True,
+        tree: TreeConfig | None = None,
         time_phases: bool = False,
+        reuse_prefix: bool = False,
     ) -> None:
         self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
-        self.max_slots, self.is_drafted = max_slots, is_drafted
+        self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
         self.numbers, self.suppressed, self.time_phases = rules.numbers, rules.suppressed, time_phases
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
@@ -74,7 +81,7 @@ class DeviceLoop:
             # More prompts than the largest decoder has slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, BUCKETS[-1])
             longest = max(state.request.max_tokens for state in self.waiting)
-            self.decoder = self.decoders.get(num_slots, longest, self.is_drafted)
+            self.decoder = self.decoders.get(num_slots, longest, self.tree)
             self.num_slots = num_slots
             try:
                 return self._run()
@@ -83,6 +90,7 @@ class DeviceLoop:
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 self.decoder.clear_()
+                self.decoders.forget()
                 raise
 
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
@@ -102,23 +110,34 @@ class DeviceLoop:
                 self._read()
         timings = self.timer.stop_and_wait()
         return collect(
-            self.states, timings, num_empty_steps=self.num_empty_steps, cache_bytes=self.decoders.cache_bytes
+            self.states,
+            timings,
+            num_empty_steps=self.num_empty_steps,
+            cache_bytes=self.decoders.cache_bytes,
+            graph_bytes=self.decoders.graph_bytes,
         )
 
     def _fill_slots(self) -> None:
-        for slot in range(self.num_slots):
-            if slot not in self.running and self.waiting:
-                self.running[slot] = self.waiting.popleft()
-                with self.timer.phase("prefill"):
-                    self._enter(slot, self.running[slot])
-                self._keep_record(self.decoder.entering.record, {slot: self.running[slot]}, is_step=False)
+        free = [slot for slot in range(self.num_slots) if slot not in self.running]
+        entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
+        kept = self.decoders.kept if self.reuse_prefix else [KeptRows()] * self.num_slots
+        prompts = [state.request.prompt_ids for state in entering]
+        matches = match_slots(prompts, kept, free, self.tree is not None)
+        for state, (slot, shared) in zip(entering, matches, strict=True):
+            self.running[slot], state.num_reused = state, shared
+            with self.timer.phase("prefill"):
+                self._enter(slot, state)
+            self._keep_record(self.decoder.entering.record, {slot: state}, is_step=False)
 
     def _enter(self, slot: int, state: RunningRequest) -> None:
         decoder, request, prompt = self.decoder, state.request, state.request.prompt_ids
         most = request.max_tokens - len(prompt)
         eos = sorted(request.eos_ids)
         blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
-        self._upload(decoder.box.numbers, [slot, len(prompt), most, *eos, *blank])
+        # Of what was in the slot only this much stays, whatever becomes of the sequence.
+        pairs = min(self.decoders.kept[slot].num_pairs, state.num_reused)
+        self.decoders.kept[slot] = KeptRows(prompt[: state.num_reused + 1], pairs)
+        self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.stream is not None:
             self._upload(decoder.choice.uniforms[slot, : len(state.stream)], state.stream, torch.float64)
@@ -128,7 +147,7 @@ class DeviceLoop:
             self._upload(decoder.choice.eos, token_bits(torch.tensor(eos), decoder.target.vocab_size))
         if decoder.follow is not None and decoder.tails is not None:
             decoder.tails.set_slot(slot, decoder.follow.join((), prompt), decoder.follow)
-        decoder.enter(len(prompt), self.rules)
+        decoder.enter(len(prompt) - state.num_reused, self.rules)
 
     def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
         """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
@@ -138,7 +157,7 @@ class DeviceLoop:
     def _step(self) -> None:
         num_active = len(self.running)
         if self.time_phases:
-            if not self.is_drafted:
+            if self.tree is None:
                 # A step's times begin with its draft, empty or not.
                 with self.timer.phase("draft"):
                     pass
@@ -178,8 +197,14 @@ class DeviceLoop:
                 continue
             if record.is_step:
                 state.accepted_lengths[accepted] += 1
+            num_tokens = len(state.request.prompt_ids) + len(state.token_ids)
             is_done = state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
             assert is_done or ended == RUNNING, (slot, rows[slot])
+            if is_done:
+                # The step that gave these tokens began with the pairs of those before.
+                pairs = self.decoders.kept[slot].num_pairs if self.tree is None else num_tokens - 1
+                tokens = (*state.request.prompt_ids, *state.token_ids)
+                self.decoders.kept[slot] = KeptRows(tokens, pairs)
             if is_done and ended == RUNNING:
                 self.decoder.stop_slot(slot)
             if is_done and self.running.get(slot) is state:

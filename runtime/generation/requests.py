@@ -88,6 +88,8 @@ class RunningRequest:
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     missed: MissedTokens | None = None
     """What the draft vocabulary does not hold of the new tokens; None where nothing is drafted."""
+    num_reused: int = 0
+    """Tokens of the prompt that a slot held already."""
 
     def __post_init__(self) -> None:
         if self.request.max_new_tokens == 0:
@@ -118,6 +120,7 @@ class RunningRequest:
             num_new_tokens=len(self.token_ids),
             num_prompt_tokens=len(self.request.prompt_ids),
             missed_ids={} if self.missed is None else most_missed_first([self.missed.counts]),
+            num_reused_tokens=self.num_reused,
             **timings,
         )
         place, record = (len(self.request.prompt_ids), len(self.token_ids)), self.request.record
@@ -209,6 +212,7 @@ def collect(
         num_new_tokens=sum(len(state.token_ids) for state in states),
         num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
+        num_reused_tokens=sum(state.num_reused for state in states),
         **timings,
         **counts,
     )

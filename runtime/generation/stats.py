@@ -44,6 +44,10 @@ class GenerationStats:
     missed_ids: dict[int, int] = field(default_factory=dict)
     """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
     frequent first. Of all new tokens, the first of an answer too; empty for plain decoding."""
+    num_reused_tokens: int = 0
+    """Of the prompts' tokens those that were not run again, as a slot held them from an earlier call."""
+    num_nodes: int = 0
+    """Nodes that a pass verifies for each sequence: those of a tree, 1 for plain decoding; 0 for runs that differ."""
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
@@ -53,7 +57,9 @@ class GenerationStats:
     num_empty_steps: int = 0
     """Steps that the device ran after everything had ended: the host launches one ahead."""
     cache_bytes: int = 0
-    """Memory of the target's keys and values, where the runtime holds them between calls."""
+    """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
+    graph_bytes: int = 0
+    """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
     path: str = ""
     """What ran: loop, target and drafter, each with the reason."""
     steps: tuple[StepTimes, ...] = ()
@@ -110,6 +116,8 @@ class GenerationStats:
         """Return plain numbers, keyed as in this class."""
         return {
             "num_prompt_tokens": self.num_prompt_tokens,
+            "num_reused_tokens": self.num_reused_tokens,
+            "num_nodes": self.num_nodes,
             "num_new_tokens": self.num_new_tokens,
             "num_passes": self.num_passes,
             "num_accepted_tokens": self.num_accepted_tokens,
@@ -127,6 +135,7 @@ class GenerationStats:
             "tokens_per_s": self.tokens_per_s,
             "num_empty_steps": self.num_empty_steps,
             "cache_bytes": self.cache_bytes,
+            "graph_bytes": self.graph_bytes,
             "path": self.path,
         }
 
@@ -134,12 +143,14 @@ class GenerationStats:
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
         lengths: Counter[int] = Counter()
-        names = ("num_new_tokens", "num_prompt_tokens", "prefill_s", "draft_s", "verify_s", "step_s", "total_s",
-                 "num_empty_steps")  # fmt: skip
+        names = ("num_new_tokens", "num_prompt_tokens", "num_reused_tokens", "prefill_s", "draft_s", "verify_s",
+                 "step_s", "total_s", "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
         items = list(items)
+        nodes: set[int] = set()
         for item in items:
+            nodes.add(item.num_nodes)
             lengths.update(item.accepted_lengths)
             steps += item.steps
             for name in names:
@@ -148,6 +159,7 @@ class GenerationStats:
             accepted_lengths=dict(sorted(lengths.items())),
             missed_ids=most_missed_first(item.missed_ids for item in items),
             steps=tuple(steps),
+            num_nodes=nodes.pop() if len(nodes) == 1 else 0,
             **totals,
         )
 

@@ -215,10 +215,13 @@ def launch_drafter(
     return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
 
 
-def allocate_buffers(cfg: DrafterConfig, weights: Weights) -> Buffers:
-    """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed."""
+def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
+    """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
+
+    ``cache``: as in `Buffers.allocate`.
+    """
     device, params = weights.head.device, None if weights.packed is None else weights.packed.launches.get(cfg)
-    bufs = Buffers.allocate(cfg, device)
+    bufs = Buffers.allocate(cfg, device, cache)
     if params is not None:
         from .workspace import allocate_workspace
 

@@ -1,6 +1,7 @@
 """A prompt on its way into a slot, chunk by chunk: what the host uploads once, and what the device makes of it.
 
-The host writes a `PromptBox`: the prompt's tokens and a few numbers. `begin_prompt` empties the slot; for every chunk
+The host writes a `PromptBox`: the prompt's tokens and a few numbers. `begin_prompt` empties the slot, but for the rows
+of tokens that the prompt shares with what was in it before; for every chunk
 `chunk_rows` cuts the next rows out of the prompt (how far it has come is the slot's length) and `end_chunk` moves the
 length on. The last chunk makes the slot ready for `acceptance.walk`, which takes the choice after the prompt's last
 token as it takes the choice after a root: so the walk's own `SlotState` lists the slot only then.
@@ -19,15 +20,16 @@ from .acceptance import SlotState
 from .tree_rows import ForwardRows
 
 MAX_EOS = 8
-_HEAD = 3
+_HEAD = 4
 
 
 @dataclass(frozen=True)
 class PromptBox:
-    """What the host uploads: ``numbers`` int32 [3 + 8] and ``tokens`` int32 [capacity]."""
+    """What the host uploads: ``numbers`` int32 [4 + 8] and ``tokens`` int32 [capacity]."""
 
     numbers: Tensor
-    """Slot, tokens of the prompt, most new tokens, then end-of-sequence ids padded with -1."""
+    """Slot, tokens of the prompt, most new tokens, tokens whose rows the slot already has, then end-of-sequence ids
+    padded with -1. At least the prompt's last token has no row yet."""
     tokens: Tensor
 
     @classmethod
@@ -61,10 +63,11 @@ class ChunkRows:
 
 
 def begin_prompt_ref(box: PromptBox, state: SlotState) -> None:
-    """Empty the box's slot and note where its sequence ends."""
+    """Empty the box's slot behind the rows that stay, and note where its sequence ends."""
     slot = int(box.numbers[0])
-    for name in ("lengths", "num_generated", "running", "prefix", "num_new"):
+    for name in ("num_generated", "running", "prefix", "num_new"):
         getattr(state, name)[slot] = 0
+    state.lengths[slot] = box.numbers[3]
     state.max_generated[slot] = box.numbers[2]
     state.eos_ids[slot] = box.numbers[_HEAD:]
 
@@ -74,14 +77,14 @@ def _begin_prompt_kernel(
     number_ptr, length_ptr, generated_ptr, running_ptr, prefix_ptr, num_new_ptr, max_ptr, eos_ptr, EOS: tl.constexpr
 ):
     slot = tl.load(number_ptr)
-    tl.store(length_ptr + slot, 0)
+    tl.store(length_ptr + slot, tl.load(number_ptr + 3))
     tl.store(generated_ptr + slot, 0)
     tl.store(running_ptr + slot, 0)
     tl.store(prefix_ptr + slot, 0)
     tl.store(num_new_ptr + slot, 0)
     tl.store(max_ptr + slot, tl.load(number_ptr + 2))
     i = tl.arange(0, EOS)
-    tl.store(eos_ptr + slot * EOS + i, tl.load(number_ptr + 3 + i))
+    tl.store(eos_ptr + slot * EOS + i, tl.load(number_ptr + 4 + i))
 
 
 def begin_prompt(box: PromptBox, state: SlotState) -> None:

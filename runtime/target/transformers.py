@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,6 +106,12 @@ class TargetModel:
         weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
         assert isinstance(weight, Tensor)
         return weight
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
+        read = [*(weight for layer in self.layers for weight in layer.parameters()), self.lm_head]
+        return sum(weight.numel() * weight.element_size() for weight in read)
 
     @property
     def hidden_size(self) -> int:

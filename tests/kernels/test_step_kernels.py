@@ -118,12 +118,11 @@ def test_prompt_chunks(device: str, length: int, size: int, nodes: int) -> None:
         (prompt_chunks.begin_prompt_ref, prompt_chunks.chunk_rows_ref, prompt_chunks.end_chunk_ref),
     ):
         box = PromptBox.allocate(600, device)
-        box.numbers.copy_(torch.tensor([1, size, 9, 2, 7, *[-1] * 6]))
+        box.numbers.copy_(torch.tensor([1, size, 9, length, 2, 7, *[-1] * 6]))
         box.tokens.copy_(torch.arange(600) * 3)
         state = some_state(3, device, [0, 2], num_eos=8)
         begin(box, state)
-        assert int(state.lengths[1]) == 0
-        state.lengths[1] = length
+        assert int(state.lengths[1]) == length
         rows = ChunkRows.allocate(nodes, state.lengths)
         lay_out(box, rows)
         end(box, nodes, state)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.generation.device import capacity_for
+from eagle_slim.runtime.generation.kept_rows import KeptRows, match_slots
 from support.tiny_models import HIDDEN, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -75,6 +76,91 @@ def test_options_of_a_head_are_the_reference_drafters(tmp_path: Path, options: d
     assert output.stats.path.startswith("steps on the device")
     assert output.token_ids == pieces.token_ids
     assert output.stats.accepted_lengths == pieces.stats.accepted_lengths
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool) -> None:
+    """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    fresh = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "speculative": is_drafted}
+    prompt = random_prompts([70])[0]
+    first = model.generate(prompt, reuse_prefix=True, **options)
+    assert first.stats.num_reused_tokens == 0
+    whole = prompt + first.token_ids[0]
+    turns = {
+        "next": [*whole, 5, 6, 7],
+        "the same once more": [*whole, 5, 6, 7],
+        "edited": [*prompt[:40], 9 if prompt[40] != 9 else 8, *prompt[41:], 4],
+        "shorter": prompt[:30],
+        "unrelated": random_prompts([20], seed=3)[0],
+    }
+    reused = {}
+    for name, turn in turns.items():
+        output = model.generate(turn, reuse_prefix=True, **options)
+        expected = fresh.generate(turn, **options)
+        assert output.token_ids == expected.token_ids, name
+        assert output.stats.accepted_lengths == expected.stats.accepted_lengths, name
+        assert output.results[0].stats.num_reused_tokens == output.stats.num_reused_tokens
+        reused[name] = output.stats.num_reused_tokens
+    # The newest token has no row; with a drafter neither have its last step's tokens, and a shared one is run again.
+    assert len(whole) - 1 - (5 if is_drafted else 0) <= reused["next"] <= len(whole) - 1
+    assert reused["the same once more"] >= len(turns["next"]) - 2
+    assert reused["edited"] == (39 if is_drafted else 40)
+    assert reused["shorter"] == 29
+    assert reused["unrelated"] <= 1
+    assert model.generate(turns["next"], **options).stats.num_reused_tokens == 0
+
+
+def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path) -> None:
+    target, head = tiny_target("qwen2"), write_head(tmp_path)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=2, top_k=2, total_tokens=5)
+    prompts = random_prompts([12, 20, 9])
+    options = {"max_new_tokens": 6, "ignore_eos": True}
+    first = model.generate(prompts, **options)
+    turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)][::-1]
+    output = model.generate(turns, reuse_prefix=True, **options)
+    assert all(result.stats.num_reused_tokens >= len(result.prompt_ids) - 8 for result in output.results)
+    assert output.token_ids == model.generate(turns, **options).token_ids
+    plain = model.generate(turns, reuse_prefix=True, speculative=False, **options)
+    assert plain.token_ids == output.token_ids
+    # A plain call leaves the drafter's cache where it was: no pair of it may be missing later.
+    longer = [[*turn, *answer, 7] for turn, answer in zip(turns, plain.token_ids, strict=True)]
+    assert model.generate(longer, reuse_prefix=True, **options).token_ids == model.generate(longer, **options).token_ids
+
+
+def test_what_slots_hold() -> None:
+    """The example of `kept_rows`: rows for a to f, and the pairs before the last step, which began after a b c d."""
+    kept = KeptRows(tuple("abcdefg"), num_pairs=3)
+    assert kept.num_shared("abcdefX", is_drafted=False) == 6
+    assert kept.num_shared("abcdefX", is_drafted=True) == 3
+    assert KeptRows(tuple("abcdefg"), num_pairs=6).num_shared("abcdefX", is_drafted=True) == 5
+    assert kept.num_shared("abc", is_drafted=False) == 2
+    assert kept.num_shared("Xbc", is_drafted=True) == KeptRows().num_shared("abc", is_drafted=False) == 0
+    assert match_slots(["Xy", "abcd"], [kept, KeptRows()], [0, 1], is_drafted=False) == [(1, 0), (0, 3)]
+
+
+def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path) -> None:
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), write_head(tmp_path), target_backend="fused", depth=2, top_k=2, total_tokens=5
+    )
+    prompt = random_prompts([9])[0]
+    wanted = model.generate(prompt, max_new_tokens=8).token_ids
+
+    class Failing:
+        def put(self, value: torch.Tensor) -> None:
+            if value.dim() == 1:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt, max_new_tokens=8, streamer=Failing())
+    again = model.generate(prompt, max_new_tokens=8, reuse_prefix=True)
+    assert again.stats.num_reused_tokens == 0
+    assert again.token_ids == wanted
 
 
 def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
