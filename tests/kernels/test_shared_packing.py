@@ -47,7 +47,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
 
     def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
         assert isinstance(model._decoders, DeviceDecoders)
-        decoder = model._decoders.get(slots, tokens, is_drafted=True)
+        decoder = model._decoders.get(slots, tokens, model.drafter.tree)
         assert decoder.drafter is not None
         assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
 
