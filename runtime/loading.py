@@ -27,7 +27,7 @@ from .drafter.config import DrafterConfig
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
 from .drafter.reference import Drafter, ReferenceDrafter
-from .drafter.weights import HeadWeights, choose_draft_ids
+from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
 from .errors import DrafterError, TargetError, UnsupportedModelError, UsageError
 from .target.location import given_target, recorded_target
 
@@ -90,7 +90,7 @@ class OpenedHead:
             counts, vocab = load_embedded_counts(), self.head.target_vocab
             ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=vocab).target_ids
         else:
-            ranked = self.rank_order
+            ranked = None if self.rank_order is None else rank_with_kept(self.head, self.rank_order)
         if ranked is None:
             return None
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)

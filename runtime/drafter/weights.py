@@ -185,9 +185,8 @@ def choose_draft_ids(
     available = np.arange(head.target_vocab) if head.trained_ids is None else head.trained_ids
     if draft_vocab is None:
         return available if rank_order is None else np.sort(rank_order)
-    if head.manifest is not None and head.manifest.kept_rows is not None and rank_order is not None:
-        rank_order = np.concatenate([rank_order, head.manifest.kept_rows.rank_order_ids])
-        available = np.sort(rank_order)
+    if rank_order is not None and (ranked := rank_with_kept(head, rank_order)) is not rank_order:
+        rank_order, available = ranked, np.sort(ranked)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
             raise UsageError(
@@ -222,6 +221,12 @@ def choose_draft_ids(
             option="draft_vocab", expected=(smallest, count), found=draft_vocab,
         )  # fmt: skip
     return np.sort(rank_order[:draft_vocab])
+
+
+def rank_with_kept(head: DraftHead, rank_order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """A head's ``rank_order``, and after it the ids whose rows its artifact keeps; the same where it keeps none."""
+    kept = None if head.manifest is None else head.manifest.kept_rows
+    return rank_order if kept is None else np.concatenate([rank_order, kept.rank_order_ids])
 
 
 def load_head_weights(

@@ -97,6 +97,9 @@ def test_more_rows_than_the_artifact_drafts_over_can_be_drafted_over(tmp_path: P
     assert small.draft_vocab == 4
     large = small.with_draft_vocab(7)
     assert large.drafter.weights.draft_to_target.tolist() == sorted(RANKED[:7])
+    assert large.opened is not None
+    rows = large.opened.rank_rows(large.opened.choose(9), 9)
+    assert large.opened.choose(9)[rows].tolist() == RANKED[:9]
     direct = SpeculativeModel.from_pretrained(model, artifact, draft_vocab=7, depth=2, top_k=2)
     whole = SpeculativeModel.from_pretrained(model, tmp_path / "head", depth=2, top_k=2)
     places = torch.searchsorted(whole.drafter.weights.draft_to_target, direct.drafter.weights.draft_to_target)
