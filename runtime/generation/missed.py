@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..drafter.follow import FollowRows
     from ..drafter.weights import HeadWeights
 
 
@@ -24,12 +25,12 @@ class HeldIds:
     """
 
     base: bytes
-    follow: Any | None = None
+    follow: FollowRows | None = None
 
     @classmethod
     def of(cls, weights: HeadWeights) -> HeldIds:
         """The ids of a head's draft vocabulary, and what may join them."""
-        return cls(weights.held_ids, getattr(weights, "follow", None))
+        return cls(weights.held_ids, weights.follow)
 
 
 class MissedTokens:

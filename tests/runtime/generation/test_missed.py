@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.generation.missed import HeldIds, MissedTokens, most_missed_first
+from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -34,6 +36,23 @@ def test_both_loops_count_the_answers_tokens(tmp_path: Path, backend: str) -> No
     assert (plain.missed_ids, plain.missed_rate) == ({}, 0.0)
     whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
     assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
+
+
+@pytest.mark.parametrize("source", ["prompt", "text"])
+def test_what_a_text_has_shown_before_is_not_missed(tmp_path: Path, source: str) -> None:
+    head = write_head(tmp_path, own_lm_head=True)
+    base = DraftVocab(np.array(DRAFTED), 0, VOCAB)
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), head, draft_vocab=base, depth=2, top_k=3, follow=source, target_backend="fused"
+    )
+    prompts = random_prompts([20, 14])
+    output = model.generate(prompts, max_new_tokens=12, ignore_eos=True)
+    for prompt, result in zip(prompts, output.results, strict=True):
+        unseen = Counter(token for token in result.token_ids if token not in {*DRAFTED, *prompt})
+        missed = Counter(result.stats.missed_ids)
+        assert missed == unseen if source == "prompt" else set(missed) == set(unseen)
+        assert missed <= unseen
+    assert output.stats.num_missed < len([t for row in output.token_ids for t in row if t not in DRAFTED])
 
 
 class Tail:
