@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .config import TreeConfig
+from .draft_weights import check_draft_weights, stored_dtype
 from .drafter.config import DrafterConfig
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
@@ -291,11 +292,16 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
         )  # fmt: skip
 
 
-def choose_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig) -> tuple[Any, str]:
+def choose_drafter(
+    drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto"
+) -> tuple[Any, str]:
     """Turn "auto" into a drafter's name; returns it with the reason.
 
-    The kernel is taken on a GPU for heads and trees within its limits, in the types that it was made for.
+    The kernel is taken on a GPU for heads and trees within its limits, in the types that it was made for. Raises as
+    `check_draft_weights`, and `DrafterError` for ``draft_weights`` "fp8" with a head that only the reference can draft
+    with.
     """
+    check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)
     if drafter != "auto":
         return drafter, "asked for"
     if weights.device.type != "cuda":
@@ -303,18 +309,29 @@ def choose_drafter(drafter: str | DrafterFactory, weights: HeadWeights, tree: Tr
     if weights.dtype == torch.float32:
         return "reference", "the kernel is made for bfloat16 and float16"
     try:
-        DrafterConfig.of(weights, tree, 1, 1)
+        DrafterConfig.of(weights, tree, 1, 1, stored_dtype(draft_weights))
     except (UnsupportedModelError, UsageError) as error:
+        if draft_weights == "fp8":
+            raise DrafterError(
+                f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
+                "draft_weights out.",
+                **{**error.facts, "option": "draft_weights"},
+            ) from error  # fmt: skip
         return "reference", str(error)
     return "triton", f"{weights.dtype} on {weights.device}"
 
 
 def build_drafter(
-    drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None
+    drafter: str | DrafterFactory,
+    weights: HeadWeights,
+    tree: TreeConfig,
+    order: Tensor | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> Drafter:
     """Build a drafter by name, or by a callable of (weights, tree).
 
-    ``order``: int64 [draft_vocab], LM-head rows best first, where they are ranked: the kernel packs them so.
+    ``order``: int64 [draft_vocab], LM-head rows best first, where they are ranked: the kernel packs them so, in
+    ``weight_dtype`` (None: the head's own).
     "reference" is plain PyTorch on any device. "triton" is the persistent kernel (`runtime.TritonDrafter`). Raises
     `DrafterError` when the one asked for cannot run here, `UsageError` for an unknown name; there is no fallback.
     """
@@ -338,7 +355,7 @@ def build_drafter(
             f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'.",
             option="drafter", missing="triton",
         ) from error  # fmt: skip
-    built: Drafter = TritonDrafter(weights, tree, order=order)
+    built: Drafter = TritonDrafter(weights, tree, weight_dtype, order=order)
     return built
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
+from .draft_weights import NAMES, check_draft_weights, stored_dtype
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.reference import Drafter
 from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
@@ -143,6 +144,7 @@ class SpeculativeModel:
         device: torch.device | str | None = None,
         device_map: Any = None,
         drafter: str | DrafterFactory = "auto",
+        draft_weights: str = "auto",
         target_backend: str = "auto",
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
@@ -173,6 +175,8 @@ class SpeculativeModel:
             device_map: a device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a callable of (weights, tree);
                 "auto" takes the kernel where the GPU and the head allow it.
+            draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
+                half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -187,7 +191,7 @@ class SpeculativeModel:
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
-                `build_drafter`.
+                `build_drafter`, `check_draft_weights`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = TreeConfig.of(depth, top_k, total_tokens)
@@ -197,9 +201,11 @@ class SpeculativeModel:
         device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):
             check_loaded(target, dtype, device)
+            place = next(target.parameters()).device
         else:
             check_dtype(dtype)
             place = choose_device(device)
+        check_draft_weights(draft_weights, drafter, place)
         opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
@@ -229,9 +235,9 @@ class SpeculativeModel:
         if follow is not None:
             rows = opened.rows_to_follow(wrapped, weights, follow, follow_rows, offline=offline)
             weights = replace(weights, follow=rows)
-        kind, reason = choose_drafter(drafter, weights, tree)
+        kind, reason = choose_drafter(drafter, weights, tree, draft_weights)
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if kind == "triton" else None
-        built = build_drafter(kind, weights, tree, order)
+        built = build_drafter(kind, weights, tree, order, stored_dtype(draft_weights))
         whole = cls(
             wrapped, built, tokenizer, max_model_len, opened, kind, tokenizer_source, tokenizer_hash,
             is_tree_sized=total_tokens is None,
@@ -308,6 +314,18 @@ class SpeculativeModel:
             self.tokenizer_hash,
             is_tree_sized,
         )
+
+    @property
+    def draft_weights(self) -> str:
+        """Type in which the drafter stores the head's matrices: "bf16", "fp16", "fp32", "fp64" or "fp8"."""
+        own = self.drafter
+        stored = own.packing.weight_dtype if isinstance(own, TritonDrafter) else None
+        return NAMES[own.weights.dtype if stored is None else stored]
+
+    @property
+    def drafting(self) -> str:
+        """The drafter and its weights in words."""
+        return f"drafter {self.drafter_kind}, {self.draft_weights} weights"
 
     @property
     def device(self) -> torch.device:
@@ -496,7 +514,7 @@ class SpeculativeModel:
             loop = GenerationLoop(self.target, drafter, requests, sampling, max_slots, listener)
         results, stats = loop.run()
         tree = "plain decoding" if drafter is None else f"trees of {size.num_nodes} nodes"
-        path = f"{loop.path}; target {self.target.backend}; drafter {self.drafter_kind}; {tree} ({size.reason})"
+        path = f"{loop.path}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
         stats = replace(stats, num_nodes=size.num_nodes, path=path)
         if streamer is not None:
             streamer.end()

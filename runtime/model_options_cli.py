@@ -39,6 +39,10 @@ _OPTIONS = (
         help="The persistent kernel (triton) or plain PyTorch; auto takes the kernel where GPU and head allow it.",
     ),
     click.option(
+        "--draft-weights", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", show_default=True,
+        help="Type of the drafter's weights: the model's own (auto), or half the bytes in FP8 on GPUs from sm_89 on.",
+    ),
+    click.option(
         "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
         help="Our own forward over the target's weights, or transformers'; auto takes ours on a GPU where it can.",
     ),
@@ -89,6 +93,7 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
         dtype=torch_dtype(options.pop("dtype")),
         device=options.pop("device"),
         drafter=options.pop("drafter"),
+        draft_weights=options.pop("draft_weights"),
         target_backend=options.pop("target_backend"),
         max_model_len=options.pop("max_model_len"),
         revision=options.pop("revision"),
@@ -98,7 +103,7 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
         d2t_form=options.pop("d2t_form"),
         offline=options.pop("offline"),
     )
-    note(f"target: {model.target.backend}; drafter: {model.drafter_kind} ({model.drafter_reason})")
+    note(f"target: {model.target.backend}; {model.drafting} ({model.drafter_reason})")
     assert model.opened is not None
     for warning in model.opened.head.warnings:
         click.echo(f"warning: {warning}", err=True)
@@ -124,6 +129,7 @@ def load_other_head(
         top_k=tree.top_k,
         total_tokens=tree.total_tokens,
         drafter=model.drafter_kind,
+        draft_weights="fp8" if model.draft_weights == "fp8" else "auto",
         tokenizer=model.tokenizer,
         max_model_len=model.max_model_len,
         head_revision=head_revision,

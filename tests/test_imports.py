@@ -54,7 +54,7 @@ FLOORS = {
     """,
     "runtime": """
         errors
-        config slots
+        config draft_weights slots
         tree
         kernels
         target

@@ -1,6 +1,7 @@
 """How many tokens a second do whole calls give, with the built-in target and head?
 
-    python -m eagle_slim.runtime.bench.answers [--sizes full,16384,4096] [--new 128] [--out answers.json]
+    python -m eagle_slim.runtime.bench.answers [--sizes full,16384,4096] [--new 128] [--draft-weights auto,fp8]
+        [--out answers.json]
 
 Every prompt of ``examples/prompts.jsonl`` is a call of its own (batch 1, greedy), after one to warm up; sizes and plain
 decoding take turns, and each row is the median over rounds of all prompts together. Beside tokens/s of whole calls:
@@ -186,10 +187,15 @@ def main() -> None:
     parser.add_argument("--sizes", default="full,16384,4096")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--draft-weights", default="auto", help="types of the drafter's weights, one after the other")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    model, prompts = load_model(arguments.prompts, arguments.limit)
-    rows = measure(model, prompts, arguments.sizes.split(","), arguments.new, arguments.rounds, is_sampled=True)
+    rows = []
+    for draft_weights in arguments.draft_weights.split(","):
+        model, prompts = load_model(arguments.prompts, arguments.limit, draft_weights=draft_weights)
+        sizes = arguments.sizes.split(",")
+        measured = measure(model, prompts, sizes, arguments.new, arguments.rounds, is_sampled=True)
+        rows += [{"draft_weights": model.draft_weights, **row} for row in measured]
     if arguments.out:
         report = {
             "machine": machine(torch.device("cuda")),

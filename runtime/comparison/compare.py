@@ -57,7 +57,9 @@ class Candidate:
         """Bytes of weights that drafting one tree reads: the layer and the LM head, at every level."""
         weights = self.model.drafter.weights
         tensors = [*weights.tensors.values(), weights.lm_head]
-        return sum(t.numel() * t.element_size() for t in tensors) * (self.tree.depth + 1)
+        # Norms and biases stay as they are; beside the matrices they are nothing.
+        size = 1 if self.model.draft_weights == "fp8" else weights.dtype.itemsize
+        return sum(t.numel() for t in tensors) * size * (self.tree.depth + 1)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,8 @@ def _heading(report: CompareReport) -> str:
     setup = report.setup
     part = "" if report.is_complete else " The comparison was interrupted; these are the answers so far."
     return (
-        f"{heading(report)}; {'; '.join(setup['trees'])}; {setup['num_prompts']} prompts, at most "
+        f"{heading(report)}; {setup['drafter']} drafter, {setup['draft_weights']} weights; "
+        f"{'; '.join(setup['trees'])}; {setup['num_prompts']} prompts, at most "
         f"{setup['max_new_tokens']} new tokens, {setup['repeats']} repeat(s).{part}"
     )
 

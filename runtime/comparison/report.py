@@ -206,6 +206,7 @@ def describe(model: SpeculativeModel, candidates: Sequence[Candidate], plan: Pla
         "device": name,
         "dtype": str(model.target.dtype).removeprefix("torch."),
         "drafter": kind if isinstance(kind, str) else type(model.drafter).__name__,
+        "draft_weights": model.draft_weights,
         "candidates": [candidate.label for candidate in candidates],
         "trees": list(dict.fromkeys(_tree_name(candidate) for candidate in candidates)),
         "num_prompts": len(plan.prompts),

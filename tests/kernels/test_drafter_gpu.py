@@ -334,3 +334,22 @@ def test_triton_is_what_the_name_gives() -> None:
     prompt = model.encode_chat("What is 12 times 7?")
     drafted = model.generate(prompt, max_new_tokens=32)
     assert drafted.stats.mean_accepted_length > 1.5
+
+
+def test_fp8_is_what_the_name_gives() -> None:
+    from eagle_slim.runtime import SpeculativeModel
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs sm_89 or later")
+    try:
+        model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", draft_weights="fp8")
+    except EagleSlimError as error:
+        pytest.skip(f"no built-in target here: {error}")
+    prompt = model.encode_chat("What is 12 times 7?")
+    smaller = model.with_draft_vocab(4096).with_tree(TreeConfig(3, 8, 30))
+    for each in (model, smaller):
+        assert isinstance(each.drafter, TritonDrafter)
+        assert each.drafter.packing.weight_dtype == torch.float8_e4m3fn
+        drafted = each.generate(prompt, max_new_tokens=32)
+        assert "; drafter triton, fp8 weights; " in drafted.stats.path
+        assert drafted.stats.mean_accepted_length > 1.5

@@ -166,6 +166,8 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
         (["--prompt", "x", "--max-model-len", "2"], 1, "no room"),
         (["--prompt", "x", "--dtype", "float8"], 2, "float8"),
         (["--prompt", "x", "--drafter", "triton", "--device", "cpu"], 1, "GPU"),
+        (["--prompt", "x", "--draft-weights", "fp8", "--device", "cpu"], 1, "sm_89"),
+        (["--prompt", "x", "--draft-weights", "bf16", "--dtype", "float32"], 2, "float32"),
         (["--prompt", "x", "--device", "gpu"], 2, "expected cpu, cuda"),
         (["--prompt", "x", "--device", "cuda:64"], 2, "is not there"),
         (["--prompt", "x", "--device", "meta"], 2, "cannot be computed on"),

@@ -246,7 +246,8 @@ def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) 
     curve = CoverageCurve("these answers", (1000, 4000, 9000), (0.8, 0.95, 1.0))
     setup = {
         "target": "T", "heads": ["</script><b>H"], "target_vocab": 9000, "device": "D", "dtype": "float32",
-        "drafter": "reference", "trees": ["depth 3, top_k 4, 25 nodes"], "num_prompts": 20, "num_turns": 20,
+        "drafter": "reference", "draft_weights": "fp32", "trees": ["depth 3, top_k 4, 25 nodes"], "num_prompts": 20,
+        "num_turns": 20,
         "max_new_tokens": 24, "repeats": 1, "versions": {}, "candidates": list(speeds),
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

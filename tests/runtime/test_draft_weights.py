@@ -1,0 +1,80 @@
+"""The type of the drafter's weights: what it is called, what is refused, and that it is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel, TritonDrafter
+from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.draft_weights import check_draft_weights
+from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.loading import choose_drafter
+from support.drafting import random_head
+from support.raising import raises
+from support.tiny_models import random_prompts, tiny_target, write_head
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+TREE = TreeConfig(2, 3, 12)
+
+
+@pytest.fixture
+def sm_89(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+
+
+def test_what_can_be_stored(sm_89: None) -> None:
+    check_draft_weights("auto", "reference", CPU, torch.float16)
+    check_draft_weights("bf16", "reference", CPU, torch.bfloat16)
+    for drafter in ("auto", "triton"):
+        for dtype in (torch.bfloat16, torch.float16, None):
+            check_draft_weights("fp8", drafter, GPU, dtype)
+
+
+def test_what_cannot(sm_89: None) -> None:
+    with raises(UsageError, option="draft_weights", found="int4"):
+        check_draft_weights("int4", "auto", GPU)
+    for dtype in (torch.float16, torch.float32):
+        with raises(UsageError, option="draft_weights", found=dtype):
+            check_draft_weights("bf16", "auto", GPU, dtype)
+    with raises(UsageError, option="draft_weights", found=torch.float32):
+        check_draft_weights("fp8", "triton", GPU, torch.float32)
+    for drafter in ("reference", TritonDrafter):
+        with raises(UsageError, option="draft_weights", found=drafter):
+            check_draft_weights("fp8", drafter, GPU)
+    with raises(DrafterError, option="draft_weights", found="cpu"):
+        check_draft_weights("fp8", "auto", CPU)
+
+
+def test_chips_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, name in (((8, 0), "sm_80"), ((8, 6), "sm_86")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with raises(DrafterError, option="draft_weights", found=name):
+            check_draft_weights("fp8", "auto", GPU)
+
+
+def test_a_head_that_the_kernel_cannot_take_is_no_reason_to_leave_fp8(sm_89: None) -> None:
+    head: Any = SimpleNamespace(device=GPU, dtype=torch.bfloat16, activation="relu")
+    assert choose_drafter("auto", head, TREE)[0] == "reference"
+    with raises(DrafterError, option="draft_weights", found="relu"):
+        choose_drafter("auto", head, TREE, "fp8")
+
+
+def test_refused_before_anything_is_loaded() -> None:
+    with raises(DrafterError, option="draft_weights"):
+        SpeculativeModel.from_pretrained("no/such-target", "no/such-head", draft_weights="fp8", device="cpu")
+
+
+def test_kept_by_other_trees_and_named(tmp_path: Path) -> None:
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), draft_weights="auto")
+    assert model.draft_weights == "fp32"
+    stats = model.generate(random_prompts([4]), max_new_tokens=2).stats
+    assert "; drafter reference, fp32 weights; " in stats.path
+    drafter = TritonDrafter(random_head(dtype=torch.float16), TREE, torch.float8_e4m3fn)
+    scaled = SpeculativeModel(model.target, drafter, drafter_kind="triton")
+    assert scaled.draft_weights == scaled.with_tree(TreeConfig(1, 3, 8)).draft_weights == "fp8"
+    plain = SpeculativeModel(model.target, TritonDrafter(random_head(dtype=torch.float16), TREE))
+    assert plain.drafting == "drafter reference, fp16 weights"
