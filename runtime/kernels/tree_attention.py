@@ -8,8 +8,9 @@ rows and those own rows that its ancestor bits name (bit m of word m // 64: n de
     softmax(q k^T * scale) v, over key rows 0 .. length + count - 1      (count: rows of the place in use)
 
 The query heads that share a key head are laid side by side as rows of one product, so a key is read from memory once
-and shared by the query blocks through the L2. The keys are cut into splits of which the device uses as many as the
-length asks for; a second launch merges them. fp32 accumulation throughout.
+and shared by the query blocks through the L2. The keys are cut into splits: at most as many as give the GPU enough
+programs (`most_splits`, by the number of places), of which the device uses those that the length asks for; a second
+launch merges them. fp32 accumulation throughout.
 """
 
 from __future__ import annotations
@@ -42,17 +43,20 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial results, fp32: ``out`` [places, splits, rows, head_dim], ``stats`` [.., rows, 2] (largest, sum)."""
+    """Partial results, fp32: ``out`` [parts, rows, head_dim], ``stats`` [parts, rows, 2] (largest, sum).
+
+    A part is a split of a place; the splits of a place lie together.
+    """
 
     out: Tensor
     stats: Tensor
 
     @classmethod
     def allocate(
-        cls, places: int, nodes: int, heads: int, head_dim: int, splits: int, device: torch.device | str
+        cls, parts: int, nodes: int, heads: int, head_dim: int, device: torch.device | str
     ) -> AttentionScratch:
-        """Allocate for ``nodes`` rows of ``heads`` query heads in each place."""
-        shape = (places, splits, nodes * heads)
+        """Allocate for ``nodes`` rows of ``heads`` query heads in each of ``parts`` (`most_parts`)."""
+        shape = (parts, nodes * heads)
         return cls(
             torch.empty((*shape, head_dim), dtype=torch.float32, device=device),
             torch.empty((*shape, 2), dtype=torch.float32, device=device),
@@ -105,16 +109,17 @@ def tree_attention_ref(
 
 
 @triton.jit
-def _splits_in_use(total, SPLITS: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr):
-    return tl.minimum(tl.maximum(tl.cdiv(total, KEYS_PER_SPLIT), 1), SPLITS)
+def _splits_in_use(total, most, KEYS_PER_SPLIT: tl.constexpr):
+    return tl.minimum(tl.maximum(tl.cdiv(total, KEYS_PER_SPLIT), 1), most)
 
 
-@triton.jit
+# Batches of all sizes share a kernel.
+@triton.jit(do_not_specialize=["most"])
 def _tree_attention_kernel(
     q_ptr, stride_q, key_ptr, value_ptr, stride_slot, stride_head,
-    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, window,
+    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, window, most,
     NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
@@ -127,7 +132,7 @@ def _tree_attention_kernel(
     length = tl.load(length_ptr + slot)
     count = tl.load(count_ptr + place)
     total = length + count
-    splits = _splits_in_use(total, SPLITS, KEYS_PER_SPLIT)
+    splits = _splits_in_use(total, most, KEYS_PER_SPLIT)
     if split >= splits:
         return
 
@@ -211,16 +216,16 @@ def _tree_attention_kernel(
         sum_exp = sum_exp * decay + tl.sum(weight, 1)
         best = new_best
 
-    to = (place * SPLITS + split) * NODES * GROUP * KV_HEADS + node * GROUP * KV_HEADS + head
+    to = (place * most + split) * NODES * GROUP * KV_HEADS + node * GROUP * KV_HEADS + head
     tl.store(out_ptr + to[:, None] * HEAD_DIM + d[None, :], acc, mask=in_use[:, None] & in_head[None, :])
     tl.store(stat_ptr + to * 2, best, mask=in_use)
     tl.store(stat_ptr + to * 2 + 1, sum_exp, mask=in_use)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most"])
 def _merge_kernel(
-    part_ptr, stat_ptr, slot_ptr, length_ptr, count_ptr, out_ptr,
-    NODES: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
+    part_ptr, stat_ptr, slot_ptr, length_ptr, count_ptr, out_ptr, most,
+    NODES: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -235,10 +240,10 @@ def _merge_kernel(
     if (slot < 0) | (node >= count):
         tl.store(out_ptr + to, tl.zeros((BLOCK_D,), tl.float32), mask=in_head)
         return
-    splits = _splits_in_use(tl.load(length_ptr + slot) + count, SPLITS, KEYS_PER_SPLIT)
+    splits = _splits_in_use(tl.load(length_ptr + slot) + count, most, KEYS_PER_SPLIT)
     split = tl.arange(0, BLOCK_S)
     used = split < splits
-    at = (place * SPLITS + split) * NODES * HEADS + node * HEADS + head
+    at = (place * most + split) * NODES * HEADS + node * HEADS + head
     best = tl.load(stat_ptr + at * 2, mask=used, other=float("-inf"))
     factor = tl.exp2(best - tl.max(best))
     total = tl.sum(tl.load(stat_ptr + at * 2 + 1, mask=used, other=0.0) * factor)
@@ -248,13 +253,21 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the kernel cuts its work. Query rows, keys a tile, keys a split (at least), warps and pipeline stages."""
+    """How the kernel cuts its work. Query rows, keys a tile, keys a split (at least), warps and pipeline stages.
+
+    ``num_programs``: so many, the splits are to make of one launch, if the keys suffice.
+    """
 
     block_q: int
     block_k: int
     keys_per_split: int
     num_warps: int
     num_stages: int
+    num_programs: int = 512
+
+
+MAX_SPLITS = 64
+"""Parts that the merge reads at once."""
 
 
 def attention_tiles(query_rows: int, head_dim: int, dtype: torch.dtype, major: int = 9) -> AttentionTiles:
@@ -273,6 +286,18 @@ def major_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
+def most_splits(places: int, kv_heads: int, query_rows: int, tiles: AttentionTiles) -> int:
+    """Return the most splits of a sequence's keys, beside ``places`` sequences of ``query_rows`` for each key head."""
+    units = places * kv_heads * triton.cdiv(query_rows, tiles.block_q)
+    return max(1, min(MAX_SPLITS, tiles.num_programs // units))
+
+
+def most_parts(places: int, nodes: int, heads: int, kv_heads: int, tiles: AttentionTiles) -> int:
+    """Parts of a scratch for up to ``places`` sequences of ``nodes`` rows."""
+    query_rows = nodes * heads // kv_heads
+    return max(count * most_splits(count, kv_heads, query_rows, tiles) for count in range(1, places + 1))
+
+
 def tree_attention(
     qkv: Tensor,
     keys: Tensor,
@@ -283,26 +308,32 @@ def tree_attention(
     out: Tensor,
     scratch: AttentionScratch,
     tiles: AttentionTiles | None = None,
+    most: int | None = None,
 ) -> None:
-    """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads."""
+    """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
+
+    ``tiles`` and ``most`` splits override `attention_tiles` and `most_splits`.
+    """
     places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
-    group, splits = heads // kv_heads, scratch.out.shape[1]
+    group = heads // kv_heads
     tiles = tiles or attention_tiles(nodes * group, head_dim, qkv.dtype, major_capability(qkv.device))
+    most = most or most_splits(places, kv_heads, nodes * group, tiles)
     block_d = max(16, triton.next_power_of_2(head_dim))
     causal = rows.ancestors is None
-    _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), splits, places)](
+    _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), most, places)](
         qkv, qkv.stride(0), keys, values, keys.stride(0), keys.stride(1),
         rows.slots, rows.lengths, rows.counts, rows.slots if rows.ancestors is None else rows.ancestors, rows.depths,
-        scratch.out, scratch.stats, scale, window or 0,
+        scratch.out, scratch.stats, scale, window or 0, most,
         NODES=nodes, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, SPLITS=splits, KEYS_PER_SPLIT=tiles.keys_per_split,
+        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, KEYS_PER_SPLIT=tiles.keys_per_split,
         WORDS=1 if rows.ancestors is None else rows.ancestors.shape[2], CAUSAL=causal, WINDOW=window is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
+    block_s = triton.next_power_of_2(most)
     _merge_kernel[(places * nodes, heads)](
-        scratch.out, scratch.stats, rows.slots, rows.lengths, rows.counts, out,
-        NODES=nodes, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d, SPLITS=splits,
-        BLOCK_S=triton.next_power_of_2(splits), KEYS_PER_SPLIT=tiles.keys_per_split, num_warps=1,
+        scratch.out, scratch.stats, rows.slots, rows.lengths, rows.counts, out, most,
+        NODES=nodes, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        BLOCK_S=block_s, KEYS_PER_SPLIT=tiles.keys_per_split, num_warps=max(1, min(8, block_s * block_d // 2048)),
     )  # fmt: skip

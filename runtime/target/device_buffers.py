@@ -7,13 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.tree_attention import AttentionScratch
+from ..kernels.tree_attention import AttentionScratch, attention_tiles, major_capability, most_parts
 from ..kernels.tree_rows import ForwardRows
-
-_TREE_SPLITS = 16
-_CHUNK_SPLITS = 4
-_CHUNK_NODES = 129
-"""Rows of a place from which the keys are cut less: then the rows alone fill the GPU."""
 
 
 class DeviceTarget(Protocol):
@@ -98,10 +93,11 @@ class ForwardBuffers:
         shapes = {"features": (places * nodes, target.feature_width), "logits": (logit_rows, target.vocab_size)}
         for name, shape in (shapes | working).items():
             setattr(self, name, torch.empty(shape, dtype=target.dtype, device=target.device))
-        splits = _CHUNK_SPLITS if nodes >= _CHUNK_NODES else _TREE_SPLITS
-        self.scratch = AttentionScratch.allocate(
-            places, nodes, target.num_heads, target.head_dim, splits, target.device
-        )
+        heads, kv_heads = target.num_heads, target.num_kv_heads
+        query_rows, major = nodes * heads // kv_heads, major_capability(target.device)
+        tiles = attention_tiles(query_rows, target.head_dim, target.dtype, major)
+        parts = most_parts(places, nodes, heads, kv_heads, tiles)
+        self.scratch = AttentionScratch.allocate(parts, nodes, heads, target.head_dim, target.device)
 
     def __getattr__(self, name: str) -> Tensor:
         # Only reached for names that are not there; tells type checkers what the working tensors are.

@@ -110,7 +110,7 @@ def run_all(compiler: Compiler) -> None:
         compiler.variant = variant
         out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
         query = torch.zeros(places * nodes, width, **bf16)
-        scratch = AttentionScratch.allocate(places, nodes, HEADS, HEAD_DIM, 16, "cpu")
+        scratch = AttentionScratch.allocate(16 * places, nodes, HEADS, HEAD_DIM, "cpu")
         tree_attention.tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from eagle_slim.runtime.bench import splits
 from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
 from eagle_slim.runtime.kernels.tree_attention import (
     AttentionScratch,
     AttentionTiles,
     attention_tiles,
+    most_parts,
+    most_splits,
     tree_attention,
     tree_attention_ref,
 )
@@ -76,10 +81,10 @@ def check(
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
     found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
-    scratch = AttentionScratch.allocate(rows.places, rows.nodes, heads, head_dim, 4, device)
+    scratch = AttentionScratch.allocate(4 * rows.places, rows.nodes, heads, head_dim, device)
     scratch.out.fill_(float("nan"))
     scratch.stats.fill_(float("nan"))
-    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES)
+    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES, most=4)
     tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
 
@@ -88,3 +93,34 @@ def test_tiles_fit_the_work() -> None:
     assert attention_tiles(1 * 4, 128, torch.bfloat16).block_q == 16
     assert attention_tiles(60 * 4, 128, torch.bfloat16).block_q == 64
     assert attention_tiles(60 * 4, 256, torch.bfloat16).block_k == 32
+
+
+def test_splits_fill_the_gpu_whatever_the_batch() -> None:
+    """8 key heads and 4 blocks of 64 query rows are 32 programs a place; 512 are wanted."""
+    tiles = replace(attention_tiles(60 * 4, 128, torch.bfloat16), num_programs=512)
+    assert [most_splits(places, 8, 240, tiles) for places in (1, 2, 3, 4, 8, 16)] == [16, 8, 5, 4, 2, 1]
+    assert most_splits(1, 1, 4, tiles) == 64
+    assert most_parts(16, 60, 32, 8, tiles) == 16
+
+
+def test_the_sweep_checks_and_compares_every_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splits, "COLD_BYTES", 1)
+    monkeypatch.setattr(splits, "SPLITS", (1, 3))
+    shape = splits.Heads(1, 1, 16)
+    found = splits.bench(
+        torch.device("cpu"), shape, (1,), (70,), (2,), 1, torch.float32, lambda run: run
+    )  # fmt: skip
+    (row,) = found["rows"]
+    assert set(row["us"]) == {"1", "3"}  # tiles of 32 keys
+    assert row["rule_splits"] == 1  # of 128 keys at least
+    assert row["rule_over_best"] == found["worst_rule_over_best"] == row["rule_us"] / min(row["us"].values())
+    merge = splits.tree_attention
+
+    def wrong(*arguments: object) -> None:
+        merge(*arguments)  # type: ignore[arg-type]
+        if arguments[-1] == 3:
+            arguments[6].mul_(1.1)  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(splits, "tree_attention", wrong)
+    with pytest.raises(AssertionError, match=r"^3: "):
+        splits.bench(torch.device("cpu"), shape, (1,), (70,), (2,), 1, torch.float32, lambda run: run)
