@@ -64,7 +64,10 @@ class Trial:
 
 
 def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
-    """Parameters over the same layout that differ from ``params`` in one thing each; what cannot fit is left out."""
+    """Parameters over the same layout that differ from ``params`` in one thing each, most promising first.
+
+    What cannot fit is left out.
+    """
     from .kernels.launch_params import chunk_inputs, stage_bytes
     from .kernels.weight_stream import Tile
 
@@ -78,16 +81,16 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
         return replace(params, tiles=tiles) if tiles != params.tiles else None
 
     found: dict[str, LaunchParams | None] = {
+        "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
         "half block_k, more stages": with_tiles(
             lambda tile: Tile(tile.block_n, tile.block_k // 2, min(8, 2 * tile.stages))
         ),
-        "double block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k * 2, max(2, tile.stages // 2))),
-        "half block_n": with_tiles(lambda tile: Tile(max(64, tile.block_n // 2), tile.block_k, tile.stages)),
-        "one stage less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 1))),
+        "32 keys per tile": replace(params, block_keys=32) if params.block_keys != 32 else None,
         "two stages less": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, max(1, tile.stages - 2))),
         "one stage more": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k, tile.stages + 1)),
         "parts of 128 keys": replace(params, part_keys=128),
-        "32 keys per tile": replace(params, block_keys=32) if params.block_keys != 32 else None,
+        "half block_n": with_tiles(lambda tile: Tile(max(64, tile.block_n // 2), tile.block_k, tile.stages)),
+        "double block_k": with_tiles(lambda tile: Tile(tile.block_n, tile.block_k * 2, max(2, tile.stages // 2))),
     }
     return {name: variant for name, variant in found.items() if variant is not None}
 
@@ -122,25 +125,33 @@ def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
     return result
 
 
-def tune(
-    cfg: DrafterConfig,
-    chip: Chip,
-    measure: Measure,
-    compile_ahead: Callable[[list[LaunchParams]], None],
-    left: Callable[[], float],
-    layout: StoredLayout | None = None,
-) -> tuple[LaunchParams, list[Trial]]:
-    """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``.
+def trials_of(
+    cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None, most: int | None = None
+) -> tuple[LaunchParams, dict[str, LaunchParams]]:
+    """Return the derived parameters and what to try beside them, by name.
 
-    ``layout``: what the head is packed in; None tries several.
+    ``layout``: what the head is packed in; None tries several. ``most``: variants over one layout.
     """
     from .kernels.launch_params import choose_launch
 
     derived = choose_launch(cfg, chip, layout)
-    tried = variants(derived, cfg, chip)
-    if layout is None:
-        tried = {**layout_variants(derived, cfg, chip), **tried}
-    compile_ahead([derived, *tried.values()])
+    tried = dict(list(variants(derived, cfg, chip).items())[:most])
+    return derived, tried if layout is not None else {**layout_variants(derived, cfg, chip), **tried}
+
+
+def tune(
+    cfg: DrafterConfig,
+    chip: Chip,
+    measure: Measure,
+    left: Callable[[], float],
+    layout: StoredLayout | None = None,
+    most: int | None = None,
+) -> tuple[LaunchParams, list[Trial]]:
+    """Choose parameters for one configuration; stops with the best so far when no time (seconds) is ``left``.
+
+    ``layout``, ``most``: see `trials_of`.
+    """
+    derived, tried = trials_of(cfg, chip, layout, most)
     trials: list[Trial] = []
 
     def attempt(name: str, params: LaunchParams) -> Trial:
@@ -266,7 +277,7 @@ def configurations(args: argparse.Namespace, chip: str = "") -> list[tuple[str, 
 
 
 def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, DrafterConfig]]:
-    """What was recorded on ``chip``, those of a head together, fewest slots first, so that they set its layout."""
+    """What was recorded on ``chip``, those of a head together, fewest slots first: they set its layout."""
     from .kernels.shape_records import read_shapes
 
     shapes = read_shapes(path)
@@ -286,7 +297,10 @@ def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, Draf
         for c in mine
         for dims in (Dims.of(c),)
     ]
-    return sorted(wanted, key=lambda item: (str(item[1]), str(item[2].weight_dtype), item[2].num_slots))
+    heads = list(dict.fromkeys((dims, cfg.dtype, cfg.weight_dtype) for _, dims, cfg in wanted))
+    return sorted(
+        wanted, key=lambda item: (heads.index((item[1], item[2].dtype, item[2].weight_dtype)), item[2].num_slots)
+    )
 
 
 def head_dims(head: str) -> tuple[Dims, int]:
@@ -335,6 +349,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
     parser.add_argument("--missing", action="store_true", help="only what the cache does not hold yet")
+    parser.add_argument("--variants", type=int, help="most variants to try of each; 0 only checks what is derived")
     parser.add_argument("--layout", action="store_true", help="tune stored layouts again too, where there is one slot")
     args = parser.parse_args(argv)
     try:
@@ -364,25 +379,29 @@ def run(args: argparse.Namespace) -> None:
     def left() -> float:
         return budget - (time.perf_counter() - started)
 
+    def free_layout(cfg: DrafterConfig) -> StoredLayout | None:
+        """The layout that a configuration has to take; None where it may set it."""
+        may_set = cfg.num_slots == 1 and (args.layout or layout_key(cfg, chip) not in cache.layouts)
+        return None if may_set else cache.layout(cfg, chip)
+
+    todo = {cache_key(cfg, chip): item for item in wanted for cfg in (item[2],)}
+    if args.missing:
+        todo = {key: item for key, item in todo.items() if key not in cache.launches}
+    jobs = []
+    for _, dims, cfg in todo.values():
+        derived, tried = trials_of(cfg, chip, free_layout(cfg), args.variants)
+        jobs += [(dims, cfg, params) for params in (derived, *tried.values())]
+    compiled = sum(compile_all(jobs, max(1.0, left() * 0.6)))
+    print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0
     timer: GraphTimer | None = None
-    seen: set[str] = set()
-    for name, dims, cfg in wanted:
-        key = cache_key(cfg, chip)
-        if key in seen or ((args.missing or args.from_shapes) and key in cache.launches):
-            continue
-        seen.add(key)
+    for name, dims, cfg in todo.values():
         if left() < 0:
             print(f"out of time: {name}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots left out", flush=True)
             continue
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-
-        def ahead(params: list[LaunchParams], dims: Dims = dims, cfg: DrafterConfig = cfg) -> None:
-            compile_all([(dims, cfg, variant) for variant in params], max(1.0, left()))
-
-        is_free = cfg.num_slots == 1 and (args.layout or layout_key(cfg, chip) not in cache.layouts)
-        best, trials = tune(cfg, chip, timer, ahead, left, None if is_free else cache.layout(cfg, chip))
+        best, trials = tune(cfg, chip, timer, left, free_layout(cfg), args.variants)
         print_trials(name, cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()

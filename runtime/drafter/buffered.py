@@ -70,6 +70,12 @@ class BufferedDrafter:
         biased = "self_attn.k_proj.bias" in w
         self._kv_bias = torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
 
+    @property
+    def is_tuned(self) -> bool | None:
+        """Whether the kernel's launch parameters come from the tuned cache; None for "reference"."""
+        packed = self.weights.packed
+        return None if packed is None else packed.launches.is_tuned(self.cfg)
+
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
         for name in ("barrier", "node_arrivals"):

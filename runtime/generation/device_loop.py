@@ -26,7 +26,7 @@ from .decoder import BUCKETS
 from .device import DeviceDecoders
 from .kept_rows import KeptRows, match_slots
 from .requests import RequestOutput, RunningRequest, collect
-from .stats import GenerationStats, PhaseTimer
+from .stats import GenerationStats, PhaseTimer, count_tuned
 
 
 @dataclass
@@ -115,6 +115,7 @@ class DeviceLoop:
             num_empty_steps=self.num_empty_steps,
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
+            **count_tuned(decoder.drafter),
         )
 
     def _fill_slots(self) -> None:

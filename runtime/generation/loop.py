@@ -24,7 +24,7 @@ from .accept import AcceptedPath, accept_path
 from .missed import HeldIds
 from .requests import OnTokens, Request, RequestOutput, RunningRequest, collect, start
 from .sampling import choose_tokens, stream_window
-from .stats import GenerationStats, PhaseTimer
+from .stats import GenerationStats, PhaseTimer, count_tuned
 
 
 class GenerationLoop:
@@ -74,7 +74,7 @@ class GenerationLoop:
             if self.running:
                 self._step()
         timings = self.timer.stop_and_wait()
-        return collect(self.states, timings)
+        return collect(self.states, timings, **count_tuned(self.drafter))
 
     def _allocate(self, cache: SlotCache, capacity: int) -> None:
         self.cache = cache

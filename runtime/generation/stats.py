@@ -60,6 +60,10 @@ class GenerationStats:
     """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
+    tuned_hits: int = 0
+    """Calls whose drafter had launch parameters from the tuned cache, for its head, vocabulary, tree and slots."""
+    tuned_misses: int = 0
+    """Calls whose drafter had to derive them: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
     path: str = ""
     """What ran: loop, target and drafter, each with the reason."""
     steps: tuple[StepTimes, ...] = ()
@@ -136,6 +140,8 @@ class GenerationStats:
             "num_empty_steps": self.num_empty_steps,
             "cache_bytes": self.cache_bytes,
             "graph_bytes": self.graph_bytes,
+            "tuned_hits": self.tuned_hits,
+            "tuned_misses": self.tuned_misses,
             "path": self.path,
         }
 
@@ -144,7 +150,7 @@ class GenerationStats:
         """Add up runs that were made one after another."""
         lengths: Counter[int] = Counter()
         names = ("num_new_tokens", "num_prompt_tokens", "num_reused_tokens", "prefill_s", "draft_s", "verify_s",
-                 "step_s", "total_s", "num_empty_steps")  # fmt: skip
+                 "step_s", "total_s", "num_empty_steps", "tuned_hits", "tuned_misses")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
         items = list(items)
@@ -162,6 +168,12 @@ class GenerationStats:
             num_nodes=nodes.pop() if len(nodes) == 1 else 0,
             **totals,
         )
+
+
+def count_tuned(drafter: object) -> dict[str, int]:
+    """``tuned_hits`` and ``tuned_misses`` of one call with a drafter or None, both 0 without the kernel."""
+    is_tuned = getattr(drafter, "is_tuned", None)
+    return {"tuned_hits": int(is_tuned is True), "tuned_misses": int(is_tuned is False)}
 
 
 class PhaseTimer:

@@ -609,6 +609,12 @@ class TritonDrafter:
             self.weights, self.tree, num_slots, capacity + MAX_NEW_TOKENS, self.packing.weight_dtype
         )
 
+    @property
+    def is_tuned(self) -> bool | None:
+        """Whether the launch parameters come from the tuned cache; None before `allocate`."""
+        packed = None if self._packed is None else self._packed.packed
+        return None if packed is None else packed.launches.is_tuned(self._cfg)
+
     def reset_slot(self, slot: int) -> None:
         """See `Drafter.reset_slot`."""
         self.lengths[slot] = 0

@@ -326,6 +326,8 @@ def test_random_configurations(configuration: dict, device: str) -> None:
 
 def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory, device: str) -> None:
     from eagle_slim.runtime import SpeculativeModel
+    from eagle_slim.runtime.generate_cli import figures
+    from eagle_slim.runtime.generation.stats import GenerationStats
     from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
     folder = tmp_path_factory.mktemp("head")
@@ -338,6 +340,11 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
         outputs[name] = model.generate(prompts, max_new_tokens=5)
     assert outputs["triton"].token_ids == [plain_greedy(target, prompt, 5) for prompt in prompts]
     assert outputs["triton"].stats.accepted_lengths == outputs["reference"].stats.accepted_lengths
+    tuned = {name: (output.stats.tuned_hits, output.stats.tuned_misses) for name, output in outputs.items()}
+    assert tuned == {"reference": (0, 0), "triton": (0, 1)}
+    assert GenerationStats.sum(output.stats for output in outputs.values()).to_json()["tuned_misses"] == 1
+    assert figures(outputs["triton"].stats).endswith("not tuned for this shape")
+    assert "tuned" not in figures(outputs["reference"].stats)
 
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:

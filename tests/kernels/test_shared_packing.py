@@ -11,6 +11,7 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.generation.device import DeviceDecoders
+from eagle_slim.runtime.generation.stats import count_tuned
 from eagle_slim.runtime.kernels import packed_head
 from eagle_slim.runtime.kernels.launch import SharedPacking, TritonDrafter, launch_drafter
 from eagle_slim.runtime.model import _rank_rows
@@ -50,6 +51,7 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
         decoder = model._decoders.get(slots, tokens, model.drafter.tree)
         assert decoder.drafter is not None
         assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
+        assert count_tuned(decoder.drafter) == {"tuned_hits": 0, "tuned_misses": 1}
 
     for slots, tokens in ((1, 100), (2, 100), (4, 1500), (1, 100)):
         allocate(model, slots, tokens)

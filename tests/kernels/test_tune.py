@@ -31,16 +31,14 @@ CFG = draft_config(MODELS["llama-3.1-8b"], 32000, TreeConfig(5, 10, 60), 1, 512)
 
 def choose(
     times: Callable[[LaunchParams], float], seconds: float = 1e9, layout: StoredLayout | None = None
-) -> tuple[LaunchParams, list[tune.Trial], list[LaunchParams]]:
+) -> tuple[LaunchParams, list[tune.Trial]]:
     clock = [seconds]
-    compiled: list[LaunchParams] = []
 
     def measure(_cfg: object, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
         clock[0] -= 1
         return times(derived), times(variant)
 
-    best, trials = tune.tune(CFG, CHIP, measure, compiled.extend, lambda: clock[0], layout)
-    return best, trials, compiled
+    return tune.tune(CFG, CHIP, measure, lambda: clock[0], layout)
 
 
 def test_gains_are_combined() -> None:
@@ -51,16 +49,20 @@ def test_gains_are_combined() -> None:
     def times(params: LaunchParams) -> float:
         return 1000 - 30 * (params.part_keys == 128) - 20 * (params.tiles == fewer) + 5 * (params.block_keys == 32)
 
-    best, trials, compiled = choose(times)
+    best, trials = choose(times)
     assert best == replace(derived, part_keys=128, tiles=fewer)
     assert trials[-1].name == "parts of 128 keys + one stage less"
     assert trials[-1].gain == pytest.approx(0.05)
-    assert compiled[0] == derived
-    assert len(compiled) == len(trials) - 1
+    first, tried = tune.trials_of(CFG, CHIP)
+    assert first == derived
+    assert len(tried) == len(trials) - 2  # the derived and the gains together
+    assert tune.trials_of(CFG, CHIP, derived.layout, 2)[1] == {
+        name: tried[name] for name in ("one stage less", "half block_k, more stages")
+    }
 
 
 def test_noise_changes_nothing() -> None:
-    best, _, _ = choose(lambda params: 1000 - 4 * (params.part_keys == 128))
+    best, _ = choose(lambda params: 1000 - 4 * (params.part_keys == 128))
     assert best == choose_launch(CFG, CHIP)
 
 
@@ -74,7 +76,7 @@ def test_wrong_and_unbuildable_variants_lose() -> None:
             raise OutOfResources("shared memory")
         return 1000.0
 
-    best, trials, _ = choose(times)
+    best, trials = choose(times)
     assert best == choose_launch(CFG, CHIP)
     assert {trial.fault for trial in trials} == {"", "the draft is wrong", "OutOfResources: shared memory"}
 
@@ -86,7 +88,7 @@ def test_wrong_and_unbuildable_variants_lose() -> None:
 
 
 def test_it_stops_in_time() -> None:
-    _, trials, _ = choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)
+    _, trials = choose(lambda params: 1000 - 30 * (params.part_keys == 128), seconds=4)
     assert 2 <= len(trials) <= 5
 
 
@@ -96,10 +98,10 @@ def test_a_layout_is_tuned_unless_it_is_given() -> None:
     def times(params: LaunchParams) -> float:
         return 1000 - 50 * (params.layout != derived.layout) - 30 * (params.part_keys == 128)
 
-    best, trials, _ = choose(times)
+    best, trials = choose(times)
     assert best.layout != derived.layout
     assert best.part_keys == 128
-    fixed, fewer, _ = choose(times, layout=choose_layout(CFG, CHIP))
+    fixed, fewer = choose(times, layout=choose_layout(CFG, CHIP))
     assert fixed == replace(derived, part_keys=128)
     assert len(fewer) < len(trials)
 
