@@ -364,7 +364,7 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     import torch
 
-    from .bench.precompile import compile_all
+    from .bench.precompile import Job, compile_all
     from .kernels.host import chip_of
     from .kernels.tuned_cache import TunedCache, cache_key, default_cache, layout_key
 
@@ -379,7 +379,7 @@ def run(args: argparse.Namespace) -> None:
     def left() -> float:
         return budget - (time.perf_counter() - started)
 
-    def free_layout(cfg: DrafterConfig) -> StoredLayout | None:
+    def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
         """The layout that a configuration has to take; None where it may set it."""
         may_set = cfg.num_slots == 1 and (args.layout or layout_key(cfg, chip) not in cache.layouts)
         return None if may_set else cache.layout(cfg, chip)
@@ -389,8 +389,8 @@ def run(args: argparse.Namespace) -> None:
         todo = {key: item for key, item in todo.items() if key not in cache.launches}
     jobs = []
     for _, dims, cfg in todo.values():
-        derived, tried = trials_of(cfg, chip, free_layout(cfg), args.variants)
-        jobs += [(dims, cfg, params) for params in (derived, *tried.values())]
+        derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
+        jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0
@@ -401,7 +401,7 @@ def run(args: argparse.Namespace) -> None:
             continue
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
-        best, trials = tune(cfg, chip, timer, left, free_layout(cfg), args.variants)
+        best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
         print_trials(name, cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()

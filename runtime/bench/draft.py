@@ -298,7 +298,7 @@ def jobs_of(rows: list[Row], problems: Problems) -> list[tuple[Row, Job]]:
     for row in dict.fromkeys(replace(row, prefix=0) for row in rows):
         for name in supported_weights(problems.device):
             cfg = problems.config(row, name, capacity_of(row, rows))
-            jobs.append((row, (MODELS[row.model], cfg, cache.lookup(cfg, chip))))
+            jobs.append((row, Job(MODELS[row.model], cfg, cache.lookup(cfg, chip))))
     return jobs
 
 

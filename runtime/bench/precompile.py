@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from typing import NamedTuple
 
 import torch
 
@@ -20,7 +21,15 @@ from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..kernels.launch_params import LaunchParams
 from .problem import MODELS, Dims, first_rows, random_head
 
-Job = tuple[Dims, DrafterConfig, LaunchParams]
+
+class Job(NamedTuple):
+    """One kernel."""
+
+    dims: Dims
+    cfg: DrafterConfig
+    params: LaunchParams
+    packed_vocab: int | None = None
+    """LM-head rows that are packed, where a launch uses fewer of them."""
 
 
 def job_of(model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device) -> Job:
@@ -42,9 +51,9 @@ def compile_one(job: Job) -> float:
     from ..kernels.workspace import allocate_workspace
 
     start = time.perf_counter()
-    dims, cfg, params = job
+    dims, cfg, params, packed_vocab = job
     device = torch.device("meta")
-    head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
+    head = first_rows(random_head(dims, device, cfg.dtype), packed_vocab or cfg.draft_vocab)
     packed = pack_head(head, cfg, FixedLaunch(params))
     bufs = Buffers.allocate(cfg, device)
     bufs.workspace.update(allocate_workspace(cfg, params, device))

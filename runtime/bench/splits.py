@@ -115,12 +115,13 @@ class Problem:
         else:
             self.run(0, 1)
         wanted = self.out.clone()
+        # Outputs shrink as keys become more.
+        atol = 0.03 * float(wanted.float().std())
         for splits in (None, *self.candidates()):
             self.out.fill_(float("nan"))
             self.run(0, splits)
-            torch.testing.assert_close(
-                self.out, wanted, rtol=2e-2, atol=2e-2, msg=lambda text, n=splits: f"{n}: {text}"
-            )
+            message = partial("{}: {}".format, splits or "rule")
+            torch.testing.assert_close(self.out, wanted, rtol=2e-2, atol=atol, msg=message)
 
 
 def _rows(active: int, length: int, nodes: int, device: torch.device) -> AttentionRows:
@@ -129,10 +130,12 @@ def _rows(active: int, length: int, nodes: int, device: torch.device) -> Attenti
     depths = torch.zeros(nodes, dtype=torch.int64)
     for node in range(1, nodes):
         depths[node] = depths[parents[node]] + 1
-    fields = [field.expand(active, nodes).contiguous() for field in (torch.zeros_like(parents), parents, depths)]
+    tokens, parents, depths = (
+        field.expand(active, nodes).contiguous() for field in (torch.zeros_like(parents), parents, depths)
+    )
     rows = ForwardRows.allocate(active, nodes, torch.full((active,), length, dtype=torch.int32))
     slots, count = torch.arange(active, dtype=torch.int32), torch.tensor([active], dtype=torch.int32)
-    tree_rows_ref(slots, count, *fields, rows)
+    tree_rows_ref(slots, count, tokens, parents, depths, rows)
     on_cpu = rows.attention
     assert on_cpu.ancestors is not None
     return AttentionRows(

@@ -288,7 +288,7 @@ def major_capability(device: torch.device) -> int:
 
 def most_splits(places: int, kv_heads: int, query_rows: int, tiles: AttentionTiles) -> int:
     """Return the most splits of a sequence's keys, beside ``places`` sequences of ``query_rows`` for each key head."""
-    units = places * kv_heads * triton.cdiv(query_rows, tiles.block_q)
+    units = places * kv_heads * -(-query_rows // tiles.block_q)
     return max(1, min(MAX_SPLITS, tiles.num_programs // units))
 
 

@@ -138,7 +138,7 @@ def test_compiling_ahead_needs_more_than_one_kernel() -> None:
     cfg = problem.draft_config(TINY, 120, TreeConfig(1, 2, 5), 1, 20)
     from eagle_slim.runtime.kernels.launch_params import INTERPRETER, choose_launch
 
-    assert precompile.compile_all([(TINY, cfg, choose_launch(cfg, INTERPRETER))], 1.0) == [False]
+    assert precompile.compile_all([precompile.Job(TINY, cfg, choose_launch(cfg, INTERPRETER))], 1.0) == [False]
 
 
 def test_the_commit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
