@@ -39,7 +39,7 @@ def job_of(model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vo
 
     head = first_rows(random_head(MODELS[model], torch.device("meta")), draft_vocab)
     cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
-    return MODELS[model], cfg, default_cache().lookup(cfg, chip_of(device))
+    return Job(MODELS[model], cfg, default_cache().lookup(cfg, chip_of(device)))
 
 
 def compile_one(job: Job) -> float:
