@@ -39,7 +39,7 @@ from ..target.captured import CapturedTarget
 from ..target.fused import FusedTarget
 from ..target.lock import GenerationLock
 from ..target.transformers import TargetModel
-from .precompile import compile_all
+from .precompile import Job, compile_all
 from .problem import MODELS, Dims, first_rows, random_head
 from .random_decoding import LAYERS, default_taps, fill, phase_times, random_target, run_steps, weight_bytes
 from .timing import commit, copy_bytes_per_s, machine
@@ -93,7 +93,7 @@ def compile_drafters(
     """Compile the persistent kernels of all trees and numbers of slots side by side."""
     cache, chip = open_tuned_cache(), chip_of(head.device)
     configs = [DrafterConfig.of(head, tree, count, tokens + MAX_NEW_TOKENS) for tree in trees for count in slots]
-    compile_all([(dims, cfg, cache.lookup(cfg, chip)) for cfg in configs], seconds=180)
+    compile_all([Job(dims, cfg, cache.lookup(cfg, chip)) for cfg in configs], seconds=180)
 
 
 def show(row: dict[str, Any]) -> None:
