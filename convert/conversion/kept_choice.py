@@ -10,7 +10,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 
 from ..head.draft_head import DraftHead
 from .inputs import Inputs
-from .vocab_choice import Ranking, VocabRequest
+from .vocab_choice import Ranking, VocabRequest, ranked_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -72,6 +72,8 @@ def check_keep_rows(
 def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDArray[np.int64]:
     """The ids whose rows are kept beside a draft vocabulary, int64 [kept]: those that follow it in rank order.
 
+    After those that the ranking holds come, for an artifact that is slimmed again, the others by their rank in it.
+
     Args:
         keep: rows at hand in all, the draft vocabulary's among them; "full" for all that the ranking holds.
         ranking: that `vocab` was cut from.
@@ -83,6 +85,10 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
     if keep != "full":
         _check_more(keep, len(vocab))
     ranked, trained = ranking.cut(None).target_ids, ranking.head.trained_ids
+    own = None if (manifest := ranked_manifest(ranking.head)) is None else manifest.ranks_with_kept
+    if own is not None and trained is not None:
+        # A token map may name the draft vocabulary alone; an artifact has ranked the others before.
+        ranked = np.concatenate([ranked, own.target_ids[np.isin(own.target_ids, trained[~np.isin(trained, ranked)])]])
     if trained is not None and keep == len(trained):
         # All of a trained vocabulary, ids without a token included, as `Ranking.cut` takes it.
         ranked = np.concatenate([ranked, np.setdiff1d(trained, ranked)])

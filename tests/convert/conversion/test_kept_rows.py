@@ -158,6 +158,9 @@ def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
     other = by_map(tmp_path, [9, 359, 2, 0, 1])
     (ranked,) = convert_head(made / "slim", draft_vocab=2, vocabulary=other, out=tmp_path / "other")
     assert ranked.manifest.rank_order_ids.tolist() == [9, 359]
+    # What it leaves out keeps the order that it had.
+    (all_kept,) = convert_head(made / "slim", draft_vocab=2, keep_rows=9, vocabulary=other, out=tmp_path / "kept")
+    assert all_kept.manifest.kept_rows.rank_order_ids.tolist() == [2, 0, 1, 300, 17, 44, 4]
 
 
 @pytest.mark.parametrize(
