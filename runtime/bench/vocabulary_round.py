@@ -5,7 +5,8 @@
 One round with the built-in target and head: answer every second prompt with the built-in ranking and log the tokens;
 merge the log with the built-in counts by a weight; rank again; answer the **other** prompts with every vocabulary. The
 answers are the target's own and the same for all (float32), so that accepted length and missed rate differ by the
-vocabulary alone. For comparison: twice the rows without a log, and a log of the missed ids alone, by the same weight.
+vocabulary alone. For comparison: twice the rows without a log; and a log of the missed ids alone by the same weight, with
+the vocabulary of a second round, whose log holds what the first round's vocabulary misses.
 Intervals are over prompts, from resamples that draw the same prompts for both sides.
 """
 
@@ -113,11 +114,15 @@ def main() -> None:
         # Through the file, as `eagle-generate --miss-log` and `eagle-vocab merge` do it.
         log.save(Path(folder) / "log.safetensors")
         counts = TokenCounts.load(Path(folder) / "log.safetensors")
-    merged, of_missed = merge_counts([base_counts, counts]), merge_counts([base_counts, missed_only(counts, base)])
+    merged = merge_counts([base_counts, counts])
     vocabularies: dict[str, DraftVocab] = {"built-in ranking": base}
     for weight in arguments.weights:
         vocabularies[f"with the log, weight {weight:g}"] = ranked(merged, size, weight)
-        vocabularies[f"with the missed ids alone, weight {weight:g}"] = ranked(of_missed, size, weight)
+        first = ranked(merge_counts([base_counts, missed_only(counts, base)]), size, weight)
+        vocabularies[f"with the missed ids alone, weight {weight:g}"] = first
+        # The answers are the same for every vocabulary, and so is a second log of all tokens.
+        second = ranked(merge_counts([base_counts, missed_only(counts, first)]), size, weight)
+        vocabularies[f"with the missed ids alone, weight {weight:g}, second round"] = second
     vocabularies["built-in ranking, twice the rows"] = ranked(base_counts, 2 * size, None)
     rows: list[dict[str, Any]] = []
     before: list[Any] = []
