@@ -5,8 +5,9 @@
 One round with the built-in target and head: answer every second prompt with the built-in ranking and log the tokens;
 merge the log with the built-in counts by a weight; rank again; answer the **other** prompts with every vocabulary. The
 answers are the target's own and the same for all (float32), so that accepted length and missed rate differ by the
-vocabulary alone. For comparison: twice the rows without a log; and a log of the missed ids alone by the same weight, with
-the vocabulary of a second round, whose log holds what the first round's vocabulary misses.
+vocabulary alone. For comparison: twice the rows without a log; and a log of the missed ids alone by the same weight,
+with the vocabulary of a second round, whose log holds what the first round's vocabulary misses. Vocabularies of the
+same ids are measured once.
 Intervals are over prompts, from resamples that draw the same prompts for both sides.
 """
 
@@ -125,10 +126,12 @@ def main() -> None:
         vocabularies[f"with the missed ids alone, weight {weight:g}, second round"] = second
     vocabularies["built-in ranking, twice the rows"] = ranked(base_counts, 2 * size, None)
     rows: list[dict[str, Any]] = []
-    before: list[Any] = []
+    answered: dict[bytes, list[Any]] = {}
     for name, vocab in vocabularies.items():
-        outputs = answer(model.with_draft_vocab(vocab), others, arguments.new)
-        before = before or outputs
+        key = vocab.ascending_ids.tobytes()
+        if key not in answered:
+            answered[key] = answer(model.with_draft_vocab(vocab), others, arguments.new)
+        outputs, before = answered[key], answered[base.ascending_ids.tobytes()]
         equal = sum(one.token_ids == other.token_ids for one, other in zip(outputs, before, strict=True))
         replaced = len(np.setdiff1d(vocab.target_ids, base.target_ids))
         row = {"vocabulary": name, "rows": len(vocab), "ids_not_in_base": replaced, **figures(outputs, before)}
