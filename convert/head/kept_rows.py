@@ -1,9 +1,10 @@
 """Rows of an artifact beyond its draft vocabulary: the file that holds them, and a head with them joined to its own.
 
 The file is a safetensors file with `lm_head.weight` [kept, hidden], of the LM head's dtype, and `target_ids` int64
-[kept], rows in rank order. Its name ends so that no engine reads or fetches it: vLLM, SGLang, TensorRT-LLM, LMDeploy
-and transformers look for `*.safetensors`, `*.bin`, `*.pt`, `*.pth` and `*.gguf`, and on the Hub these patterns match in
-sub-folders too (`_prepare_weights` and `download_weights_from_hf` in vLLM and SGLang), so a sub-folder would not do.
+[kept], rows in rank order. Its name ends so that no engine reads it: vLLM, SGLang (`_prepare_weights`), TensorRT-LLM
+(`HfWeightLoader`), LMDeploy and transformers look for `*.safetensors`, `*.bin`, `*.pt`, `*.pth` and `*.gguf`. Nor do
+vLLM and SGLang fetch it, whose patterns on the Hub match in sub-folders too (`download_weights_from_hf`), so that a
+sub-folder would not do.
 """
 
 from __future__ import annotations
