@@ -47,6 +47,11 @@ def chip_of(device: torch.device) -> Chip:
     )
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which was chosen when they were imported (``TRITON_INTERPRET=1``)."""
+    return not isinstance(draft_kernel, triton.JITFunction)
+
+
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
     """Compile-time constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs = block_rows(cfg), params.num_programs

@@ -1,0 +1,189 @@
+"""Patch a loaded `EaModel` of SafeAILab's EAGLE: its drafter alone, or its whole generation step.
+
+    from eagle_slim.runtime import patch_eagle_model, unpatch_eagle_model
+
+    model = EaModel.from_pretrained(base_model_path=..., ea_model_path=..., ...)  # as before
+    patch_eagle_model(model, draft_vocab=16000, counts="counts.safetensors")
+    output_ids = model.eagenerate(input_ids, max_new_tokens=256)  # the same text, sooner
+    unpatch_eagle_model(model)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..config import TreeConfig
+from ..drafter.weights import HeadWeights
+from ..errors import DrafterError, UsageError
+from ..kernels.launch import BACKENDS, Weights
+from .drafting import LayerPatch
+from .reading import check_ea_model, read_head, target_lm_head
+from .rebind import is_rebound, restore
+from .session import BufferedSession, Session
+from .step import StepPatch
+from .vocabulary import choose_ids
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+
+
+def patch_ea_model_with_triton_drafter(
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    *,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
+    drafter: str = "triton",
+    weight_dtype: torch.dtype | None = None,
+) -> Any:
+    """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
+
+        patch_ea_model_with_triton_drafter(model, draft_vocab=16000, token_map="freq_32768.pt")
+        output_ids = model.eagenerate(input_ids, max_new_tokens=256)
+        unpatch_ea_model(model)
+
+    ``model.ea_layer.topK_genrate`` answers with upstream's four values in upstream's shapes, types and order; of equal
+    scores the lower candidate wins. Weights are taken from the model's own tensors, now: what is loaded into the model
+    later does not count until it is patched again. ``reset_kv`` and ``stable_kv`` keep their meaning, and ``depth``,
+    ``top_k`` and ``total_tokens`` may be changed at any time.
+
+    Args:
+        model: a loaded EaModel, with an EAGLE-3 head (cnets.Model) or an EAGLE-1/2 one (cnets1.Model), on one device.
+        draft_vocab: ids to draft over: a number of the best by ``counts`` or ``token_map``, a `DraftVocab`, or the path
+            of one or of a token map; None takes all the head has.
+        counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
+        token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
+        drafter: "triton", or "reference" for the same in plain PyTorch, on any device.
+        weight_dtype: torch.float8_e4m3fn stores the drafter's matrices in FP8 (sm_89 and later).
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: no EaModel, one that is patched already, or a vocabulary that does not fit (`choose_ids`).
+        UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
+        DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``.
+    """
+    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, weight_dtype, whole=False))
+
+
+def patch_eagle_model(
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    *,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
+    drafter: str = "triton",
+    weight_dtype: torch.dtype | None = None,
+) -> Any:
+    """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
+
+        patch_eagle_model(model)
+        for output_ids in model.ea_generate(input_ids):
+            ...
+        unpatch_eagle_model(model)
+
+    Beyond `patch_ea_model_with_triton_drafter`: the attention mask of a tree, the evaluation of its candidates, and the
+    copying of the accepted path's keys and values. ``eagenerate`` and ``ea_generate`` remain upstream's code and give
+    the same text, sampled text too for the same seeds (`random.seed`, `torch.manual_seed`), up to rounding;
+    ``naivegenerate`` and ``naive_generate`` are as they were. Only this object changes.
+
+    Arguments, result and errors are those of `patch_ea_model_with_triton_drafter`.
+    """
+    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, weight_dtype, whole=True))
+
+
+def unpatch_ea_model(model: Any) -> Any:
+    """Undo `patch_ea_model_with_triton_drafter` or `patch_eagle_model` and return the model.
+
+    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. A model
+    that is not patched is returned as it is. Raises `UsageError` for what is no EaModel.
+    """
+    check_ea_model(model)
+    decoder = getattr(model.base_model, "model", None)
+    for part in (model, decoder, model.ea_layer):
+        if is_rebound(part):
+            restore(part)
+    return model
+
+
+def unpatch_eagle_model(model: Any) -> Any:
+    """Undo `patch_eagle_model`; the same as `unpatch_ea_model`."""
+    return unpatch_ea_model(model)
+
+
+class EaModelPatch:
+    """A patch that can be put on and taken off at no cost: the drafter is built once. Arguments as the functions'."""
+
+    def __init__(
+        self,
+        model: Any,
+        draft_vocab: int | DraftVocab | str | Path | None = None,
+        counts: TokenCounts | str | Path | None = None,
+        token_map: DraftVocab | str | Path | None = None,
+        drafter: str = "triton",
+        weight_dtype: torch.dtype | None = None,
+        whole: bool = True,
+    ) -> None:
+        check_ea_model(model)
+        if is_rebound(model.ea_layer):
+            raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
+        check_backend(drafter, model.ea_layer.embed_tokens.weight.device)
+        head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
+        self.model = model
+        self.layer = LayerPatch(model.ea_layer, target_lm_head(model), session_factory(head, drafter, weight_dtype))
+        self.step = StepPatch(model, self.layer) if whole else None
+
+    def apply(self) -> None:
+        """Put the patch on."""
+        self.layer.apply()
+        if self.step is not None:
+            self.step.apply()
+
+    def remove(self) -> None:
+        """Take the patch off."""
+        if self.step is not None:
+            self.step.remove()
+        self.layer.remove()
+
+
+def _apply(model: Any, patch: EaModelPatch) -> Any:
+    patch.apply()
+    return model
+
+
+def check_backend(drafter: str, device: torch.device) -> None:
+    """Raise `UsageError` for an unknown drafter, `DrafterError` for the kernel where it cannot run."""
+    if drafter not in BACKENDS:
+        raise UsageError(
+            f"drafter = {drafter!r} is unknown; expected {' or '.join(BACKENDS)}.", option="drafter", found=drafter
+        )
+    if drafter == "triton" and device.type != "cuda":
+        from ..kernels.host import is_interpreted
+
+        if device.type != "cpu" or not is_interpreted():
+            raise DrafterError(
+                f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
+                "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
+                option="drafter", expected="cuda", found=str(device),
+            )  # fmt: skip
+
+
+def session_factory(
+    head: HeadWeights, drafter: str, weight_dtype: torch.dtype | None = None
+) -> Callable[[TreeConfig], Session]:
+    """Return what builds a session for a tree's size; weights are packed once for each ``top_k``."""
+    packed: dict[int, Weights] = {}
+
+    def build(tree: TreeConfig) -> Session:
+        session = BufferedSession(head, tree, drafter, weight_dtype, packed.get(tree.top_k))
+        if session.drafter.weights.packed is not None:
+            packed[tree.top_k] = session.drafter.weights
+        return session
+
+    return build

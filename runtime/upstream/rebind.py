@@ -1,0 +1,37 @@
+"""Give one object other methods, and take them back.
+
+The object's class becomes a subclass of its own, made for it alone; what the methods remember lies in that subclass. So
+nothing is written to the object's ``__dict__``, other objects of its class are untouched, `isinstance` still holds, and
+`restore` leaves no trace. A copy or a pickle of the object is of its own class, without the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_OWN = "_eagle_slim_own_class"
+
+
+def rebind(target: object, members: Mapping[str, Any]) -> None:
+    """Put ``members`` (functions, properties) in front of those of the object's class."""
+    own = type(target)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        made = own.__reduce_ex__(self, protocol)
+        args = tuple(own if arg is type(self) else arg for arg in made[1])
+        return (made[0], args, *made[2:])
+
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    body = {**names, "__reduce_ex__": __reduce_ex__, **members, _OWN: own}
+    target.__class__ = type(own)(own.__name__, (own,), body)
+
+
+def restore(target: object) -> None:
+    """Undo the last `rebind`."""
+    target.__class__ = getattr(type(target), _OWN)
+
+
+def is_rebound(target: object) -> bool:
+    """Whether `rebind` was done and not undone."""
+    return hasattr(type(target), _OWN)
