@@ -5,6 +5,7 @@ from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
 from .errors import (
     AcceptanceWarning,
     DrafterError,
+    GPUAssertionError,
     HeadWarning,
     PairingError,
     PromptError,
@@ -28,6 +29,19 @@ from .miss_log import MissLog
 from .model import SpeculativeModel
 from .slots import ActiveSlots
 from .tree import DraftTree
+from .upstream.backends import (
+    frontier_generate,
+    register_triton_backend,
+    registered_backends,
+    unregister_backend,
+)
+from .upstream.fused import fused_draft_token_generation
+from .upstream.patch import (
+    patch_ea_model_with_triton_drafter,
+    patch_eagle_model,
+    unpatch_ea_model,
+    unpatch_eagle_model,
+)
 
 __all__ = [
     "AcceptanceWarning",
@@ -37,6 +51,7 @@ __all__ = [
     "Drafter",
     "DrafterConfig",
     "DrafterError",
+    "GPUAssertionError",
     "GenerationOutput",
     "GenerationStats",
     "HeadWarning",
@@ -56,7 +71,16 @@ __all__ = [
     "Weights",
     "allocate_buffers",
     "check_finished",
+    "frontier_generate",
+    "fused_draft_token_generation",
     "launch_drafter",
     "open_tuned_cache",
+    "patch_ea_model_with_triton_drafter",
+    "patch_eagle_model",
     "prefill_drafter",
+    "register_triton_backend",
+    "registered_backends",
+    "unpatch_ea_model",
+    "unpatch_eagle_model",
+    "unregister_backend",
 ]

@@ -292,6 +292,17 @@ class SpeculativeModel:
         """
         return self._with_drafter(self._build_drafter(self.drafter.weights, tree), is_tree_sized=False)
 
+    def with_drafter(self, drafter: str | DrafterFactory) -> SpeculativeModel:
+        """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
+
+        Raises `DrafterError` for one that cannot run here, `UsageError` for an unknown name (`build_drafter`).
+        """
+        weights, tree = self.drafter.weights, self.drafter.tree
+        kind, reason = choose_drafter(drafter, weights, tree)
+        other = self._with_drafter(build_drafter(kind, weights, tree), self.is_tree_sized, kind)
+        other.drafter_reason = reason
+        return other
+
     def _with_weights(self, weights: HeadWeights, order: Tensor | None = None) -> SpeculativeModel:
         return self._with_drafter(self._build_drafter(weights, self.drafter.tree, order), self.is_tree_sized)
 
@@ -302,14 +313,16 @@ class SpeculativeModel:
             return own.like(weights, tree, order)
         return build_drafter(self.drafter_kind, weights, tree)
 
-    def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
+    def _with_drafter(
+        self, drafter: Drafter, is_tree_sized: bool, kind: str | DrafterFactory | None = None
+    ) -> SpeculativeModel:
         return SpeculativeModel(
             self.target,
             drafter,
             self.tokenizer,
             self.max_model_len,
             self.opened,
-            self.drafter_kind,
+            self.drafter_kind if kind is None else kind,
             self.tokenizer_source,
             self.tokenizer_hash,
             is_tree_sized,

@@ -48,7 +48,7 @@ def chip_of(device: torch.device) -> Chip:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, which was chosen when they were imported (``TRITON_INTERPRET=1``)."""
+    """Whether kernels run in Triton's interpreter, as ``TRITON_INTERPRET=1`` has it when they are imported."""
     return not isinstance(draft_kernel, triton.JITFunction)
 
 

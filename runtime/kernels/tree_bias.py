@@ -32,7 +32,9 @@ def tree_bias_ref(tree_mask: Tensor, key_mask: Tensor, dtype: torch.dtype) -> Te
 
 
 @triton.jit
-def _tree_bias_kernel(mask_ptr, stride_node, key_mask_ptr, out_ptr, length, lowest, NODES: tl.constexpr, BLOCK: tl.constexpr):
+def _tree_bias_kernel(
+    mask_ptr, stride_node, key_mask_ptr, out_ptr, length, lowest, NODES: tl.constexpr, BLOCK: tl.constexpr
+):
     node = tl.program_id(0)
     keys = length + NODES
     key = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

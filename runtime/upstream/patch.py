@@ -1,11 +1,11 @@
 """Patch a loaded `EaModel` of SafeAILab's EAGLE: its drafter alone, or its whole generation step.
 
-    from eagle_slim.runtime import patch_eagle_model, unpatch_eagle_model
+from eagle_slim.runtime import patch_eagle_model, unpatch_eagle_model
 
-    model = EaModel.from_pretrained(base_model_path=..., ea_model_path=..., ...)  # as before
-    patch_eagle_model(model, draft_vocab=16000, counts="counts.safetensors")
-    output_ids = model.eagenerate(input_ids, max_new_tokens=256)  # the same text, sooner
-    unpatch_eagle_model(model)
+model = EaModel.from_pretrained(base_model_path=..., ea_model_path=..., ...)  # as before
+patch_eagle_model(model, draft_vocab=16000, counts="counts.safetensors")
+output_ids = model.eagenerate(input_ids, max_new_tokens=256)  # the same text, sooner
+unpatch_eagle_model(model)
 """
 
 from __future__ import annotations
@@ -135,13 +135,12 @@ class EaModelPatch:
             raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
         check_backend(drafter, model.ea_layer.embed_tokens.weight.device)
         head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
-        self.model = model
         self.layer = LayerPatch(model.ea_layer, target_lm_head(model), session_factory(head, drafter, weight_dtype))
         self.step = StepPatch(model, self.layer) if whole else None
 
-    def apply(self) -> None:
-        """Put the patch on."""
-        self.layer.apply()
+    def apply(self, follow_kv: bool = True) -> None:
+        """Put the patch on; see `LayerPatch.apply`."""
+        self.layer.apply(follow_kv)
         if self.step is not None:
             self.step.apply()
 

@@ -157,7 +157,7 @@ def _lm_head(model: Any) -> Tensor:
     return weight
 
 
-def _tensors(layer: nn.Module, block: nn.Module, kind: str) -> Iterator[tuple[str, Tensor]]:
+def _tensors(layer: Any, block: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
     """Name each tensor as `HeadWeights` does."""
     for name, parameter in block.named_parameters():
         yield name, parameter.detach()

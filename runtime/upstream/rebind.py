@@ -17,14 +17,17 @@ def rebind(target: object, members: Mapping[str, Any]) -> None:
     """Put ``members`` (functions, properties) in front of those of the object's class."""
     own = type(target)
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        made = own.__reduce_ex__(self, protocol)
-        args = tuple(own if arg is type(self) else arg for arg in made[1])
-        return (made[0], args, *made[2:])
+    def reduce(self: Any, protocol: Any) -> Any:
+        return (_new, (own,), *own.__reduce_ex__(self, max(2, int(protocol)))[2:])
 
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    body = {**names, "__reduce_ex__": __reduce_ex__, **members, _OWN: own}
-    target.__class__ = type(own)(own.__name__, (own,), body)
+    body = {**names, "__reduce_ex__": reduce, **members, _OWN: own}
+    metaclass: Any = type(own)
+    target.__class__ = metaclass(own.__name__, (own,), body)
+
+
+def _new(own: Any) -> Any:
+    return own.__new__(own)
 
 
 def restore(target: object) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 import random
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -103,7 +104,8 @@ class StepPatch:
     """
 
     def __init__(self, model: Any, layer_patch: LayerPatch) -> None:
-        self.model, self.layer_patch = model, layer_patch
+        # Whoever keeps patches by model must not keep the model with them.
+        self._model, self.layer_patch = weakref.ref(model), layer_patch
         self.decoder = model.base_model.model
         self._tensors: _Tensors | None = None
         session = layer_patch.session
@@ -115,16 +117,17 @@ class StepPatch:
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
-        rebind(self.model, {name: self._loop(name) for name in LOOPS})
+        model = self._model()
+        rebind(model, {name: self._loop(type(model), name) for name in LOOPS})
         rebind(self.decoder, self._mask_method.replacing(self.ops.tree_bias))
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`."""
         restore(self.decoder)
-        restore(self.model)
+        restore(self._model())
 
-    def _loop(self, name: str) -> Callable[..., Any]:
-        original = getattr(type(self.model), name)
+    def _loop(self, model_class: type, name: str) -> Callable[..., Any]:
+        original = getattr(model_class, name)
         plain = inspect.unwrap(original)
         replaced = {name: getattr(self, name) for name in _REPLACED}
 
@@ -299,13 +302,14 @@ def _take(children: list[int], probabilities: list[float]) -> int | None:
 
 def _check_loop(model_class: type, name: str) -> None:
     """Refuse a loop that does not call what is replaced: its text would not change, or not as a whole."""
-    code = getattr(inspect.unwrap(getattr(model_class, name, None)), "__code__", None)
+    loop: Any = getattr(model_class, name, None)
+    code = getattr(inspect.unwrap(loop), "__code__", None)
     missing = [called for called in _REPLACED if code is None or called not in code.co_names]
     if missing:
         raise UnsupportedModelError(
-            f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. docs/upstream.md names the "
-            "versions of SafeAILab's EAGLE that are known to work; patch_ea_model_with_triton_drafter replaces the "
-            "drafter alone.",
+            f"{model_class.__name__}.{name} does not call {missing[0]}, which this replaces. docs/upstream.md names "
+            "the versions of SafeAILab's EAGLE that are known to work; patch_ea_model_with_triton_drafter replaces "
+            "the drafter alone.",
             method=name, missing=missing[0],
         )  # fmt: skip
 

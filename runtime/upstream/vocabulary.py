@@ -28,9 +28,9 @@ def choose_ids(
 ) -> NDArray[np.int64] | None:
     """Choose the target ids to draft over: int64 [draft_vocab] ascending; None for all that the head has.
 
-    ``draft_vocab``: a number of ids (of ``counts`` or ``token_map``, best first), a `DraftVocab`, or the path of one, of
-    a token map or of counts. Ids of a map or ranking that the head was not trained on are left out, with a
-    `HeadWarning`; a `DraftVocab` that holds such ids is refused. Forced ids come from the target's tokenizer.
+    ``draft_vocab``: a number of ids (of ``counts`` or ``token_map``, best first), a `DraftVocab`, or the path of one or
+    of a token map. Ids of a map that the head was not trained on are left out, with a `HeadWarning`; a `DraftVocab`
+    that holds such ids is refused. With counts, forced ids come from the target's tokenizer.
 
     Raises `UsageError` for a number without a ranking, a ranking without what it ranks by, both rankings at once, and
     ids that the head does not have; `VocabularyError` and `TokenizerError` as the files' readers do.

@@ -1,0 +1,179 @@
+"""Drafting backends by name, and generation over a named one.
+
+    from eagle_slim.runtime import frontier_generate, register_triton_backend
+
+    register_triton_backend("triton-fp8", weight_dtype=torch.float8_e4m3fn)  # the persistent kernel, other weights
+    register_triton_backend("mine", MyDrafter)  # any callable of (HeadWeights, TreeConfig) that gives a Drafter
+    output = frontier_generate(model, input_ids, backend="mine", max_new_tokens=128)
+
+"reference" and "triton" are always there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import TreeConfig
+from ..drafter.reference import Drafter, ReferenceDrafter
+from ..drafter.weights import HeadWeights
+from ..errors import UsageError
+from ..generation.output import GenerationOutput
+from ..kernels.launch import BACKENDS, TritonDrafter
+from ..loading import DrafterFactory
+from ..model import SpeculativeModel
+from .drafting import LayerPatch
+from .patch import EaModelPatch
+from .reading import check_ea_model, is_ea_model, read_head, target_lm_head
+from .rebind import is_rebound
+from .session import DrafterSession
+
+_registered: dict[str, DrafterFactory] = {}
+_ea_patches: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[object, Any]]] = weakref.WeakKeyDictionary()
+_with_backend: weakref.WeakKeyDictionary[SpeculativeModel, dict[str, tuple[object, SpeculativeModel]]]
+_with_backend = weakref.WeakKeyDictionary()
+
+
+def register_triton_backend(
+    name: str,
+    factory: DrafterFactory | None = None,
+    *,
+    weight_dtype: torch.dtype | None = None,
+    strict: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Register a drafting backend under a name, for `frontier_generate`.
+
+    Args:
+        name: any but "reference" and "triton", which are built in.
+        factory: a callable of (`HeadWeights`, `TreeConfig`) that returns a `Drafter`; None is the persistent kernel
+            with the two options below.
+        weight_dtype: type that the kernel stores matrices in, as in `TritonDrafter`.
+        strict: launch parameters that were not tuned for these dimensions are an error.
+        overwrite: replace a backend of that name; otherwise a name that is taken is an error.
+
+    Raises:
+        UsageError: a name that is taken or no name at all, a factory that cannot be called, or options beside one.
+    """
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"A backend's name is a string; got {name!r}.", option="name", found=name)
+    if name in BACKENDS or (name in _registered and not overwrite):
+        hint = "it is built in. Choose another name" if name in BACKENDS else "pass overwrite=True to replace it"
+        raise UsageError(f"The backend {name!r} is there already; {hint}.", option="name", found=name)
+    if factory is None:
+
+        def factory(weights: HeadWeights, tree: TreeConfig) -> Drafter:
+            return TritonDrafter(weights, tree, weight_dtype, strict)
+
+    elif not callable(factory):
+        raise UsageError(
+            f"A backend's factory is a callable of (weights, tree); got {type(factory).__name__}.", option="factory",
+            found=type(factory).__name__,
+        )  # fmt: skip
+    elif weight_dtype is not None or strict:
+        raise UsageError(
+            "weight_dtype and strict are options of the persistent kernel: a factory of your own takes care of its.",
+            option="factory",
+        )  # fmt: skip
+    _registered[name] = factory
+
+
+def unregister_backend(name: str) -> None:
+    """Forget a registered backend. Raises `UsageError` for a name that was not registered."""
+    if name not in _registered:
+        raise UsageError(
+            f"No backend {name!r} was registered; there are {', '.join(registered_backends())}.",
+            option="name", found=name,
+        )  # fmt: skip
+    del _registered[name]
+
+
+def registered_backends() -> tuple[str, ...]:
+    """Names that `frontier_generate` knows, the built-in ones first."""
+    return ("reference", "triton", *_registered)
+
+
+def frontier_generate(
+    model: Any, input_ids: Any, *, backend: str = "triton", **options: Any
+) -> GenerationOutput | Tensor | tuple[Any, ...]:
+    """Generate with a named drafting backend; the text is the target's own with any.
+
+    Args:
+        model: a `SpeculativeModel`, or a loaded EaModel of SafeAILab's EAGLE.
+        input_ids: prompts as `SpeculativeModel.generate` takes them; int64 [1, seq] for an EaModel.
+        backend: a name that is built in or was registered.
+        options: of `SpeculativeModel.generate`; of ``eagenerate`` for an EaModel (max_new_tokens, temperature, ...).
+
+    Returns:
+        What those return: a `GenerationOutput`; for an EaModel its ids int64 [1, seq], prompt included.
+
+    The drafter is built once for each model and backend, and kept as long as the model. An EaModel is as it was before
+    when the call returns.
+
+    Raises:
+        UsageError: an unknown backend, or a model that is neither.
+        DrafterError: the backend cannot run on this device.
+    """
+    factory = _factory(backend)
+    if isinstance(model, SpeculativeModel):
+        return _model_with(model, backend, factory).generate(input_ids, **options)
+    if not is_ea_model(model):
+        raise UsageError(
+            f"frontier_generate takes a SpeculativeModel or an EaModel; got {type(model).__name__}. Join a transformers "
+            "model and its head with SpeculativeModel.from_pretrained(model, head).",
+            option="model", found=type(model).__name__,
+        )  # fmt: skip
+    patch = _ea_patch(model, backend, factory)
+    # eagenerate begins with reset_kv.
+    patch.apply(follow_kv=False)
+    try:
+        return model.eagenerate(input_ids, **options)  # type: ignore[no-any-return]
+    finally:
+        patch.remove()
+
+
+def _factory(backend: str) -> DrafterFactory | str:
+    if backend in BACKENDS:
+        return backend
+    if backend not in _registered:
+        raise UsageError(
+            f"backend = {backend!r} is unknown; there are {', '.join(registered_backends())}. register_triton_backend "
+            "adds one.",
+            option="backend", found=backend, expected=registered_backends(),
+        )  # fmt: skip
+    return _registered[backend]
+
+
+def _model_with(model: SpeculativeModel, backend: str, factory: DrafterFactory | str) -> SpeculativeModel:
+    own: Mapping[str, type] = {"reference": ReferenceDrafter, "triton": TritonDrafter}
+    if backend in own and type(model.drafter) is own[backend]:
+        return model
+    kept = _with_backend.setdefault(model, {})
+    if backend not in kept or kept[backend][0] is not factory:
+        kept[backend] = (factory, model.with_drafter(factory))
+    return kept[backend][1]
+
+
+def _ea_patch(model: Any, backend: str, factory: DrafterFactory | str) -> EaModelPatch | LayerPatch:
+    check_ea_model(model)
+    if is_rebound(model.ea_layer):
+        raise UsageError(
+            "This EaModel is patched: call its eagenerate, or unpatch_ea_model(model) before frontier_generate.",
+            option="model",
+        )
+    kept = _ea_patches.setdefault(model, {})
+    if backend not in kept or kept[backend][0] is not factory:
+        kept[backend] = (factory, _build_patch(model, factory))
+    patch: EaModelPatch | LayerPatch = kept[backend][1]
+    return patch
+
+
+def _build_patch(model: Any, factory: DrafterFactory | str) -> EaModelPatch | LayerPatch:
+    if isinstance(factory, str):
+        return EaModelPatch(model, drafter=factory)
+    head = read_head(model)
+    return LayerPatch(model.ea_layer, target_lm_head(model), lambda tree: DrafterSession(factory(head, tree)))

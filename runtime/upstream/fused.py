@@ -1,0 +1,130 @@
+"""One call from a transformers model and its head to an answer, for machines with a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..errors import GPUAssertionError, UsageError
+from ..generation.output import GenerationOutput
+from ..generation.prompts import Prompts
+from ..model import SpeculativeModel
+from .reading import is_ea_model
+
+if TYPE_CHECKING:
+    from eagle_slim.convert.artifact.artifact import Artifact
+    from eagle_slim.convert.head.open import DraftHead
+
+_OLDEST = (8, 0)
+_KEPT = "_eagle_slim_fused"
+
+
+class _Kept(dict[tuple[Any, ...], tuple[SpeculativeModel, Any, Any]]):
+    """What was built over a model. It lies in the model, so that both go together; a copy of the model begins anew."""
+
+    def __reduce__(self) -> Any:
+        return _Kept, ()
+
+
+def fused_draft_token_generation(
+    model: nn.Module | SpeculativeModel | str | Path | None,
+    input_ids: Prompts,
+    temperature: float = 0.0,
+    max_new_tokens: int = 256,
+    *,
+    head: str | Path | DraftHead | Artifact | None = None,
+    draft_vocab: Any = None,
+    depth: int = 5,
+    top_k: int = 10,
+    total_tokens: int | None = None,
+    drafter: str = "triton",
+    **options: Any,
+) -> GenerationOutput:
+    """Generate with a transformers model and its draft head, the whole step on the GPU: one call.
+
+        output = fused_draft_token_generation(model, input_ids, max_new_tokens=128, head="out/slim")
+        print(output.text[0] if output.text else output.token_ids[0])
+
+    The first call with a loaded model and a head takes the head's tensors, packs them, and keeps them for as long as
+    the model lives; later calls with the same arguments only generate.
+
+    Args:
+        model: a loaded transformers causal LM; a `SpeculativeModel`, whose head and tree are its own; or what
+            `SpeculativeModel.from_pretrained` loads (a Hub id, a folder, None for the built-in one), at every call.
+        input_ids: prompts, as `SpeculativeModel.generate` takes them.
+        temperature: 0 is greedy.
+        max_new_tokens: most new tokens of an answer.
+        head, draft_vocab, depth, top_k, total_tokens: of `SpeculativeModel.from_pretrained`.
+        drafter: "triton", or "reference" to run without a GPU.
+        options: of `SpeculativeModel.generate` (top_p, seed, eos_token_id, tokenizer, ...).
+
+    Returns:
+        The `GenerationOutput`; the text is the target's own.
+
+    Raises:
+        GPUAssertionError: "triton" without an NVIDIA GPU of sm_80 or later that torch can use, or with a model that
+            lies elsewhere.
+        UsageError: an EaModel, a head beside a `SpeculativeModel`, and as `from_pretrained` and `generate`.
+    """
+    if is_ea_model(model):
+        raise UsageError(
+            "fused_draft_token_generation takes a transformers model; this is an EaModel. Call "
+            "frontier_generate(model, input_ids, backend=\"triton\"), or patch_eagle_model(model) and its eagenerate.",
+            option="model", found=type(model).__name__,
+        )  # fmt: skip
+    if drafter == "triton":
+        assert_gpu(_device_of(model))
+    tree = {"depth": depth, "top_k": top_k, "total_tokens": total_tokens}
+    whole = _speculative(model, head, draft_vocab, tree, drafter)
+    return whole.generate(input_ids, temperature=temperature, max_new_tokens=max_new_tokens, **options)
+
+
+def assert_gpu(device: torch.device | None) -> None:
+    """Raise `GPUAssertionError` unless the persistent drafter can run on a device; None is the first GPU."""
+    expected = "an NVIDIA GPU of sm_80 (Ampere) or later"
+    advice = 'Move the model to one, or pass drafter="reference" to run in plain PyTorch, slowly.'
+    if device is not None and device.type != "cuda":
+        found = f"a model on {device}" + ("" if torch.cuda.is_available() else ", and no GPU that torch can use")
+    elif not torch.cuda.is_available():
+        found = "none that torch can use" + (
+            " (this build of torch is without CUDA)" if torch.version.cuda is None else " (see nvidia-smi)"
+        )
+    elif (capability := torch.cuda.get_device_capability(device)) < _OLDEST:
+        found = f"{torch.cuda.get_device_name(device)}, sm_{capability[0]}{capability[1]}"
+    else:
+        return
+    raise GPUAssertionError(
+        f"Fused generation needs a GPU: expected {expected}, found {found}. {advice}", expected=expected, found=found
+    )
+
+
+def _device_of(model: Any) -> torch.device | None:
+    if isinstance(model, SpeculativeModel):
+        return model.device
+    return next(model.parameters()).device if isinstance(model, nn.Module) else None
+
+
+def _speculative(model: Any, head: Any, draft_vocab: Any, tree: dict[str, Any], drafter: str) -> SpeculativeModel:
+    if isinstance(model, SpeculativeModel):
+        if head is not None or draft_vocab is not None:
+            raise UsageError(
+                "A SpeculativeModel has its head: leave head and draft_vocab out, or use with_draft_vocab.",
+                option="head",
+            )
+        return model
+    if not isinstance(model, nn.Module):
+        return SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, drafter=drafter, **tree)
+    kept: _Kept = vars(model).setdefault(_KEPT, _Kept())
+    # By identity where a head or a vocabulary is an object: those are kept alive here, so none takes another's place.
+    key = (_identity(head), _identity(draft_vocab), drafter, *tree.values())
+    if key not in kept:
+        built = SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, drafter=drafter, **tree)
+        kept[key] = (built, head, draft_vocab)
+    return kept[key][0]
+
+
+def _identity(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | Path) else id(value)
