@@ -70,7 +70,7 @@ FLOORS = {
         generation
         model
         miss_log
-        comparison model_options_cli
+        comparison model_options_cli upstream
         bench
         compare_cli generate_cli tune
     """,

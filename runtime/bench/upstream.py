@@ -33,7 +33,7 @@ from torch import Tensor
 from ..config import TreeConfig
 from ..upstream.patch import EaModelPatch
 from .problem import MODELS, Dims
-from .step import LAYERS
+from .random_decoding import LAYERS
 from .timing import machine
 
 VARIANTS = ("upstream", "drafter", "whole")

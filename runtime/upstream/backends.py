@@ -123,8 +123,8 @@ def frontier_generate(
         return _model_with(model, backend, factory).generate(input_ids, **options)
     if not is_ea_model(model):
         raise UsageError(
-            f"frontier_generate takes a SpeculativeModel or an EaModel; got {type(model).__name__}. Join a transformers "
-            "model and its head with SpeculativeModel.from_pretrained(model, head).",
+            f"frontier_generate takes a SpeculativeModel or an EaModel; got {type(model).__name__}. Join a "
+            "transformers model and its head with SpeculativeModel.from_pretrained(model, head).",
             option="model", found=type(model).__name__,
         )  # fmt: skip
     patch = _ea_patch(model, backend, factory)

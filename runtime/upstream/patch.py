@@ -19,7 +19,7 @@ import torch
 from ..config import TreeConfig
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError
-from ..kernels.launch import BACKENDS, Weights
+from ..kernels.launch import BACKENDS, SharedPacking
 from .drafting import LayerPatch
 from .reading import check_ea_model, read_head, target_lm_head
 from .rebind import is_rebound, restore
@@ -176,13 +176,6 @@ def check_backend(drafter: str, device: torch.device) -> None:
 def session_factory(
     head: HeadWeights, drafter: str, weight_dtype: torch.dtype | None = None
 ) -> Callable[[TreeConfig], Session]:
-    """Return what builds a session for a tree's size; weights are packed once for each ``top_k``."""
-    packed: dict[int, Weights] = {}
-
-    def build(tree: TreeConfig) -> Session:
-        session = BufferedSession(head, tree, drafter, weight_dtype, packed.get(tree.top_k))
-        if session.drafter.weights.packed is not None:
-            packed[tree.top_k] = session.drafter.weights
-        return session
-
-    return build
+    """Return what builds a session for a tree's size; all of them share what is packed."""
+    packing = SharedPacking(head, weight_dtype=weight_dtype) if drafter == "triton" else None
+    return lambda tree: BufferedSession(head, tree, drafter, packing)

@@ -153,8 +153,9 @@ def _block(layer: Any) -> Any:
 def _lm_head(model: Any) -> Tensor:
     layer = model.ea_layer
     head = layer.lm_head if kind_of(layer) == "eagle3" else target_lm_head(model)
-    weight: Tensor = head.weight.detach()
-    return weight
+    weight: Any = head.weight
+    rows: Tensor = weight.detach()
+    return rows
 
 
 def _tensors(layer: Any, block: Any, kind: str) -> Iterator[tuple[str, Tensor]]:

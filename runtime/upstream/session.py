@@ -21,7 +21,7 @@ from ..drafter.config import MAX_NEW_TOKENS
 from ..drafter.reference import Drafter, NewPairs
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError
-from ..kernels.launch import Weights, check_finished, prefill_drafter
+from ..kernels.launch import SharedPacking, check_finished, prefill_drafter
 from ..slots import ActiveSlots
 from ..tree import DraftTree
 
@@ -60,18 +60,17 @@ class Session(Protocol):
 
 
 class BufferedSession:
-    """A head over buffers for one sequence, which grow with it.
+    """A head over buffers for one sequence, which grow with it; ``packing`` is needed by "triton".
 
     Raises as `BufferedDrafter`; `DrafterError` when a draft's grid barrier timed out.
     """
 
     def __init__(
-        self, head: HeadWeights, tree: TreeConfig, backend: str = "triton", weight_dtype: torch.dtype | None = None,
-        packed: Weights | None = None,
-    ) -> None:  # fmt: skip
-        self.head, self.tree, self.backend, self.weight_dtype = head, tree, backend, weight_dtype
+        self, head: HeadWeights, tree: TreeConfig, backend: str = "triton", packing: SharedPacking | None = None
+    ) -> None:
+        self.head, self.tree, self.backend, self.packing = head, tree, backend, packing
         self.length = 0
-        self.drafter = self._allocate(_FIRST_CAPACITY, packed)
+        self.drafter = self._allocate(_FIRST_CAPACITY)
         self._graph: Callable[[], None] | None = None
         self._packed_tree: Tensor | None = None
 
@@ -80,8 +79,8 @@ class BufferedSession:
         """Inputs, KV cache and outputs; others after growth."""
         return self.drafter.bufs
 
-    def _allocate(self, capacity: int, packed: Weights | None) -> BufferedDrafter:
-        return BufferedDrafter(self.head, self.tree, 1, capacity, self.backend, packed, self.weight_dtype)
+    def _allocate(self, capacity: int) -> BufferedDrafter:
+        return BufferedDrafter(self.head, self.tree, 1, capacity, self.backend, self.packing)
 
     def reserve(self, num_pairs: int) -> None:
         """Make room for ``num_pairs`` pairs and a tree; what the buffers hold is kept."""
@@ -89,9 +88,8 @@ class BufferedSession:
         room = old.bufs.keys.shape[2] - old.bufs.tree_rows
         if num_pairs <= room:
             return
-        packed = old.weights if old.weights.packed is not None else None
         # A power of two as long as the kernel takes it, so that few sizes occur.
-        self.drafter = self._allocate(max(num_pairs, min(2 * room, 131072 - MAX_NEW_TOKENS)), packed)
+        self.drafter = self._allocate(max(num_pairs, min(2 * room, 131072 - MAX_NEW_TOKENS)))
         self._graph = self._packed_tree = None
         self.drafter.features.copy_(old.features)
         for field in fields(Buffers):
