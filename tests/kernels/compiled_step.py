@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton
 from eagle_slim.runtime.bench.draw_paths import draw_paths
-from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_attention, tree_rows
+from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_attention, tree_bias, tree_rows
 from eagle_slim.runtime.kernels.acceptance import SlotState
 from eagle_slim.runtime.kernels.compile_check import assembler_report
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
@@ -29,7 +29,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, SLOTS, NODES, CHUNK = 4096, 32, 8, 128, 14336, 2, 60, 512
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
 
 
 class Compiler:
@@ -118,6 +124,7 @@ def run_all(compiler: Compiler) -> None:
     acceptance.commit_kv(state, keys, keys)
     acceptance.commit_features(state, wide, NODES, state.active_count, torch.zeros(SLOTS, 16, 3 * HIDDEN, **bf16))
     acceptance.list_active(state)
+    tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
     draw_paths(
         choices, *tree, state.active_slots, state.active_count, torch.ones(240, dtype=torch.int32), state.lengths
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert import verify_artifact
+from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -58,3 +59,14 @@ def test_accuracy_vs_speed(tmp_path: Path) -> None:
     assert all(float(row[row.index("all") + 1]) >= 1.0 for row in rows)
     assert "recommended draft vocabulary" in out
     assert "<!DOCTYPE html>" in (tmp_path / "compare.html").read_text(encoding="utf-8")
+
+
+def test_safeailab_dropin_says_what_it_needs(tmp_path: Path) -> None:
+    out = run("safeailab_dropin.py", "--upstream", str(tmp_path), folder=tmp_path)
+    assert "git clone https://github.com/SafeAILab/EAGLE" in out
+
+
+@NEEDS_UPSTREAM
+def test_safeailab_dropin(tmp_path: Path) -> None:
+    out = run("safeailab_dropin.py", "--upstream", str(UPSTREAM), "--max-new-tokens", "4", folder=tmp_path)
+    assert "equal to upstream: True, fully patched: True" in out

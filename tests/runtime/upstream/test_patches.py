@@ -25,7 +25,10 @@ from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.upstream import session
 from eagle_slim.vocab_tools import DraftVocab
 from support.raising import raises
+from support.small_tokenizers import write_folder
+from support.token_counts import token_counts
 from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt
+from tokenizers import Tokenizer, models
 from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings(
@@ -301,6 +304,24 @@ def test_a_vocabulary_may_come_from_a_map_or_a_number(tmp_path: Path) -> None:
         patch_eagle_model(model, 6, counts="counts.safetensors", token_map=ranked)
     with raises(UsageError, option="draft_vocab", missing="size"):
         patch_eagle_model(model, counts="counts.safetensors")
+
+
+def test_a_vocabulary_may_come_from_counts(tmp_path: Path) -> None:
+    model = build("stand-in eagle", tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(47)}, unk_token="w0"))
+    words.add_special_tokens(["<|end|>"])
+    model.base_model_name_or_path = str(write_folder(tmp_path / "base", words, eos_token="<|end|>"))
+    counts = token_counts([*range(100, 148)])
+    counts.save(tmp_path / "counts.safetensors")
+    for given in (counts, tmp_path / "counts.safetensors"):
+        with pytest.warns(HeadWarning):
+            patch_eagle_model(model, 8, counts=given, drafter="reference")
+        model.ea_layer.reset_kv()
+        # The end of sequence is forced, the others are the most frequent.
+        assert set(model.ea_layer.topK_genrate(*_next_draft(model))[0][0, 1:].tolist()) <= set(range(40, 48))
+        unpatch_eagle_model(model)
+    with raises(UsageError, option="draft_vocab", missing="size"):
+        patch_eagle_model(model, tmp_path / "counts.safetensors")
 
 
 def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
