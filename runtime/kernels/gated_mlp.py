@@ -78,6 +78,7 @@ def gated_mlp(
     """Write this program's columns of the result."""
     HIDDEN: tl.constexpr = SHAPE.hidden
     R: tl.constexpr = SHAPE.rows
+    ACTIVATION: tl.constexpr = SHAPE.activation
     BLOCK_N: tl.constexpr = TILE.block_n
     BLOCK_K: tl.constexpr = TILE.block_k
     CHUNK: tl.constexpr = SHAPE.chunk
@@ -113,9 +114,9 @@ def gated_mlp(
         if SHAPE.biased:
             gate += tl.load(bias_ptr + feature, mask=mine, other=0.0).to(tl.float32)[:, None]
             up_bias = tl.load(bias_ptr + SHAPE.intermediate + feature, mask=mine, other=0.0).to(tl.float32)
-            mixed = activate(gate, SHAPE.activation) * (up * factor[None, :] + up_bias[:, None])
+            mixed = activate(gate, ACTIVATION) * (up * factor[None, :] + up_bias[:, None])
         else:
-            mixed = activate(gate, SHAPE.activation) * up * factor[None, :]
+            mixed = activate(gate, ACTIVATION) * up * factor[None, :]
         mixed *= 0.5 if SHAPE.scaled else 1.0
         mask = mine[:, None] & mask_m[None, :]
         store_activation(out_ptr, offs_m[None, :], feature[:, None], mixed, mask, SHAPE.intermediate)
