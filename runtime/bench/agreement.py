@@ -120,6 +120,7 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
     return replace(
         head, tensors={name: exact(name, tensor) for name, tensor in head.tensors.items()},
         embedding=head.embedding.to(cfg.dtype).float(), lm_head=exact("lm_head", head.lm_head),
+        rotary=head.rotary.for_length(cfg.num_tokens),
     )  # fmt: skip
 
 

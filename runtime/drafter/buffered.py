@@ -63,7 +63,7 @@ class BufferedDrafter:
         self.error = barrier[ERROR : ERROR + 1]
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""
         half = head.head_dim // 2
-        cos, sin = head.rotary.tables(self.cfg.max_positions)
+        cos, sin = head.rotary.for_length(self.cfg.num_tokens).tables(self.cfg.max_positions)
         self._cos, self._sin = cos[:, :half].contiguous(), sin[:, :half].contiguous()
         w, names = head.tensors, ("self_attn.k_proj", "self_attn.v_proj")
         self._kv_weight = torch.cat([w[f"{name}.weight"] for name in names]).t()

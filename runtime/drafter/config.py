@@ -226,6 +226,11 @@ class DrafterConfig:
         return TreeConfig(self.depth, self.top_k, self.total_tokens)
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of a sequence that the cache has room for, beside a tree and the new tokens of a step."""
+        return max(1, self.max_positions - self.depth * self.top_k - MAX_NEW_TOKENS)
+
+    @property
     def qkv_size(self) -> int:
         """Outputs of the fused q, k, v projection."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim

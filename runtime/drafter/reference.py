@@ -97,6 +97,7 @@ class ReferenceDrafter:
         """Node positions computed so far: counts work, so that a test can hold that nothing is computed twice."""
         self._cache: SlotRows | None = None
         self._activation = ACT2FN[weights.activation]
+        self._rotary = weights.rotary
 
     def allocate(self, num_slots: int, capacity: int) -> None:
         """See `Drafter.allocate`; scratch rows for one tree come on top of ``capacity``."""
@@ -104,6 +105,7 @@ class ReferenceDrafter:
         rows = capacity + self.tree.path_width + self.tree.depth * self.tree.top_k
         like = torch.empty((1, weights.num_kv_heads, 1, weights.head_dim), dtype=weights.dtype, device=weights.device)
         self._cache = SlotRows(num_slots, rows, like, like)
+        self._rotary = weights.rotary.for_length(capacity)
         self.lengths = [0] * num_slots
         self.tails = [()] * num_slots
 
@@ -209,7 +211,7 @@ class ReferenceDrafter:
         nodes, num_rows = tokens.shape[1], row_positions.shape[1]
         rows = lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=lengths.device)
         positions = row_positions[:, -nodes:]
-        cos, sin = weights.rotary.at(lengths[:, None] + positions)
+        cos, sin = self._rotary.at(lengths[:, None] + positions)
         query = apply_rotary(self._heads(inputs, "q", weights.num_heads), cos, sin)
         key = apply_rotary(self._heads(inputs, "k", weights.num_kv_heads), cos, sin)
         self._cache.write_(active, rows, key, self._heads(inputs, "v", weights.num_kv_heads))

@@ -1,12 +1,17 @@
-"""Rotary positions of a draft head, from transformers' own initialisation of every static scaling.
+"""Rotary positions of a draft head, from transformers' own initialisation of every scaling.
 
 Su et al., arXiv:2104.09864, in the half-split layout that Llama uses: ``x * cos + rotate_half(x) * sin``.
+
+Two scalings depend on the length of the text: "dynamic" (NTK) has another base for every length beyond
+``max_position_embeddings``, "longrope" (arXiv:2402.13753) other factors beyond ``original_max_position_embeddings``.
+Where transformers changes them in the middle of a text, keys already cached keep the old ones. A drafter fixes them
+once, for as many tokens as its cache has room for (`RotaryEmbedding.for_length`), so all keys of a text agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +19,9 @@ from torch import Tensor
 
 from ..errors import UnsupportedModelError
 
-_CHANGING = {
-    "dynamic": "it recomputes frequencies as the text grows",
-    "longrope": "it switches frequencies at a length",
-}
+_BY_LENGTH = ("dynamic", "longrope")
+_LONGEST = 1 << 20
+"""Beyond every length at which a scaling changes: to see that it can be computed there."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,12 @@ class RotaryEmbedding:
 
     inverse_frequencies: Tensor
     scaling: float
+    by_length: Callable[[int], RotaryEmbedding] | None = field(default=None, repr=False, compare=False)
+    """The embedding for texts of up to so many tokens, of a scaling that depends on it."""
+
+    def for_length(self, num_tokens: int) -> RotaryEmbedding:
+        """Return the embedding for texts of up to ``num_tokens`` tokens: this one, unless the scaling depends on it."""
+        return self if self.by_length is None else self.by_length(num_tokens)
 
     def tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of positions 0 .. ``num_positions`` - 1: float32 [num_positions, head_dim]."""
@@ -41,20 +51,16 @@ class RotaryEmbedding:
 def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cpu") -> RotaryEmbedding:
     """Initialise from a head's ``config.json`` (``rope_theta``, ``rope_scaling``, ``head_dim``).
 
-    Raises `UnsupportedModelError` for a scaling whose frequencies change while text grows, which a KV cache cannot
-    follow, for one that transformers does not know or that lacks a parameter, and for partial rotation.
+    A scaling that depends on the length is that of short texts; `RotaryEmbedding.for_length` gives the others. Raises
+    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, and for partial
+    rotation.
     """
     from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     scaling = dict(config.get("rope_scaling") or {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in _CHANGING:
-        raise UnsupportedModelError(
-            f"The head uses {kind} RoPE scaling: {_CHANGING[kind]}, so keys already cached would be wrong. Use a head "
-            "with a static scaling (none, linear, yarn, llama3).",
-            field="rope_scaling", found=kind,
-        )  # fmt: skip
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
             "The head rotates only a part of each attention head (partial_rotary_factor = "
@@ -79,6 +85,15 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             rope_theta=config["rope_theta"],
             rope_scaling={**scaling, "rope_type": kind} if scaling else None,
         )
+        if kind in _BY_LENGTH:
+
+            def for_length(num_tokens: int) -> RotaryEmbedding:
+                frequencies, factor = ROPE_INIT_FUNCTIONS[kind](llama, None, seq_len=num_tokens)
+                return RotaryEmbedding(frequencies.float().to(device), float(factor))
+
+            for_length(_LONGEST)
+            short = for_length(1)
+            return RotaryEmbedding(short.inverse_frequencies, short.scaling, for_length)
         rotary = LlamaRotaryEmbedding(llama)
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(

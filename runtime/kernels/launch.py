@@ -108,15 +108,23 @@ class Weights:
         rows = ranked[:draft_vocab].sort().values
         return replace(self.head, lm_head=self.head.lm_head[rows], draft_to_target=self.head.draft_to_target[rows])
 
-    def with_positions(self, num_positions: int) -> Weights:
-        """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache."""
+    def with_positions(self, num_positions: int, num_tokens: int | None = None) -> Weights:
+        """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache.
+
+        ``num_tokens`` (`DrafterConfig.num_tokens`; default ``num_positions``): length of text that a scaling which
+        depends on it is fixed for.
+        """
         from .packed_head import rotary_tables
 
         assert self.packed is not None, "pack() comes first"
-        if len(self.packed.cos) >= num_positions:
+        num_tokens = num_positions if num_tokens is None else num_tokens
+        if len(self.packed.cos) >= num_positions and self._is_fixed_for(num_tokens):
             return self
-        cos, sin = rotary_tables(self.head, num_positions)
-        return replace(self, packed=replace(self.packed, cos=cos, sin=sin))
+        cos, sin = rotary_tables(self.head, num_positions, num_tokens)
+        return replace(self, packed=replace(self.packed, cos=cos, sin=sin, num_tokens=num_tokens))
+
+    def _is_fixed_for(self, num_tokens: int) -> bool:
+        return self.packed is None or self.head.rotary.by_length is None or self.packed.num_tokens == num_tokens
 
 
 class SharedPacking:
@@ -144,7 +152,7 @@ class SharedPacking:
         """The packed head with positions for ``cfg``; packs at the first call. Raises as `Weights.pack` does."""
         if self._weights is None:
             self._weights = Weights.pack(self.head, cfg, self.order, self._strict)
-        self._weights = self._weights.with_positions(cfg.max_positions)
+        self._weights = self._weights.with_positions(cfg.max_positions, cfg.num_tokens)
         return self._weights
 
     def for_head(self, head: HeadWeights, order: Tensor | None = None) -> SharedPacking:
@@ -412,6 +420,13 @@ def _check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
             f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions}).",
             field="max_positions",
         )
+    if weights.packed is not None and not weights._is_fixed_for(cfg.num_tokens):
+        raise UsageError(
+            f"The head's RoPE scaling depends on the length of the text: the weights have it for "
+            f"{weights.packed.num_tokens} tokens, the configuration for {cfg.num_tokens}; take "
+            f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens}).",
+            field="num_tokens", found=weights.packed.num_tokens, expected=cfg.num_tokens,
+        )  # fmt: skip
     bufs.host["fits"] = parts
 
 
@@ -489,6 +504,7 @@ def _check_step(width: int, bufs: Buffers) -> None:
 def _reference_on(cfg: DrafterConfig, head: HeadWeights, bufs: Buffers) -> ReferenceDrafter:
     """Build a reference drafter whose KV cache is the buffers' own."""
     drafter = ReferenceDrafter(head, cfg.tree)
+    drafter._rotary = head.rotary.for_length(cfg.num_tokens)
     drafter._cache = SlotRows.over(bufs.keys, bufs.values)
     drafter.lengths = [0] * cfg.num_slots
     drafter.tails = [()] * cfg.num_slots

@@ -33,6 +33,8 @@ class PackedHead:
     """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
     cos: Tensor
     sin: Tensor
+    num_tokens: int
+    """Length of text that the RoPE tables are for, which matters to a scaling that depends on it."""
     launches: LaunchTable
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
@@ -146,7 +148,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
             by_program[:, first : first + packed.shape[1]] = packed
         elif cfg.weight_dtype != cfg.dtype:
             scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
-    cos, sin = rotary_tables(head, cfg.max_positions)
+    cos, sin = rotary_tables(head, cfg.max_positions, cfg.num_tokens)
     biased = {
         "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,
         **dict.fromkeys((f"mlp.{name}_proj" for name in ("gate", "up", "down")), cfg.has_mlp_bias),
@@ -167,6 +169,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         biases=torch.cat(biases) if biases else empty,
         cos=cos,
         sin=sin,
+        num_tokens=cfg.num_tokens,
         launches=launches,
         draft_vocab=head.draft_vocab,
     )
@@ -182,8 +185,11 @@ def bias_layout(cfg: DrafterConfig) -> BiasLayout:
     return BiasLayout(**dict(zip(sizes, starts, strict=False)))
 
 
-def rotary_tables(head: HeadWeights, num_positions: int) -> tuple[Tensor, Tensor]:
-    """Cos and sin of every position of a KV cache and of the deepest tree above it: fp32 [positions, head_dim / 2]."""
-    cos, sin = head.rotary.tables(num_positions + MAX_DEPTH)
+def rotary_tables(head: HeadWeights, num_positions: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """Cos and sin of every position of a KV cache and of the deepest tree above it: fp32 [positions, head_dim / 2].
+
+    ``num_tokens``: the length of text that they are for (`RotaryEmbedding.for_length`).
+    """
+    cos, sin = head.rotary.for_length(num_tokens).tables(num_positions + MAX_DEPTH)
     half = head.head_dim // 2
     return cos[:, :half].contiguous(), sin[:, :half].contiguous()

@@ -11,7 +11,7 @@ from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.errors import DrafterError
+from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.kernels.grid_barrier import ERROR
 from eagle_slim.runtime.kernels.host import chip_of
 from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
@@ -163,6 +163,23 @@ def test_rope_scaling(device: str) -> None:
     unscaled = exact_head(random_head(device=device), drafted.cfg)
     wrong = replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree)
     assert not wrong.agrees
+
+
+def test_rope_scaling_by_length(device: str) -> None:
+    """Tables are those of the cache's length, for the kernel, the reference and the prompt's keys alike."""
+    head = random_head(device=device, rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    short = head.rotary
+    changes_at = 131072  # of `random_head`
+    head = replace(head, rotary=replace(short, by_length=lambda length: short.for_length(changes_at * length)))
+    drafted = draft(head, (1, 3, 10), [12], [3])
+    assert drafted.cfg.num_tokens == 12
+    assert_agrees(drafted)
+    assert_equal_trees(drafted.tree, drafted.reference_tree())
+    unscaled = replace(exact_head(head, drafted.cfg), rotary=short)
+    assert not replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
+    shorter = replace(drafted.cfg, max_positions=drafted.cfg.max_positions - 1)
+    with raises(UsageError, field="num_tokens", found=12, expected=11):
+        launch_drafter(shorter, drafted.features, drafted.weights, allocate_buffers(shorter, drafted.weights))
 
 
 def test_one_packed_head_serves_smaller_vocabularies(device: str) -> None:

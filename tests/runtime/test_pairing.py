@@ -116,7 +116,7 @@ def test_supported_models_pass(kind: str) -> None:
 @pytest.mark.parametrize(
     ("config", "field", "found"),
     [
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling", "dynamic"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling", "dynamic"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_scaling", "longrope"),
         ({"rope_scaling": {"rope_type": "unheard"}}, "rope_scaling", "unheard"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling", "llama3"),

@@ -302,6 +302,57 @@ def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> N
         assert not torch.allclose(tables[0], plain.tables(200)[0])
 
 
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0],
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("scaling", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=["longrope", "dynamic"])
+def test_scalings_by_length_are_transformers_own_at_that_length(scaling: dict[str, Any]) -> None:
+    """A text that transformers takes in whole has the frequencies of its length from the first token on."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    limit = scaling.get("original_max_position_embeddings", 128)
+    sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    config = {**sizes, "rope_theta": 1e4, "rope_scaling": scaling, "max_position_embeddings": 128}
+    ours = rotary_embedding(config)
+    spelling: dict[str, Any] = (
+        {"rope_parameters": {**scaling, "rope_theta": 1e4}}
+        if hasattr(LlamaConfig(), "rope_parameters")
+        else {"rope_theta": 1e4, "rope_scaling": scaling}
+    )
+    tables = {}
+    for length in (limit - 1, limit, limit + 1, 2 * limit):
+        theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=128, **spelling))
+        cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
+        tables[length] = ours.for_length(length).tables(length)
+        assert torch.equal(tables[length][0], cos[0])
+        assert torch.equal(tables[length][1], sin[0])
+    assert torch.equal(tables[limit - 1][0], tables[limit][0][:-1])
+    assert not torch.equal(tables[limit][0], tables[2 * limit][0][:limit])
+    assert torch.equal(ours.tables(limit)[0], tables[limit][0])
+
+
+def test_a_scaling_by_length_is_fixed_when_slots_are_allocated(tmp_path: Path) -> None:
+    """All of a text has the frequencies of the cache's length, also before the length at which they change."""
+    scaling = {**LONGROPE, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    weights = head_weights(write_head(tmp_path, rope_scaling=scaling, max_position_embeddings=64))
+    generator = torch.Generator().manual_seed(4)
+    features = torch.randn(6, weights.feature_width, generator=generator)
+    tokens = torch.randint(VOCAB, (6,), generator=generator).tolist()
+    trees = {}
+    for capacity in (64, 65):
+        fixed = replace(weights, rotary=weights.rotary.for_length(capacity))
+        for name, head in (("own", weights), ("fixed", fixed)):
+            drafter = ReferenceDrafter(head, TREE)
+            drafter.allocate(num_slots=1, capacity=capacity)
+            trees[capacity, name] = feed(drafter, [(features[:4], tokens[:4]), (features[4:], tokens[4:])], 0, 1)
+        assert torch.equal(trees[capacity, "own"].draft_tokens, trees[capacity, "fixed"].draft_tokens)
+    assert not torch.equal(trees[64, "own"].draft_tokens, trees[65, "own"].draft_tokens)
+
+
 def test_rotary_tables_of_heads_that_do_not_divide_the_hidden_size() -> None:
     """Qwen and Gemma choose head_dim freely; so may a draft head."""
     free = {"hidden_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
