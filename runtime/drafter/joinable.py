@@ -117,15 +117,15 @@ def _places(ids: NDArray[np.int64], target_vocab: int, device: torch.device) -> 
 
 def _no_rows(head: DraftHead, draft_vocab: int) -> UsageError:
     manifest = head.manifest
-    source = head.location if manifest is None else manifest.head.get("repo_id") or manifest.head["name"]
-    keep = min(_SUGGESTED_ROWS, head.target_vocab)
-    command = f"eagle-convert {shlex.quote(str(source))} --draft-vocab {draft_vocab} --keep-rows {keep}"
-    what = (
-        f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
-        "text is followed."
-    )
-    if manifest is None:
-        advice = "Give a smaller draft_vocab, so that the others can join."
-    else:
+    trained = draft_vocab if manifest is None else (manifest.vocabulary or {}).get("trained_ids", head.target_vocab)
+    advice = "Give a smaller draft_vocab, so that the others can join."
+    if manifest is not None and trained > draft_vocab:
+        source = shlex.quote(str(manifest.head.get("repo_id") or manifest.head["name"]))
+        keep = _SUGGESTED_ROWS if draft_vocab < _SUGGESTED_ROWS < trained else "full"
+        command = f"eagle-convert {source} --draft-vocab {draft_vocab} --keep-rows {keep}"
         advice = f"Convert the original again with rows kept: {command}. Or give a smaller draft_vocab."
-    return UsageError(f"{what} {advice}", option="follow", missing="rows", found=draft_vocab)
+    return UsageError(
+        f"{head.location} holds the {draft_vocab:,} rows that are drafted over and no others, so none can join while a "
+        f"text is followed. {advice}",
+        option="follow", missing="rows", found=draft_vocab,
+    )  # fmt: skip
