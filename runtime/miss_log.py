@@ -2,10 +2,10 @@
 
 Counted are **all** generated tokens, those that the draft vocabulary missed and those that it held. A ranking needs
 both: merged with the counts of a corpus (`eagle-vocab merge`), each source is weighed by its share and normalised, so
-that an id's score is its frequency in a mixture of the corpus and of this use. Counts of the missed ids alone would
-put every one of them above what is held, however rare it is, and the ids that they displace would be missed next. Which
-of the counted ids a vocabulary misses follows from the vocabulary (`eagle-vocab show VOCAB --counts LOG`); how many it
-were stands in the provenance.
+that an id's score is its frequency in a mixture of the corpus and of this use. Missed ids alone would come with the
+whole weight of the source, before ids that are common here and were held; and in the next round, where they are held,
+with none, so that they would leave again. Which of the counted ids a vocabulary misses follows from the vocabulary
+(`eagle-vocab show VOCAB --counts LOG`); how many they were stands in the provenance.
 """
 
 from __future__ import annotations
