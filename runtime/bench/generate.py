@@ -235,16 +235,17 @@ def example_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def jobs_of(points: Sequence[Point], settings: Settings, with_examples: bool, device: torch.device) -> list[Job]:
     """Compilations of the persistent kernel that the rows need, first needed first."""
-    shapes = [(Point("smollm2-135m", 1, 512), 1024)] if with_examples else []
-    shapes += [(point, settings.capacity(point)) for point in points]
+    shapes = [(Point("smollm2-135m", 1, 512), 1024, True)] if with_examples else []
+    shapes += [(point, settings.capacity(point), False) for point in points]
     jobs: dict[object, Job] = {}
-    for point, capacity in shapes:
+    for point, capacity, is_packing_shared in shapes:
         vocab = MODELS[point.model].vocab
         for rows in (min(size or vocab, vocab) for size in settings.sizes):
+            packed = vocab if is_packing_shared else rows
             # The length is no constant of a kernel.
             jobs.setdefault(
-                (point.model, point.batch, point.tree, rows),
-                job_of(point.model, point.tree, point.batch, capacity, rows, device),
+                (point.model, point.batch, point.tree, rows, packed),
+                job_of(point.model, point.tree, point.batch, capacity, rows, device, packed),
             )
     return list(jobs.values())
 

@@ -32,14 +32,20 @@ class Job(NamedTuple):
     """LM-head rows that are packed, where a launch uses fewer of them."""
 
 
-def job_of(model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device) -> Job:
-    """The compilation that a `BufferedDrafter` of these dimensions (`problem.MODELS`) on this device will need."""
+def job_of(
+    model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device,
+    packed_vocab: int | None = None,
+) -> Job:  # fmt: skip
+    """The compilation that a `BufferedDrafter` of these dimensions (`problem.MODELS`) on this device will need.
+
+    ``packed_vocab``: LM-head rows that are packed, where it drafts over fewer of them.
+    """
     from ..kernels.host import chip_of
     from ..kernels.tuned_cache import default_cache
 
     head = first_rows(random_head(MODELS[model], torch.device("meta")), draft_vocab)
     cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
-    return Job(MODELS[model], cfg, default_cache().lookup(cfg, chip_of(device)))
+    return Job(MODELS[model], cfg, default_cache().lookup(cfg, chip_of(device)), packed_vocab)
 
 
 def compile_one(job: Job) -> float:
