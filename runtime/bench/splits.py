@@ -4,7 +4,7 @@
 
 One layer's attention of Llama-3.1-8B dimensions (32 query heads, 8 key heads of 128, bf16), 60 nodes of a draft tree
 and 1 node of plain decoding, for 1 to 16 sequences side by side with 512 to 131,072 committed keys each. Candidates
-force a number of splits; "rule" is what a decoding step does (`tree_attention.most_splits`, and the length on the
+force a number of splits; "rule" is what a decoding step does (`tree_attention.choose_splits`, and the length on the
 device). All are CUDA-graph replays, interleaved row by row. A replay goes through as many layers' keys and values as it
 takes to fall out of the L2, as in a pass. Before it is timed, each candidate must give what the twin gives, or, where
 that would take gigabytes, what one split gives.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,12 @@ from torch import Tensor
 from ..kernels.tree_attention import (
     AttentionRows,
     AttentionScratch,
+    Splits,
     attention_tiles,
+    choose_splits,
     major_capability,
     most_parts,
-    most_splits,
+    num_processors,
     tree_attention,
     tree_attention_ref,
 )
@@ -81,26 +83,21 @@ class Problem:
         self.out = torch.empty(active * nodes, shape.heads * shape.head_dim, device=device, dtype=pool.dtype)
         query_rows = nodes * shape.heads // shape.kv_heads
         self.tiles = attention_tiles(query_rows, shape.head_dim, pool.dtype, major_capability(device))
-        self.most = most_splits(active, shape.kv_heads, query_rows, self.tiles)
-        """Of the rule."""
-        parts = max(active * self.candidates()[-1], most_parts(active, nodes, shape.heads, shape.kv_heads, self.tiles))
+        self.rule = choose_splits(active, shape.kv_heads, query_rows, self.tiles, num_processors(device))
+        most = most_parts(active, nodes, shape.heads, shape.kv_heads, shape.head_dim, pool.dtype, device)
+        parts = max(active * self.candidates()[-1], most)
         self.scratch = AttentionScratch.allocate(parts, nodes, shape.heads, shape.head_dim, device)
 
     def candidates(self) -> list[int]:
         """Numbers of splits that leave at least a tile to each."""
         return [splits for splits in SPLITS if splits <= -(-self.total // self.tiles.block_k)]
 
-    @property
-    def rule_splits(self) -> int:
-        """Splits that the rule uses at this length."""
-        return min(self.most, max(1, -(-self.total // self.tiles.keys_per_split)))
-
     def run(self, layer: int, splits: int | None) -> None:
         """Attend in one layer, with so many splits or by the rule."""
-        tiles = self.tiles if splits is None else replace(self.tiles, keys_per_split=self.tiles.block_k)
+        chosen = self.rule if splits is None else Splits(splits, self.tiles.block_k)
         keys, values = self.cache[:, layer]
         scale = self.shape.head_dim**-0.5
-        tree_attention(self.qkv, keys, values, self.rows, scale, None, self.out, self.scratch, tiles, splits)
+        tree_attention(self.qkv, keys, values, self.rows, scale, None, self.out, self.scratch, self.tiles, chosen)
 
     def run_all(self, splits: int | None) -> None:
         """Attend in all layers."""
@@ -151,7 +148,8 @@ def summarise(active: int, length: int, nodes: int, problem: Problem, times: dic
     best = min(layer_us, key=lambda name: layer_us[name])
     return {
         "active": active, "length": length, "nodes": nodes, "layers": problem.num_layers,
-        "rule_splits": problem.rule_splits, "rule_us": rule_us, "best_splits": int(best), "best_us": layer_us[best],
+        "rule_splits": problem.rule.in_use(problem.total),
+        "rule_us": rule_us, "best_splits": int(best), "best_us": layer_us[best],
         "rule_over_best": rule_us / layer_us[best], "us": layer_us,
     }  # fmt: skip
 

@@ -9,7 +9,7 @@ rows and those own rows that its ancestor bits name (bit m of word m // 64: n de
 
 The query heads that share a key head are laid side by side as rows of one product, so a key is read from memory once
 and shared by the query blocks through the L2. The keys are cut into splits: at most as many as give the GPU enough
-programs (`most_splits`, by the number of places), of which the device uses those that the length asks for; a second
+programs (`choose_splits`, by the number of places), of which the device uses those that the length asks for; a second
 launch merges them. fp32 accumulation throughout.
 """
 
@@ -109,17 +109,17 @@ def tree_attention_ref(
 
 
 @triton.jit
-def _splits_in_use(total, most, KEYS_PER_SPLIT: tl.constexpr):
-    return tl.minimum(tl.maximum(tl.cdiv(total, KEYS_PER_SPLIT), 1), most)
+def _splits_in_use(total, most, keys_per_split):
+    return tl.minimum(tl.maximum(tl.cdiv(total, keys_per_split), 1), most)
 
 
 # Batches of all sizes share a kernel.
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["most", "keys_per_split"])
 def _tree_attention_kernel(
     q_ptr, stride_q, key_ptr, value_ptr, stride_slot, stride_head,
-    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, window, most,
+    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, window, most, keys_per_split,
     NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     WORDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
@@ -132,7 +132,7 @@ def _tree_attention_kernel(
     length = tl.load(length_ptr + slot)
     count = tl.load(count_ptr + place)
     total = length + count
-    splits = _splits_in_use(total, most, KEYS_PER_SPLIT)
+    splits = _splits_in_use(total, most, keys_per_split)
     if split >= splits:
         return
 
@@ -222,11 +222,11 @@ def _tree_attention_kernel(
     tl.store(stat_ptr + to * 2 + 1, sum_exp, mask=in_use)
 
 
-@triton.jit(do_not_specialize=["most"])
+@triton.jit(do_not_specialize=["most", "keys_per_split"])
 def _merge_kernel(
-    part_ptr, stat_ptr, slot_ptr, length_ptr, count_ptr, out_ptr, most,
+    part_ptr, stat_ptr, slot_ptr, length_ptr, count_ptr, out_ptr, most, keys_per_split,
     NODES: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -240,7 +240,7 @@ def _merge_kernel(
     if (slot < 0) | (node >= count):
         tl.store(out_ptr + to, tl.zeros((BLOCK_D,), tl.float32), mask=in_head)
         return
-    splits = _splits_in_use(tl.load(length_ptr + slot) + count, most, KEYS_PER_SPLIT)
+    splits = _splits_in_use(tl.load(length_ptr + slot) + count, most, keys_per_split)
     split = tl.arange(0, BLOCK_S)
     used = split < splits
     at = (place * most + split) * NODES * HEADS + node * HEADS + head
@@ -253,20 +253,28 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """How the kernel cuts its work. Query rows, keys a tile, keys a split (at least), warps and pipeline stages.
-
-    ``num_programs``: so many, the splits are to make of one launch, if the keys suffice.
-    """
+    """How the kernel cuts its work: query rows, keys a tile, warps and pipeline stages."""
 
     block_q: int
     block_k: int
-    keys_per_split: int
     num_warps: int
     num_stages: int
-    num_programs: int = 512
 
 
-MAX_SPLITS = 64
+@dataclass(frozen=True)
+class Splits:
+    """Into how many splits a sequence's keys are cut: as many as its length makes, and at most ``most``."""
+
+    most: int
+    keys: int
+    """Of a split, at least."""
+
+    def in_use(self, total: int) -> int:
+        """Splits of ``total`` keys."""
+        return min(self.most, max(1, -(-total // self.keys)))
+
+
+MAX_SPLITS = 32
 """Parts that the merge reads at once."""
 
 
@@ -278,7 +286,7 @@ def attention_tiles(query_rows: int, head_dim: int, dtype: torch.dtype, major: i
     """
     block_q = max(16, min(64, triton.next_power_of_2(query_rows)))
     wide = head_dim > 128 or dtype == torch.float32
-    return AttentionTiles(block_q, 32 if wide else 64, 128, 8 if major < 9 and block_q == 64 else 4, 2 if wide else 3)
+    return AttentionTiles(block_q, 32 if wide else 64, 8 if major < 9 and block_q == 64 else 4, 2 if wide else 3)
 
 
 def major_capability(device: torch.device) -> int:
@@ -286,16 +294,33 @@ def major_capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
 
 
-def most_splits(places: int, kv_heads: int, query_rows: int, tiles: AttentionTiles) -> int:
-    """Return the most splits of a sequence's keys, beside ``places`` sequences of ``query_rows`` for each key head."""
+def num_processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; those of an H200 where there is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def choose_splits(places: int, kv_heads: int, query_rows: int, tiles: AttentionTiles, num_sms: int) -> Splits:
+    """Choose splits for ``places`` sequences side by side, of ``query_rows`` for each key head.
+
+    A unit is a block of query rows of a key head. A program for each multiprocessor is best where units are so few that
+    a sequence is cut into eight or more; else two, which is what a multiprocessor holds at once. Measured on one H200
+    at Llama-3.1-8B's dimensions, 1 and 60 nodes, 1 to 16 sequences, 512 to 131,072 keys (`bench.splits`): within 5% of
+    the best of each row.
+    """
     units = places * kv_heads * -(-query_rows // tiles.block_q)
-    return max(1, min(MAX_SPLITS, tiles.num_programs // units))
+    most = num_sms // units if 8 * units <= num_sms else 2 * num_sms // units
+    return Splits(max(1, min(MAX_SPLITS, most)), 128 if 4 * units <= num_sms else 512)
 
 
-def most_parts(places: int, nodes: int, heads: int, kv_heads: int, tiles: AttentionTiles) -> int:
+def most_parts(
+    places: int, nodes: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> int:
     """Parts of a scratch for up to ``places`` sequences of ``nodes`` rows."""
-    query_rows = nodes * heads // kv_heads
-    return max(count * most_splits(count, kv_heads, query_rows, tiles) for count in range(1, places + 1))
+    query_rows, num_sms = nodes * heads // kv_heads, num_processors(device)
+    tiles = attention_tiles(query_rows, head_dim, dtype, major_capability(device))
+    return max(
+        count * choose_splits(count, kv_heads, query_rows, tiles, num_sms).most for count in range(1, places + 1)
+    )
 
 
 def tree_attention(
@@ -308,32 +333,32 @@ def tree_attention(
     out: Tensor,
     scratch: AttentionScratch,
     tiles: AttentionTiles | None = None,
-    most: int | None = None,
+    splits: Splits | None = None,
 ) -> None:
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
 
-    ``tiles`` and ``most`` splits override `attention_tiles` and `most_splits`.
+    ``tiles`` and ``splits`` override `attention_tiles` and `choose_splits`.
     """
     places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
     group = heads // kv_heads
     tiles = tiles or attention_tiles(nodes * group, head_dim, qkv.dtype, major_capability(qkv.device))
-    most = most or most_splits(places, kv_heads, nodes * group, tiles)
+    splits = splits or choose_splits(places, kv_heads, nodes * group, tiles, num_processors(qkv.device))
     block_d = max(16, triton.next_power_of_2(head_dim))
     causal = rows.ancestors is None
-    _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), most, places)](
+    _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), splits.most, places)](
         qkv, qkv.stride(0), keys, values, keys.stride(0), keys.stride(1),
         rows.slots, rows.lengths, rows.counts, rows.slots if rows.ancestors is None else rows.ancestors, rows.depths,
-        scratch.out, scratch.stats, scale, window or 0, most,
+        scratch.out, scratch.stats, scale, window or 0, splits.most, splits.keys,
         NODES=nodes, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k, KEYS_PER_SPLIT=tiles.keys_per_split,
+        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k,
         WORDS=1 if rows.ancestors is None else rows.ancestors.shape[2], CAUSAL=causal, WINDOW=window is not None,
         PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
-    block_s = triton.next_power_of_2(most)
+    block_s = triton.next_power_of_2(splits.most)
     _merge_kernel[(places * nodes, heads)](
-        scratch.out, scratch.stats, rows.slots, rows.lengths, rows.counts, out, most,
+        scratch.out, scratch.stats, rows.slots, rows.lengths, rows.counts, out, splits.most, splits.keys,
         NODES=nodes, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_S=block_s, KEYS_PER_SPLIT=tiles.keys_per_split, num_warps=max(1, min(8, block_s * block_d // 2048)),
+        BLOCK_S=block_s, num_warps=max(1, min(8, block_s * block_d // 2048)),
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.tree_attention import AttentionScratch, attention_tiles, major_capability, most_parts
+from ..kernels.tree_attention import AttentionScratch, most_parts
 from ..kernels.tree_rows import ForwardRows
 
 
@@ -94,9 +94,7 @@ class ForwardBuffers:
         for name, shape in (shapes | working).items():
             setattr(self, name, torch.empty(shape, dtype=target.dtype, device=target.device))
         heads, kv_heads = target.num_heads, target.num_kv_heads
-        query_rows, major = nodes * heads // kv_heads, major_capability(target.device)
-        tiles = attention_tiles(query_rows, target.head_dim, target.dtype, major)
-        parts = most_parts(places, nodes, heads, kv_heads, tiles)
+        parts = most_parts(places, nodes, heads, kv_heads, target.head_dim, target.dtype, target.device)
         self.scratch = AttentionScratch.allocate(parts, nodes, heads, target.head_dim, target.device)
 
     def __getattr__(self, name: str) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk
 from eagle_slim.runtime.kernels.tree_attention import (
     AttentionScratch,
     AttentionTiles,
+    Splits,
     attention_tiles,
+    choose_splits,
     most_parts,
-    most_splits,
     tree_attention,
     tree_attention_ref,
 )
@@ -22,7 +25,8 @@ from eagle_slim.runtime.tree import layout_tree
 from kernels.test_step_kernels import random_parents
 from kernels.tolerances import OP_ATOL
 
-TILES = AttentionTiles(block_q=16, block_k=16, keys_per_split=24, num_warps=4, num_stages=2)
+RESULTS = Path(splits.__file__).parent / "results"
+TILES = AttentionTiles(block_q=16, block_k=16, num_warps=4, num_stages=2)
 
 
 ONE, FEW, MANY = (1, 4, 2, 16, [70, 0, 3]), (7, 6, 2, 24, [33, 90, 1]), (70, 2, 1, 16, [20, 0, 50])
@@ -84,7 +88,7 @@ def check(
     scratch = AttentionScratch.allocate(4 * rows.places, rows.nodes, heads, head_dim, device)
     scratch.out.fill_(float("nan"))
     scratch.stats.fill_(float("nan"))
-    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES, most=4)
+    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES, Splits(4, 24))
     tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
 
@@ -95,12 +99,33 @@ def test_tiles_fit_the_work() -> None:
     assert attention_tiles(60 * 4, 256, torch.bfloat16).block_k == 32
 
 
-def test_splits_fill_the_gpu_whatever_the_batch() -> None:
-    """8 key heads and 4 blocks of 64 query rows are 32 programs a place; 512 are wanted."""
-    tiles = replace(attention_tiles(60 * 4, 128, torch.bfloat16), num_programs=512)
-    assert [most_splits(places, 8, 240, tiles) for places in (1, 2, 3, 4, 8, 16)] == [16, 8, 5, 4, 2, 1]
-    assert most_splits(1, 1, 4, tiles) == 64
-    assert most_parts(16, 60, 32, 8, tiles) == 16
+def test_the_scratch_holds_the_splits_of_every_batch() -> None:
+    tree = [most_parts(places, 60, 32, 8, 128, torch.bfloat16, torch.device("cpu")) for places in (1, 2, 4, 8, 16)]
+    assert tree == [8, 8, 8, 8, 16]
+    root = [most_parts(places, 1, 32, 8, 128, torch.bfloat16, torch.device("cpu")) for places in (1, 2, 4, 8, 16)]
+    assert root == [16, 16, 33, 33, 33]  # three sequences take 11 splits each
+    assert choose_splits(1, 1, 4, TILES, 132).most == 32  # the most that are merged
+
+
+def num_cuts(total: int, num_splits: int, block_k: int) -> int:
+    """Splits that get keys: each takes whole tiles."""
+    tiles_each = math.ceil(math.ceil(total / num_splits) / block_k)
+    return math.ceil(total / (tiles_each * block_k))
+
+
+def test_the_committed_sweep_justifies_the_splits() -> None:
+    """Each row: what the rule takes, or a candidate that cuts the keys alike, is within 5% of the best."""
+    sweep = json.loads((RESULTS / "2026-11-22-h200-splits.json").read_text())
+    assert sweep["shape"] == {"heads": 32, "kv_heads": 8, "head_dim": 128}
+    assert len(sweep["rows"]) == 50
+    for row in sweep["rows"]:
+        tiles = attention_tiles(4 * row["nodes"], 128, torch.bfloat16)
+        chosen = choose_splits(row["active"], 8, 4 * row["nodes"], tiles, sweep["machine"]["num_sms"])
+        total = row["length"] + row["nodes"]
+
+        wanted = num_cuts(total, chosen.in_use(total), tiles.block_k)
+        alike = [us for splits, us in row["us"].items() if num_cuts(total, int(splits), tiles.block_k) == wanted]
+        assert min(alike) <= 1.05 * row["best_us"], row
 
 
 def test_the_sweep_checks_and_compares_every_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +143,7 @@ def test_the_sweep_checks_and_compares_every_number_of_splits(monkeypatch: pytes
 
     def wrong(*arguments: object) -> None:
         merge(*arguments)  # type: ignore[arg-type]
-        if arguments[-1] == 3:
+        if arguments[-1].most == 3:  # type: ignore[attr-defined]
             arguments[6].mul_(1.1)  # type: ignore[attr-defined]
 
     monkeypatch.setattr(splits, "tree_attention", wrong)
