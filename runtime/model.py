@@ -41,6 +41,7 @@ from .generation.choice_rules import DeviceRules, device_rules
 from .generation.decoder import WarmUp
 from .generation.device import DeviceDecoders, try_captured
 from .generation.device_loop import DeviceLoop
+from .generation.kept_rows import KeptPieces
 from .generation.logit_records import LogitRecord
 from .generation.loop import GenerationLoop
 from .generation.missed import HeldIds
@@ -122,6 +123,7 @@ class SpeculativeModel:
         self.is_tree_sized = is_tree_sized
         """Whether each call chooses the size of its trees (`tree_size`), up to the drafter's; else they have that."""
         self._drafters = {drafter.tree: drafter}
+        self._pieces = KeptPieces()
         if target.on_device is None and target.device.type == "cuda" and target.pieces_reason is None:
             tried = try_captured(target, drafter)
             target.on_device, target.pieces_reason = (None, tried) if isinstance(tried, str) else (tried, None)
@@ -426,8 +428,8 @@ class SpeculativeModel:
                 a profiler sees their names; a little slower than whole steps.
             reuse_prefix: take over what the slots still hold of earlier calls: tokens that a prompt shares with such a
                 sequence from the beginning on, as the next turn of a chat does, are not run again
-                (``stats.num_reused_tokens``). Only where steps run on the device (``stats.path``). In float32 the
-                answer is the same; below it a prompt cut differently can round a near-tie differently.
+                (``stats.num_reused_tokens``). In float32 the answer is the same; below it a prompt cut differently can
+                round a near-tie differently.
             generation_config: as in transformers, for what no argument says.
             logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
                 functions of these alone (`options`).
@@ -524,7 +526,9 @@ class SpeculativeModel:
                 time_phases, reuse_prefix,
             )  # fmt: skip
         else:
-            loop = GenerationLoop(self.target, drafter, requests, sampling, max_slots, listener)
+            loop = GenerationLoop(
+                self.target, drafter, requests, sampling, max_slots, listener, self._pieces, reuse_prefix
+            )
         results, stats = loop.run()
         tree = "plain decoding" if drafter is None else f"trees of {size.num_nodes} nodes"
         path = f"{loop.path}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"

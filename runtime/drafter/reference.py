@@ -68,7 +68,7 @@ class Drafter(Protocol):
         """Prepare ``num_slots`` empty slots for sequences of up to ``capacity`` tokens each."""
 
     def prefill(self, slot: int, features: Tensor, next_tokens: Tensor) -> None:
-        """Fill an empty slot with a prompt's pairs: [seq, feature_width] and int64 [seq]; seq may be 0."""
+        """Add a prompt's pairs to a slot that was reset: [seq, feature_width] and int64 [seq]; seq may be 0."""
 
     def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
         """Add the new pairs of the active slots and draft their trees; fields are indexed by slot."""
@@ -76,8 +76,8 @@ class Drafter(Protocol):
     def join(self, slot: int, token_ids: Sequence[int]) -> None:
         """Let token ids of a slot's text join its draft vocabulary; called where ``weights.follow`` is set."""
 
-    def reset_slot(self, slot: int) -> None:
-        """Forget a slot's sequence."""
+    def reset_slot(self, slot: int, num_pairs: int = 0) -> None:
+        """Forget a slot's sequence, but for its first ``num_pairs`` pairs (only asked for by ``reuse_prefix``)."""
 
 
 class ReferenceDrafter:
@@ -109,9 +109,9 @@ class ReferenceDrafter:
         self.lengths = [0] * num_slots
         self.tails = [()] * num_slots
 
-    def reset_slot(self, slot: int) -> None:
+    def reset_slot(self, slot: int, num_pairs: int = 0) -> None:
         """See `Drafter.reset_slot`."""
-        self.lengths[slot] = 0
+        self.lengths[slot] = num_pairs
         self.tails[slot] = ()
 
     def join(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -18,21 +18,7 @@ from ..target.captured import CapturedTarget
 from ..target.device_buffers import DeviceTarget, KVCache
 from ..target.transformers import TargetModel
 from .decoder import BUCKETS, DeviceDecoder, WarmUp, bucket_of
-from .kept_rows import KeptRows
-
-_SMALLEST_CAPACITY = 1024
-_LARGEST_POWER = 131072
-
-
-def capacity_for(rows: int) -> int:
-    """Rows to allocate for ``rows``: a power of two, so that few sizes occur; exactly those beyond 131,072.
-
-    There a power of two would cost gigabytes, and more positions than the persistent drafter takes.
-    """
-    capacity = _SMALLEST_CAPACITY
-    while capacity < rows:
-        capacity *= 2
-    return capacity if capacity <= _LARGEST_POWER else rows
+from .kept_rows import KeptRows, capacity_for
 
 
 class DeviceDecoders:

@@ -13,7 +13,24 @@ With a drafter the last shared token is run again: the pair of its feature and t
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+
+from ..drafter.reference import Drafter
+from ..target.cache import SlotCache
+
+_SMALLEST_CAPACITY = 1024
+_LARGEST_POWER = 131072
+
+
+def capacity_for(rows: int) -> int:
+    """Rows to allocate for ``rows``: a power of two, so that few sizes occur; exactly those beyond 131,072.
+
+    There a power of two would cost gigabytes, and more positions than the persistent drafter takes.
+    """
+    capacity = _SMALLEST_CAPACITY
+    while capacity < rows:
+        capacity *= 2
+    return capacity if capacity <= _LARGEST_POWER else rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +48,38 @@ class KeptRows:
         if is_drafted:
             shared = min(shared, common - 1, self.num_pairs)
         return max(0, shared)
+
+
+@dataclass
+class KeptPieces:
+    """What a call whose steps ran in pieces leaves for the next: caches, and what their slots hold.
+
+    Empty while a call runs, so that a failed one leaves nothing.
+    """
+
+    cache: SlotCache | None = None
+    drafter: Drafter | None = None
+    """Whose cache has the pairs."""
+    capacity: int = 0
+    """Tokens of a sequence that the drafter's cache has room for."""
+    slots: list[KeptRows] = field(default_factory=list)
+
+    def take(self) -> KeptPieces:
+        """Return what is there and leave nothing."""
+        taken = replace(self)
+        self.put(KeptPieces())
+        return taken
+
+    def put(self, pieces: KeptPieces) -> None:
+        """Hold this from now on."""
+        vars(self).update(vars(pieces))
+
+    def has_room(self, num_slots: int, capacity: int, rows: int) -> bool:
+        """Whether the caches serve as many slots, of ``capacity`` tokens each and ``rows`` rows of the target's."""
+        cache = self.cache
+        return (
+            cache is not None and cache.num_slots == num_slots and cache.capacity >= rows and self.capacity >= capacity
+        )
 
 
 def match_slots(

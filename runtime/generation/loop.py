@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,10 +18,10 @@ from torch import Tensor
 from ..config import SamplingConfig
 from ..drafter.reference import Drafter, NewPairs
 from ..slots import ActiveSlots
-from ..target.cache import SlotCache
 from ..target.transformers import TargetModel
 from ..tree import DraftTree, layout_tree
 from .accept import AcceptedPath, accept_path
+from .kept_rows import KeptPieces, KeptRows, capacity_for, match_slots
 from .missed import HeldIds
 from .requests import OnTokens, Request, RequestOutput, RunningRequest, collect, start
 from .sampling import choose_tokens, stream_window
@@ -28,7 +29,11 @@ from .stats import GenerationStats, PhaseTimer, count_tuned
 
 
 class GenerationLoop:
-    """One call's state. ``drafter`` None decodes plainly. ``on_tokens(i, ids)`` hears every new token of request i."""
+    """One call's state. ``drafter`` None decodes plainly. ``on_tokens(i, ids)`` hears every new token of request i.
+
+    ``kept``: what the call before has left; with ``reuse_prefix`` prompts take over what they share with it, and this
+    call leaves its own there.
+    """
 
     def __init__(
         self,
@@ -38,6 +43,8 @@ class GenerationLoop:
         sampling: SamplingConfig,
         max_slots: int | None = None,
         on_tokens: OnTokens | None = None,
+        kept: KeptPieces | None = None,
+        reuse_prefix: bool = False,
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.states = start(requests, sampling, on_tokens, None if drafter is None else HeldIds.of(drafter.weights))
@@ -45,6 +52,7 @@ class GenerationLoop:
         self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
         self.running: dict[int, RunningRequest] = {}
         self.width = 1 if drafter is None else drafter.tree.path_width
+        self.kept, self.reuse_prefix = kept or KeptPieces(), reuse_prefix
         self.walk: list[Tensor] = []
         """Tokens of the current walk down the trees, one int64 [requests] per step."""
 
@@ -63,49 +71,67 @@ class GenerationLoop:
 
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
         self.timer = PhaseTimer(self.target.device)
+        # Whatever this call does to the caches, what they held is not theirs any more.
+        before = self.kept.take()
         if self.waiting:
             capacity = max(state.request.max_tokens for state in self.waiting)
             nodes = 1 if self.drafter is None else self.drafter.tree.total_tokens
             # A path is kept in its full width, padding included, and a deep tree of few nodes is wider than those.
             room = max(nodes, self.width)
-            self._allocate(self.target.new_cache(self.num_slots, capacity + room), capacity)
+            self._allocate(before if self.reuse_prefix else KeptPieces(), capacity, room)
         while self.waiting or self.running:
             self._fill_slots()
             if self.running:
                 self._step()
+            if self.reuse_prefix:
+                self.kept.put(self.pieces)
         timings = self.timer.stop_and_wait()
         return collect(self.states, timings, **count_tuned(self.drafter))
 
-    def _allocate(self, cache: SlotCache, capacity: int) -> None:
-        self.cache = cache
+    def _allocate(self, before: KeptPieces, capacity: int, room: int) -> None:
+        if not before.has_room(self.num_slots, capacity, capacity + room):
+            # Longer prompts are to come where this one's rows are kept.
+            capacity = capacity_for(capacity) if self.reuse_prefix else capacity
+            cache = self.target.new_cache(self.num_slots, capacity + room)
+            before = KeptPieces(cache, None, capacity, [KeptRows()] * self.num_slots)
+        assert before.cache is not None
+        self.pieces, self.cache = before, before.cache
+        if self.drafter is not None and self.drafter is not before.drafter:
+            self.drafter.allocate(self.num_slots, before.capacity)
+            slots = [KeptRows(kept.tokens) for kept in before.slots]
+            self.pieces = replace(before, drafter=self.drafter, slots=slots)
         device, dtype = self.target.device, self.target.dtype
         # What the last step added, by slot: the drafter's next input.
         self.features = torch.zeros((self.num_slots, self.width, self.target.feature_width), device=device, dtype=dtype)
         self.next_tokens = torch.full((self.num_slots, self.width), -1, dtype=torch.int64, device=device)
         self.num_new = torch.zeros(self.num_slots, dtype=torch.int64, device=device)
         self.num_new_host = [0] * self.num_slots
-        if self.drafter is not None:
-            self.drafter.allocate(self.num_slots, capacity)
 
     def _fill_slots(self) -> None:
         """Give free slots to waiting prompts; a prompt that ends with its first token frees the slot again."""
-        for slot in range(self.num_slots):
-            while slot not in self.running and self.waiting:
-                state = self.waiting.popleft()
+        while self.waiting and len(self.running) < self.num_slots:
+            free = [slot for slot in range(self.num_slots) if slot not in self.running]
+            entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
+            prompts = [state.request.prompt_ids for state in entering]
+            matches = match_slots(prompts, self.pieces.slots, free, self.drafter is not None)
+            for state, (slot, shared) in zip(entering, matches, strict=True):
+                state.num_reused = shared
                 with self.timer.phase("prefill"):
                     token = self._prefill(slot, state)
-                state.emit([token])
-                if state.finish_reason is None:
-                    self.running[slot] = state
+                self.running[slot] = state
+                self._emit(slot, [token])
 
     def _prefill(self, slot: int, state: RunningRequest) -> int:
         prompt = torch.tensor(state.request.prompt_ids, dtype=torch.int64, device=self.target.device)
-        self.cache.reset_slot(slot)
-        output = self.target.prefill(self.cache, slot, prompt)
+        shared = state.num_reused
+        pairs = min(self.pieces.slots[slot].num_pairs, shared)
+        self.pieces.slots[slot] = KeptRows(state.request.prompt_ids[: shared + 1], pairs)
+        self.cache.reset_slot(slot, shared)
+        output = self.target.prefill(self.cache, slot, prompt[shared:])
         token = self._choose(output.logits[:, -1], [state], step=0)  # [1]
         if self.drafter is not None:
-            self.drafter.reset_slot(slot)
-            self.drafter.prefill(slot, output.features[0, :-1], prompt[1:])
+            self.drafter.reset_slot(slot, *[shared] if shared else [])
+            self.drafter.prefill(slot, output.features[0, :-1], prompt[shared + 1 :])
             self._join(slot, state.request.prompt_ids)
             self._join(slot, token.tolist(), is_new=True)
         self.features[slot, 0] = output.features[0, -1]
@@ -132,10 +158,18 @@ class GenerationLoop:
         for slot, state, new, length in zip(active.indices, states, tokens, lengths, strict=True):
             self.num_new_host[slot] = length
             state.accepted_lengths[length] += 1
-            state.emit(new[:length])
             self._join(slot, new[:length], is_new=True)
-            if state.finish_reason is not None:
-                del self.running[slot]
+            self._emit(slot, new[:length])
+
+    def _emit(self, slot: int, tokens: Sequence[int]) -> None:
+        """Hand new tokens to a slot's request; if they end it, it leaves the slot."""
+        state = self.running[slot]
+        num_before = len(state.request.prompt_ids) + len(state.token_ids)
+        if state.emit(tokens):
+            # The step that gave these tokens began with the pairs of those before.
+            pairs = self.pieces.slots[slot].num_pairs if self.drafter is None else num_before - 1
+            self.pieces.slots[slot] = KeptRows((*state.request.prompt_ids, *state.token_ids), pairs)
+            del self.running[slot]
 
     def _draft(self, active: ActiveSlots) -> DraftTree:
         if self.drafter is None:

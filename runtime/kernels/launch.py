@@ -631,9 +631,9 @@ class TritonDrafter:
         packed = None if self._packed is None else self._packed.packed
         return None if packed is None else packed.launches.is_tuned(self._cfg)
 
-    def reset_slot(self, slot: int) -> None:
+    def reset_slot(self, slot: int, num_pairs: int = 0) -> None:
         """See `Drafter.reset_slot`."""
-        self.lengths[slot] = 0
+        self.lengths[slot] = num_pairs
         self._set_tail(slot, ())
 
     def join(self, slot: int, token_ids: Sequence[int]) -> None:

@@ -109,9 +109,9 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers carries no types
         for slot, count in zip(active.indices, num_nodes, strict=True):
             self.lengths[slot] += count
 
-    def reset_slot(self, slot: int) -> None:
-        """Forget a slot's sequence."""
-        self.lengths[slot] = 0
+    def reset_slot(self, slot: int, num_rows: int = 0) -> None:
+        """Forget a slot's sequence, but for its first ``num_rows`` committed rows."""
+        self.lengths[slot] = num_rows
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Longest committed sequence, as transformers asks for it."""

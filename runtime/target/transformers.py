@@ -141,7 +141,7 @@ class TargetModel:
         return SlotCache(num_slots, capacity, self.device)
 
     def prefill(self, cache: SlotCache, slot: int, token_ids: Tensor, chunk: int = 1024) -> TargetOutput:
-        """Run a prompt, int64 [seq], into an empty slot.
+        """Run a prompt, int64 [seq], into a slot, behind the rows that it has.
 
         Returns the last position's logits [1, 1, target_vocab] and the features of all positions [1, seq, width].
         """

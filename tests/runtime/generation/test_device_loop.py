@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.generation.device import capacity_for
-from eagle_slim.runtime.generation.kept_rows import KeptRows, match_slots
+from eagle_slim.runtime.generation.kept_rows import KeptRows, capacity_for, match_slots
 from support.tiny_models import HIDDEN, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -78,13 +77,14 @@ def test_options_of_a_head_are_the_reference_drafters(tmp_path: Path, options: d
     assert output.stats.accepted_lengths == pieces.stats.accepted_lengths
 
 
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
 @pytest.mark.parametrize("is_drafted", [True, False])
-def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool) -> None:
+def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str) -> None:
     """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""
     target, head = tiny_target("llama"), write_head(tmp_path)
     tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
-    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
-    fresh = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **tree)
+    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **tree)
     options = {"max_new_tokens": 12, "ignore_eos": True, "speculative": is_drafted}
     prompt = random_prompts([70])[0]
     first = model.generate(prompt, reuse_prefix=True, **options)
@@ -114,21 +114,23 @@ def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool) -> None:
     assert model.generate(turns["next"], **options).stats.num_reused_tokens == 0
 
 
-def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, backend: str) -> None:
     target, head = tiny_target("qwen2"), write_head(tmp_path)
-    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=2, top_k=2, total_tokens=5)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, depth=2, top_k=2, total_tokens=5)
     prompts = random_prompts([12, 20, 9])
     options = {"max_new_tokens": 6, "ignore_eos": True}
-    first = model.generate(prompts, **options)
+    first = model.generate(prompts, reuse_prefix=True, **options)
     turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)][::-1]
     output = model.generate(turns, reuse_prefix=True, **options)
     assert all(result.stats.num_reused_tokens >= len(result.prompt_ids) - 8 for result in output.results)
-    assert output.token_ids == model.generate(turns, **options).token_ids
+    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, depth=2, top_k=2, total_tokens=5)
+    assert output.token_ids == fresh.generate(turns, **options).token_ids
     plain = model.generate(turns, reuse_prefix=True, speculative=False, **options)
     assert plain.token_ids == output.token_ids
     # A plain call leaves the drafter's cache where it was: no pair of it may be missing later.
     longer = [[*turn, *answer, 7] for turn, answer in zip(turns, plain.token_ids, strict=True)]
-    assert model.generate(longer, reuse_prefix=True, **options).token_ids == model.generate(longer, **options).token_ids
+    assert model.generate(longer, reuse_prefix=True, **options).token_ids == fresh.generate(longer, **options).token_ids
 
 
 def test_what_slots_hold() -> None:
