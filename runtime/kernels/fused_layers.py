@@ -2,8 +2,7 @@
 
 Each operation is a kernel, a host function and a PyTorch twin (``_ref``) of the same arguments, which defines it. Rows
 are the nodes of one forward, [rows, width]; sums are fp32, and what transformers rounds to the model's type between two
-operations is rounded here too. Bytes moved: each operand once. ``ahead`` names weights that the kernel asks into the L2
-for the product that follows (`read_ahead`); the twins ignore it.
+operations is rounded here too. Bytes moved: each operand once.
 """
 
 from __future__ import annotations
@@ -14,19 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .read_ahead import ReadAhead, ahead_arguments, ask_ahead
-
 _NORM_ELEMENTS_PER_WARP = 512
 
 
 def add_norm_ref(
-    residual: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    tap: Tensor | None = None,
-    ahead: ReadAhead | None = None,
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None
 ) -> None:
     """Add ``delta`` to ``residual`` in place, copy the sum to ``tap``, and write its RMSNorm to ``out``.
 
@@ -45,11 +36,8 @@ def add_norm_ref(
 @triton.jit
 def _add_norm_kernel(
     residual_ptr, delta_ptr, weight_ptr, out_ptr, stride_out, tap_ptr, stride_tap, eps,
-    ahead_ptr, ahead_stride, ahead_rows,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, TAP: tl.constexpr,
-    AHEAD_LINES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    ask_ahead(ahead_ptr, ahead_stride, ahead_rows, tl.program_id(0), tl.num_programs(0), AHEAD_LINES, LANES)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < HIDDEN
@@ -67,40 +55,27 @@ def _add_norm_kernel(
 
 
 def add_norm(
-    residual: Tensor,
-    delta: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    out: Tensor,
-    tap: Tensor | None = None,
-    ahead: ReadAhead | None = None,
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor, tap: Tensor | None = None
 ) -> None:
     """Run `add_norm_ref` as one launch, a program a row."""
     rows, hidden = residual.shape
     block = triton.next_power_of_2(hidden)
-    num_warps = min(8, max(1, block // _NORM_ELEMENTS_PER_WARP))
     _add_norm_kernel[(rows,)](
         residual, residual if delta is None else delta, weight, out, out.stride(0),
         residual if tap is None else tap, 0 if tap is None else tap.stride(0), eps,
         HIDDEN=hidden, BLOCK=block, ADD=delta is not None, TAP=tap is not None,
-        **ahead_arguments(ahead, residual), LANES=32 * num_warps, num_warps=num_warps,
+        num_warps=min(8, max(1, block // _NORM_ELEMENTS_PER_WARP)),
     )  # fmt: skip
 
 
-def swiglu_ref(gate_up: Tensor, out: Tensor, ahead: ReadAhead | None = None) -> None:
+def swiglu_ref(gate_up: Tensor, out: Tensor) -> None:
     """Write ``silu(gate) * up`` to ``out`` [rows, intermediate]; ``gate_up`` [rows, 2 * intermediate], gate first."""
     gate, up = gate_up.chunk(2, -1)
     out.copy_(F.silu(gate.float()).to(gate.dtype) * up)
 
 
 @triton.jit
-def _swiglu_kernel(
-    gate_up_ptr, out_ptr, ahead_ptr, ahead_stride, ahead_rows,
-    INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr, AHEAD_LINES: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    ask_ahead(ahead_ptr, ahead_stride, ahead_rows, program, programs, AHEAD_LINES, LANES)
+def _swiglu_kernel(gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < INTERMEDIATE
@@ -111,14 +86,13 @@ def _swiglu_kernel(
     tl.store(out_ptr + row * INTERMEDIATE + column, gated * up, mask=inside)
 
 
-def swiglu(gate_up: Tensor, out: Tensor, ahead: ReadAhead | None = None) -> None:
+def swiglu(gate_up: Tensor, out: Tensor) -> None:
     """Run `swiglu_ref` as one launch."""
     rows, intermediate = out.shape
     block = min(1024, triton.next_power_of_2(intermediate))
     _swiglu_kernel[(rows, triton.cdiv(intermediate, block))](
-        gate_up, out, INTERMEDIATE=intermediate, BLOCK=block,
-        **ahead_arguments(ahead, gate_up), LANES=128, num_warps=4,
-    )  # fmt: skip
+        gate_up, out, INTERMEDIATE=intermediate, BLOCK=block, num_warps=4
+    )
 
 
 def rotate_append_ref(
@@ -133,7 +107,6 @@ def rotate_append_ref(
     kv_rows: Tensor,
     keys: Tensor,
     values: Tensor,
-    ahead: ReadAhead | None = None,
 ) -> None:
     """Turn a row's q, k, v into what attention reads: q in place, k and v into the cache.
 
@@ -173,13 +146,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @triton.jit
 def _rotate_append_kernel(
     qkv_ptr, bias_ptr, norm_q_ptr, norm_k_ptr, eps, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_row_ptr,
-    key_ptr, value_ptr, stride_slot, stride_head, ahead_ptr, ahead_stride, ahead_rows,
+    key_ptr, value_ptr, stride_slot, stride_head,
     NODES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, AHEAD_LINES: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    ask_ahead(ahead_ptr, ahead_stride, ahead_rows, program, programs, AHEAD_LINES, 32)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -237,7 +207,6 @@ def rotate_append(
     kv_rows: Tensor,
     keys: Tensor,
     values: Tensor,
-    ahead: ReadAhead | None = None,
 ) -> None:
     """Run `rotate_append_ref` as one launch, a program for each head of each row."""
     rows = qkv.shape[0]
@@ -248,6 +217,5 @@ def rotate_append(
         qkv, qkv if bias is None else bias, norm_q, norm_k, eps, cos, sin, positions, slots, kv_rows,
         keys, values, keys.stride(0), keys.stride(1),
         NODES=rows // len(slots), HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
-        BLOCK=triton.next_power_of_2(head_dim // 2), BIAS=bias is not None, NORM=norms is not None,
-        **ahead_arguments(ahead, qkv), num_warps=1,
+        BLOCK=triton.next_power_of_2(head_dim // 2), BIAS=bias is not None, NORM=norms is not None, num_warps=1,
     )  # fmt: skip

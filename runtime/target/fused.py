@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import fused_layers, tree_attention
-from ..kernels.read_ahead import ReadAhead
 from ..kernels.tree_rows import ForwardRows
 from .device_buffers import ForwardBuffers, KVCache
 
@@ -53,35 +52,6 @@ class LayerOps:
 
 
 @dataclass(frozen=True)
-class ReadAheadBytes:
-    """How much of a product's weights the kernel before it asks into the L2.
-
-    ``o``: while attention runs; the others: during a norm or SwiGLU. Measured on one H200 (L2 of 50 MB) with
-    `bench.read_ahead`.
-    """
-
-    qkv: int = 8 << 20
-    o: int = 32 << 20
-    gate_up: int = 8 << 20
-    down: int = 8 << 20
-
-
-@dataclass(frozen=True)
-class LayerAhead:
-    """What a layer's kernels ask for."""
-
-    qkv: ReadAhead | None
-    o: ReadAhead | None
-    gate_up: ReadAhead | None
-    down: ReadAhead | None
-
-    @classmethod
-    def of(cls, layer: FusedLayer, sizes: ReadAheadBytes) -> LayerAhead:
-        """Read ahead of a layer's four products."""
-        return cls(*(ReadAhead.of(getattr(layer, name).t(), size) for name, size in vars(sizes).items()))
-
-
-@dataclass(frozen=True)
 class FusedLayer:
     """One decoder layer; matrices are transposed views [in, out] for ``torch.mm``."""
 
@@ -106,13 +76,7 @@ class FusedTarget:
     hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tap_layers: Sequence[int] | None,
-        ops: LayerOps | None = None,
-        read_ahead: ReadAheadBytes = ReadAheadBytes(),
-    ) -> None:
+    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, ops: LayerOps | None = None) -> None:
         config: Any = model.config
         decoder: Any = model.model
         self.model = model
@@ -130,7 +94,6 @@ class FusedTarget:
         self.num_kv_heads = int(config.num_key_value_heads)
         self.scale = float(first.scaling)
         self.layers = [_fuse_layer(layer) for layer in decoder.layers]
-        self._ahead = [LayerAhead.of(layer, read_ahead) for layer in self.layers]
         self.ops = ops or (LayerOps.kernels() if self.device.type == "cuda" else LayerOps.twins())
         self._rotary = decoder.rotary_emb
         self.cos, self.sin = self._tables(1)
@@ -192,28 +155,27 @@ class FusedTarget:
         """
         ops, delta = self.ops, None
         torch.index_select(self.embedding, 0, rows.tokens, out=bufs.residual)
-        for index, (layer, ahead) in enumerate(zip(self.layers, self._ahead, strict=True)):
-            tap = self._tap(bufs, index)
-            ops.add_norm(bufs.residual, delta, layer.norm_in, self.eps, bufs.normed, tap, ahead.qkv)
+        for index, layer in enumerate(self.layers):
+            ops.add_norm(bufs.residual, delta, layer.norm_in, self.eps, bufs.normed, self._tap(bufs, index))
             torch.mm(bufs.normed, layer.qkv, out=bufs.qkv)
             ops.rotate_append(
                 bufs.qkv, layer.qkv_bias, layer.head_norms, self.eps, self.cos, self.sin, rows.positions,
-                rows.attention.slots, rows.kv_rows, cache.keys[index], cache.values[index], ahead.o,
+                rows.attention.slots, rows.kv_rows, cache.keys[index], cache.values[index],
             )  # fmt: skip
             ops.tree_attention(
                 bufs.qkv, cache.keys[index], cache.values[index], rows.attention, self.scale, layer.window,
                 bufs.attended, bufs.scratch,
             )  # fmt: skip
             delta = _linear(bufs.attended, layer.o, layer.o_bias, bufs.delta)
-            ops.add_norm(bufs.residual, delta, layer.norm_post, self.eps, bufs.normed, ahead=ahead.gate_up)
+            ops.add_norm(bufs.residual, delta, layer.norm_post, self.eps, bufs.normed)
             _linear(bufs.normed, layer.gate_up, layer.gate_up_bias, bufs.gate_up)
-            ops.swiglu(bufs.gate_up, bufs.gated, ahead.down)
+            ops.swiglu(bufs.gate_up, bufs.gated)
             delta = _linear(bufs.gated, layer.down, layer.down_bias, bufs.delta)
         normed = bufs.features if self.tap_layers is None else bufs.normed
         ops.add_norm(bufs.residual, delta, self.final_norm, self.eps, normed, self._tap(bufs, len(self.layers)))
-        for place, tapped in enumerate(self.tap_layers or ()):
+        for place, tap in enumerate(self.tap_layers or ()):
             # A layer may be tapped twice: default taps of a small model.
-            first = self._tap(bufs, tapped)
+            first = self._tap(bufs, tap)
             block = bufs.features[:, place * self.hidden_size : (place + 1) * self.hidden_size]
             if first is not None and first.data_ptr() != block.data_ptr():
                 block.copy_(first)

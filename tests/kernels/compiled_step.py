@@ -21,7 +21,6 @@ from eagle_slim.runtime.kernels.acceptance import SlotState
 from eagle_slim.runtime.kernels.compile_check import assembler_report
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
 from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.kernels.read_ahead import ReadAhead
 from eagle_slim.runtime.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.kernels.tree_rows import ForwardRows
 from triton.backends.compiler import GPUTarget
@@ -63,11 +62,8 @@ class Compiler:
         report, _ = assembler_report(compiled.asm["ptx"], self.chip)
         name = f"{kernel.__name__} {self.variant}".strip()
         self.reports[name] = {
-            "prefetches": compiled.asm["ptx"].count("prefetch.global.L2"),
-            "shared_bytes": compiled.metadata.shared,
-            "num_warps": compiled.metadata.num_warps,
-            **report,
-        }
+            "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report
+        }  # fmt: skip
 
     @staticmethod
     def _type(value: Any) -> str:
@@ -83,13 +79,7 @@ def run_all(compiler: Compiler) -> None:
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     x, wide = torch.zeros(rows, HIDDEN, **bf16), torch.zeros(rows, 3 * HIDDEN, **bf16)
     fused_layers.add_norm(x, x, x[0], 1e-5, x, wide[:, :HIDDEN])
-    gate_up, gated = torch.zeros(rows, 2 * MIDDLE, **bf16), torch.zeros(rows, MIDDLE, **bf16)
-    fused_layers.swiglu(gate_up, gated)
-    compiler.variant = "ahead"
-    ahead = ReadAhead.of(torch.zeros(HIDDEN, HIDDEN, **bf16), 8 << 20)
-    fused_layers.add_norm(x, x, x[0], 1e-5, x, wide[:, :HIDDEN], ahead)
-    fused_layers.swiglu(gate_up, gated, ahead)
-    compiler.variant = ""
+    fused_layers.swiglu(torch.zeros(rows, 2 * MIDDLE, **bf16), torch.zeros(rows, MIDDLE, **bf16))
     state = SlotState.allocate(SLOTS, prompt_chunks.MAX_EOS, "cpu")
     keys = torch.zeros(2, SLOTS, KV_HEADS, 1024, HEAD_DIM, **bf16)
     table, qkv = torch.zeros(64, HEAD_DIM // 2), torch.zeros(rows, width, **bf16)
@@ -97,12 +87,10 @@ def run_all(compiler: Compiler) -> None:
     forward = ForwardRows.allocate(SLOTS, NODES, state.lengths)
     tree_rows.tree_rows(state.active_slots, state.active_count, *tree, forward)
     norms = (qkv[0, :HEAD_DIM], qkv[0, :HEAD_DIM])
-    compiler.variant = "ahead"
     fused_layers.rotate_append(
         qkv, qkv[0], norms, 1e-6, table, table, forward.positions, forward.attention.slots, forward.kv_rows, keys[0],
-        keys[0], ahead,
+        keys[0],
     )  # fmt: skip
-    compiler.variant = ""
     box, chunk = PromptBox.allocate(1024, "cpu"), ChunkRows.allocate(CHUNK, state.lengths)
     prompt_chunks.begin_prompt(box, state)
     prompt_chunks.chunk_rows(box, chunk)

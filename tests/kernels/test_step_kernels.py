@@ -11,7 +11,6 @@ import torch
 from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_rows
 from eagle_slim.runtime.kernels.acceptance import SlotState
 from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.kernels.read_ahead import ReadAhead
 from eagle_slim.runtime.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import layout_tree
 from kernels.tolerances import OP_ATOL
@@ -230,10 +229,3 @@ def test_acceptance_equals_its_twins(device: str, nodes: int, width: int) -> Non
     acceptance.list_active(found)
     acceptance.list_active_ref(wanted)
     assert_equal_states(found, wanted)
-
-
-def test_read_ahead_takes_whole_lines_and_no_more_than_asked() -> None:
-    weight = torch.zeros(10, 1000, dtype=torch.bfloat16)
-    assert ReadAhead.of(weight, 10 * 128 - 1) is None
-    lines = [ahead.lines for size in (1280, 5000, 1 << 30) if (ahead := ReadAhead.of(weight, size))]
-    assert lines == [1, 3, 15]
