@@ -2,7 +2,7 @@
 
     from eagle_slim.runtime import frontier_generate, register_triton_backend
 
-    register_triton_backend("triton-fp8", weight_dtype=torch.float8_e4m3fn)  # the persistent kernel, other weights
+    register_triton_backend("triton-fp8", draft_weights="fp8")  # the persistent kernel, other weights
     register_triton_backend("mine", MyDrafter)  # any callable of (HeadWeights, TreeConfig) that gives a Drafter
     output = frontier_generate(model, input_ids, backend="mine", max_new_tokens=128)
 
@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..config import TreeConfig
+from ..draft_weights import CHOICES, check_draft_weights, stored_dtype
 from ..drafter.reference import Drafter, ReferenceDrafter
 from ..drafter.weights import HeadWeights
 from ..errors import UsageError
@@ -42,7 +42,7 @@ def register_triton_backend(
     name: str,
     factory: DrafterFactory | None = None,
     *,
-    weight_dtype: torch.dtype | None = None,
+    draft_weights: str = "auto",
     strict: bool = False,
     overwrite: bool = False,
 ) -> None:
@@ -52,7 +52,7 @@ def register_triton_backend(
         name: any but "reference" and "triton", which are built in.
         factory: a callable of (`HeadWeights`, `TreeConfig`) that returns a `Drafter`; None is the persistent kernel
             with the two options below.
-        weight_dtype: type that the kernel stores matrices in, as in `TritonDrafter`.
+        draft_weights: "fp8" stores the kernel's matrices in FP8; "auto" in the model's type.
         strict: launch parameters that were not tuned for these dimensions are an error.
         overwrite: replace a backend of that name; otherwise a name that is taken is an error.
 
@@ -64,19 +64,25 @@ def register_triton_backend(
     if name in BACKENDS or (name in _registered and not overwrite):
         hint = "it is built in. Choose another name" if name in BACKENDS else "pass overwrite=True to replace it"
         raise UsageError(f"The backend {name!r} is there already; {hint}.", option="name", found=name)
+    if draft_weights not in CHOICES:
+        raise UsageError(
+            f"draft_weights = {draft_weights!r} is unknown; expected one of {', '.join(CHOICES)}.",
+            option="draft_weights", found=draft_weights, expected=CHOICES,
+        )  # fmt: skip
     if factory is None:
 
         def factory(weights: HeadWeights, tree: TreeConfig) -> Drafter:
-            return TritonDrafter(weights, tree, weight_dtype, strict)
+            check_draft_weights(draft_weights, "triton", weights.device, weights.dtype)
+            return TritonDrafter(weights, tree, stored_dtype(draft_weights), strict)
 
     elif not callable(factory):
         raise UsageError(
             f"A backend's factory is a callable of (weights, tree); got {type(factory).__name__}.", option="factory",
             found=type(factory).__name__,
         )  # fmt: skip
-    elif weight_dtype is not None or strict:
+    elif draft_weights != "auto" or strict:
         raise UsageError(
-            "weight_dtype and strict are options of the persistent kernel: a factory of your own takes care of its.",
+            "draft_weights and strict are options of the persistent kernel: a factory of your own takes care of its.",
             option="factory",
         )  # fmt: skip
     _registered[name] = factory

@@ -41,6 +41,7 @@ def fused_draft_token_generation(
     top_k: int = 10,
     total_tokens: int | None = None,
     drafter: str = "triton",
+    draft_weights: str = "auto",
     **options: Any,
 ) -> GenerationOutput:
     """Generate with a transformers model and its draft head, the whole step on the GPU: one call.
@@ -59,6 +60,7 @@ def fused_draft_token_generation(
         max_new_tokens: most new tokens of an answer.
         head, draft_vocab, depth, top_k, total_tokens: of `SpeculativeModel.from_pretrained`.
         drafter: "triton", or "reference" to run without a GPU.
+        draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
         options: of `SpeculativeModel.generate` (top_p, seed, eos_token_id, tokenizer, ...).
 
     Returns:
@@ -77,8 +79,8 @@ def fused_draft_token_generation(
         )  # fmt: skip
     if drafter == "triton":
         assert_gpu(_device_of(model))
-    tree = {"depth": depth, "top_k": top_k, "total_tokens": total_tokens}
-    whole = _speculative(model, head, draft_vocab, tree, drafter)
+    chosen = {"depth": depth, "top_k": top_k, "total_tokens": total_tokens, "drafter": drafter}
+    whole = _speculative(model, head, draft_vocab, chosen | {"draft_weights": draft_weights})
     return whole.generate(input_ids, temperature=temperature, max_new_tokens=max_new_tokens, **options)
 
 
@@ -107,7 +109,7 @@ def _device_of(model: Any) -> torch.device | None:
     return next(model.parameters()).device if isinstance(model, nn.Module) else None
 
 
-def _speculative(model: Any, head: Any, draft_vocab: Any, tree: dict[str, Any], drafter: str) -> SpeculativeModel:
+def _speculative(model: Any, head: Any, draft_vocab: Any, chosen: dict[str, Any]) -> SpeculativeModel:
     if isinstance(model, SpeculativeModel):
         if head is not None or draft_vocab is not None:
             raise UsageError(
@@ -116,12 +118,12 @@ def _speculative(model: Any, head: Any, draft_vocab: Any, tree: dict[str, Any], 
             )
         return model
     if not isinstance(model, nn.Module):
-        return SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, drafter=drafter, **tree)
+        return SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, **chosen)
     kept: _Kept = vars(model).setdefault(_KEPT, _Kept())
     # By identity where a head or a vocabulary is an object: those are kept alive here, so none takes another's place.
-    key = (_identity(head), _identity(draft_vocab), drafter, *tree.values())
+    key = (_identity(head), _identity(draft_vocab), *chosen.values())
     if key not in kept:
-        built = SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, drafter=drafter, **tree)
+        built = SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, **chosen)
         kept[key] = (built, head, draft_vocab)
     return kept[key][0]
 

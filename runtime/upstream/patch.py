@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..config import TreeConfig
+from ..draft_weights import check_draft_weights, stored_dtype
 from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError
 from ..kernels.launch import BACKENDS, SharedPacking
@@ -39,7 +40,7 @@ def patch_ea_model_with_triton_drafter(
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
     drafter: str = "triton",
-    weight_dtype: torch.dtype | None = None,
+    draft_weights: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
 
@@ -59,7 +60,7 @@ def patch_ea_model_with_triton_drafter(
         counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
         drafter: "triton", or "reference" for the same in plain PyTorch, on any device.
-        weight_dtype: torch.float8_e4m3fn stores the drafter's matrices in FP8 (sm_89 and later).
+        draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
     Returns:
         The model.
@@ -67,9 +68,9 @@ def patch_ea_model_with_triton_drafter(
     Raises:
         UsageError: no EaModel, one that is patched already, or a vocabulary that does not fit (`choose_ids`).
         UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
-        DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``.
+        DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
     """
-    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, weight_dtype, whole=False))
+    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, draft_weights, whole=False))
 
 
 def patch_eagle_model(
@@ -79,7 +80,7 @@ def patch_eagle_model(
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
     drafter: str = "triton",
-    weight_dtype: torch.dtype | None = None,
+    draft_weights: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
 
@@ -95,7 +96,7 @@ def patch_eagle_model(
 
     Arguments, result and errors are those of `patch_ea_model_with_triton_drafter`.
     """
-    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, weight_dtype, whole=True))
+    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, draft_weights, whole=True))
 
 
 def unpatch_ea_model(model: Any) -> Any:
@@ -127,15 +128,19 @@ class EaModelPatch:
         counts: TokenCounts | str | Path | None = None,
         token_map: DraftVocab | str | Path | None = None,
         drafter: str = "triton",
-        weight_dtype: torch.dtype | None = None,
+        draft_weights: str = "auto",
         whole: bool = True,
     ) -> None:
         check_ea_model(model)
         if is_rebound(model.ea_layer):
             raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
-        check_backend(drafter, model.ea_layer.embed_tokens.weight.device)
+        weight = model.ea_layer.embed_tokens.weight
+        check_backend(drafter, weight.device)
+        check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
         head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
-        self.layer = LayerPatch(model.ea_layer, target_lm_head(model), session_factory(head, drafter, weight_dtype))
+        self.layer = LayerPatch(
+            model.ea_layer, target_lm_head(model), session_factory(head, drafter, stored_dtype(draft_weights))
+        )
         self.step = StepPatch(model, self.layer) if whole else None
 
     def apply(self, follow_kv: bool = True) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ REAL = {
 }  # fmt: skip
 NEEDS_UPSTREAM = pytest.mark.skipif(
     UPSTREAM is None, reason="EAGLE_SLIM_UPSTREAM names no clone of SafeAILab/EAGLE (docs/upstream.md)"
+)
+OWN_TRANSFORMERS = pytest.mark.skipif(
+    tuple(map(int, version("transformers").split(".")[:2])) < (4, 57),
+    reason="SpeculativeModel needs transformers 4.57; upstream's code runs with an older one",
 )
 CASES = [*STAND_INS, *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in REAL)]
 

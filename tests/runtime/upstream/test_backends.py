@@ -27,7 +27,7 @@ from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
-from support.upstream_models import build, prompt
+from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 
 TREE = {"depth": 2, "top_k": 3, "total_tokens": 8}
 
@@ -66,6 +66,7 @@ def counting() -> type[Counting]:
     return Counting
 
 
+@OWN_TRANSFORMERS
 def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[Counting]) -> None:
     target = tiny_target("llama")
     model = SpeculativeModel.from_pretrained(target, head, **TREE)
@@ -98,6 +99,7 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Coun
         frontier_generate(model, prompts[0], backend="reference")
 
 
+@OWN_TRANSFORMERS
 def test_kept_drafters_go_with_their_models(tmp_path: Path, head: Path) -> None:
     model: Any = build("stand-in eagle3", tmp_path)
     frontier_generate(model, prompt(model), backend="reference", max_new_tokens=1)
@@ -115,6 +117,8 @@ def test_names_and_factories_are_checked(counting: type[Counting]) -> None:
             register_triton_backend(name, factory)
     with raises(UsageError, option="factory"):
         register_triton_backend("new", Counting, strict=True)
+    with raises(UsageError, option="draft_weights", found="int4"):
+        register_triton_backend("new", draft_weights="int4")
     register_triton_backend("counting", ReferenceDrafter, overwrite=True)
     with raises(UsageError, option="backend", found="mine", expected=("reference", "triton", "counting")):
         frontier_generate(object(), [1], backend="mine")
@@ -124,6 +128,7 @@ def test_names_and_factories_are_checked(counting: type[Counting]) -> None:
         unregister_backend("mine")
 
 
+@OWN_TRANSFORMERS
 def test_one_call_generates_and_keeps_what_it_built(head: Path) -> None:
     target = tiny_target("llama")
     ids = random_prompts([7])[0]

@@ -17,7 +17,7 @@ from eagle_slim.runtime import (
     unpatch_eagle_model,
     unregister_backend,
 )
-from support.upstream_models import NEEDS_UPSTREAM, build, prompt
+from support.upstream_models import NEEDS_UPSTREAM, OWN_TRANSFORMERS, build, prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,6 +62,7 @@ def test_drafts_and_text_are_upstreams(tmp_path: Path, name: str) -> None:
     unpatch_eagle_model(model)
 
 
+@OWN_TRANSFORMERS
 def test_named_backends_and_the_one_call_give_the_targets_text() -> None:
     model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="reference")
     ids = model.encode_chat("What is the capital of France?")
