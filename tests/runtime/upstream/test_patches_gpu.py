@@ -21,9 +21,7 @@ from support.upstream_models import NEEDS_UPSTREAM, OWN_TRANSFORMERS, build, pro
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*generative capabilities:UserWarning"
-    ),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
 
 
