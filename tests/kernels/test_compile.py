@@ -22,6 +22,7 @@ CASES = {
     "sm_80": ["--chip", "80", "--small"],
     "sm_90": ["--chip", "90", "--small"],
     "sm_100": ["--chip", "100", "--small"],
+    "sm_90, every option": ["--chip", "90", "--small", "--options"],
     "sm_89, FP8": ["--chip", "89", "--small", "--fp8"],
     "sm_90, FP8": ["--chip", "90", "--small", "--fp8"],
     "sm_100, FP8": ["--chip", "100", "--small", "--fp8"],
