@@ -215,8 +215,10 @@ class _Session:
 
     def _keep(self, output: GenerationOutput) -> None:
         """Add an answer to the log, if there is one."""
+        from .miss_log import vocabulary_name
+
         if self.log_file is not None and self.log is not None:
-            self.log.add(output, self.model.draft_vocab)
+            self.log.add(output, vocabulary_name(self.model))
             self.log.save(self.log_file)
 
     def _run_command(self, line: str) -> None:

@@ -72,27 +72,29 @@ class MissLog:
         """Tokens since the last save."""
         return sum(int(source.counts.sum()) for source in self._sources.values())
 
-    def add(self, output: GenerationOutput, draft_vocab: int | None = None, source: str = _SOURCE) -> None:
+    def add(self, output: GenerationOutput, draft_vocab: int | str | None = None, source: str = _SOURCE) -> None:
         """Add what a call generated.
 
         Args:
             output: of `SpeculativeModel.generate`.
-            draft_vocab: size of the draft vocabulary, under which the provenance says how much was missed.
+            draft_vocab: size or `vocabulary_name` of the draft vocabulary, under which the provenance says how much was
+                missed; None to say nothing.
             source: name of the source of counts, such as "code"; `eagle-vocab merge` and `rank` weigh by it.
         """
         stats = output.stats
-        missed = {} if draft_vocab is None else {draft_vocab: (stats.num_new_tokens, stats.num_missed)}
+        figures = (stats.num_new_tokens, stats.num_missed)
+        missed: dict[int | str, tuple[int, int]] = {} if draft_vocab is None else {draft_vocab: figures}
         self.add_tokens(output.token_ids, missed, source)
 
     def add_tokens(
         self,
         answers: Iterable[Sequence[int]],
-        missed: Mapping[int, tuple[int, int]] | None = None,
+        missed: Mapping[int | str, tuple[int, int]] | None = None,
         source: str = _SOURCE,
     ) -> None:
         """Add answers, int ids; those beyond the tokenizer's, of a model's padding rows, are not counted.
 
-        ``missed``: by size of a draft vocabulary, tokens generated with it and how many it missed.
+        ``missed``: by size or name of a draft vocabulary, tokens generated with it and how many it missed.
         """
         into = self._sources.setdefault(source, _Source(np.zeros(self.vocab_size, np.int64)))
         for answer in answers:
@@ -136,6 +138,12 @@ class MissLog:
         (new if there is None else _joined(there, new)).save(path)
         self._sources.clear()
         return added
+
+
+def vocabulary_name(model: SpeculativeModel) -> str:
+    """A draft vocabulary as the provenance of a log names it: its size, and what may join it."""
+    follow = model.drafter.weights.follow
+    return str(model.draft_vocab) + ("" if follow is None else f" and what joins from the {follow.source}")
 
 
 def check_log(path: str | Path, log: MissLog | None = None) -> TokenCounts | None:

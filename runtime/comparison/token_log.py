@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..miss_log import MissLog
+from ..miss_log import MissLog, vocabulary_name
 from ..model import SpeculativeModel
 from .answers import Answer
 from .compare import PLAIN, Candidate, Plan
@@ -15,10 +15,10 @@ def log_of_answers(
 ) -> MissLog:
     """Count plain decoding's answers, each text once: those of the first repeat and of the first batch size.
 
-    The provenance says what each size of a draft vocabulary missed, where answers are of one category.
+    The provenance says what each draft vocabulary missed, where answers are of one category.
     """
     log = MissLog.of(model)
-    batch, sizes = plan.batches[0], {candidate.label: candidate.model.draft_vocab for candidate in candidates}
+    batch, names = plan.batches[0], {candidate.label: vocabulary_name(candidate.model) for candidate in candidates}
     groups = {group[0]: group for group in plan.groups(batch)}
     for answer in answers:
         key = answer.key
@@ -32,6 +32,6 @@ def log_of_answers(
                     log.add_tokens([row], source=plan.prompts[place].category)
         elif answer.category is not None:
             num_tokens = sum(len(row) for row in answer.token_ids)
-            missed = {sizes[key.candidate]: (num_tokens, answer.num_missed)}
-            log.add_tokens([], missed, plan.prompts[key.group].category)
+            figures = (num_tokens, answer.num_missed)
+            log.add_tokens([], {names[key.candidate]: figures}, plan.prompts[key.group].category)
     return log

@@ -24,9 +24,9 @@ def test_names_are_pinned():
 def test_parameters_of_the_commands_functions():
     convert = inspect.signature(package.convert_head).parameters
     assert list(convert) == [
-        "head", "draft_vocab", "coverage", "cost", "vocabulary", "target", "tokenizer", "weights_file", "revision",
-        "subfolder", "target_revision", "tokenizer_revision", "out", "force", "flavour", "d2t_form", "tap_layers",
-        "offline", "count", "say",
+        "head", "draft_vocab", "coverage", "cost", "keep_rows", "vocabulary", "target", "tokenizer", "weights_file",
+        "revision", "subfolder", "target_revision", "tokenizer_revision", "out", "force", "flavour", "d2t_form",
+        "tap_layers", "offline", "count", "say",
     ]  # fmt: skip
     verify = inspect.signature(package.verify_artifact).parameters
     assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]

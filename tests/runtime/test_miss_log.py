@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -138,12 +139,14 @@ def test_of_a_comparison_each_text_is_counted_once(monkeypatch: pytest.MonkeyPat
     class Four:
         label = "four"
 
-        class model:  # noqa: N801  (stands for an instance)
-            draft_vocab = 4
+        model = SimpleNamespace(
+            draft_vocab=4, drafter=SimpleNamespace(weights=SimpleNamespace(follow=SimpleNamespace(source="text")))
+        )
 
     monkeypatch.setattr(MissLog, "of", lambda _: new_log())
     counts = log_of_answers(None, plan, answers, [Four]).to_counts()  # type: ignore[arg-type, list-item]
     found = {source.name: np.flatnonzero(source.counts).tolist() for source in counts.sources}
     assert found == {"code": [1, 4], "chat": [2, 3]}
     assert counts.num_tokens == 4
-    assert counts.sources[0].provenance["missed"] == {"4": {"tokens": 2, "missed": 2}}
+    name = "4 and what joins from the text"
+    assert counts.sources[0].provenance["missed"] == {name: {"tokens": 2, "missed": 2}}
