@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import itertools
 import json
@@ -248,8 +249,9 @@ def run_tree(model: Any, tree: TreeConfig, prompt: Tensor, arguments: argparse.N
     set_tree(model, tree)
     rows: dict[str, dict[str, Any]] = {}
     truth: list[int] = []
-    # Built after upstream's own run, whose memory must not count it.
+    # Built after upstream's own run, whose memory must not count it, nor that of the tree before.
     patch = None
+    gc.collect()
     for variant in VARIANTS:
         if variant != "upstream" and patch is None:
             patch = EaModelPatch(model, drafter=arguments.drafter)

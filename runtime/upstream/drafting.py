@@ -31,7 +31,9 @@ class LayerPatch:
     def __init__(self, layer: Any, lm_head: Any, build: SessionFactory) -> None:
         self.layer, self.lm_head, self.build = layer, lm_head, build
         self.kind = kind_of(layer)
-        self.session = build(tree_of(layer))
+        # Buffers that are made in inference mode could not be written to outside it.
+        with torch.inference_mode(False), torch.no_grad():
+            self.session = build(tree_of(layer))
 
     def apply(self, follow_kv: bool = True) -> None:
         """Draft for the layer from now on: behind the ``stable_kv`` that it has, or from an empty one."""
@@ -57,7 +59,6 @@ class LayerPatch:
 
     def write_kv(self, kv: StableKV | None) -> None:
         """Replace the drafter's keys and values; None empties the cache, as ``reset_kv`` does."""
-        # Buffers that are made in inference mode could not be written to outside it.
         with torch.inference_mode(False), torch.no_grad():
             self.session.write_kv(kv)
 

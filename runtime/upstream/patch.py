@@ -22,7 +22,7 @@ from ..drafter.weights import HeadWeights
 from ..errors import DrafterError, UsageError
 from ..kernels.launch import BACKENDS, SharedPacking
 from .drafting import LayerPatch
-from .reading import check_ea_model, read_head, target_lm_head
+from .reading import check_ea_model, is_ea_model, read_head, target_lm_head
 from .rebind import is_rebound, restore
 from .session import BufferedSession, Session
 from .step import StepPatch
@@ -105,9 +105,9 @@ def unpatch_ea_model(model: Any) -> Any:
     The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. A model
     that is not patched is returned as it is. Raises `UsageError` for what is no EaModel.
     """
-    check_ea_model(model)
-    decoder = getattr(model.base_model, "model", None)
-    for part in (model, decoder, model.ea_layer):
+    if not is_ea_model(model):
+        check_ea_model(model)
+    for part in (model, getattr(model.base_model, "model", None), model.ea_layer):
         if is_rebound(part):
             restore(part)
     return model

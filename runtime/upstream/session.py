@@ -122,7 +122,8 @@ class BufferedSession:
 
     def launch(self) -> None:
         """Draft from what the buffers hold, without waiting; ``length`` is the caller's to advance."""
-        if self.head.device.type != "cuda":
+        # The reference waits for the device, which no graph can hold.
+        if self.head.device.type != "cuda" or self.backend == "reference":
             self._draft()
             return
         with torch.cuda.device(self.head.device):
@@ -134,7 +135,7 @@ class BufferedSession:
         self.drafter.draft()
         bufs = self.bufs
         parts = (self.drafter.error, bufs.num_leaves, bufs.tree_position_ids, bufs.retrieve_indices, bufs.tree_mask)
-        packed = torch.cat([part.flatten().to(torch.int16) for part in parts])
+        packed = torch.cat([part.flatten().to(self.head.device, torch.int16) for part in parts])
         if self._packed_tree is None:
             self._packed_tree = torch.empty_like(packed)
         self._packed_tree.copy_(packed)
@@ -161,7 +162,7 @@ class BufferedSession:
         num_leaves, positions = int(host[1]), host[2 : 2 + nodes]
         retrieve, mask = host[2 + nodes :].split([nodes * width, nodes * nodes])
         tree = DraftTree(
-            self.bufs.draft_tokens.cpu() if self.head.device.type == "cpu" else self.bufs.draft_tokens,
+            self.bufs.draft_tokens,
             self.bufs.parents, mask.bool().view(1, 1, nodes, nodes), positions[None],
             retrieve.view(1, nodes, width), torch.tensor([num_leaves]),
         )  # fmt: skip
