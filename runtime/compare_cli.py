@@ -72,6 +72,14 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
     return tuple(dict.fromkeys(counts))
 
 
+def _follows(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str | None, ...]:
+    names = ["none"] if value is None else [name.strip() for name in value.split(",")]
+    for name in names:
+        if name not in ("prompt", "text", "none"):
+            raise click.BadParameter(f"{name!r} is none of prompt, text and none", ctx, param)
+    return tuple(dict.fromkeys(None if name == "none" else name for name in names))
+
+
 def _trees(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     trees = []
     for text in value:
@@ -90,6 +98,7 @@ Examples:
   eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,8192,4096 --out out/compare
   eagle-compare --prompts examples/prompts.jsonl --sizes full,16384,8192,4096 --out out/compare --resume
   eagle-compare yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --token-map freq_32000.pt --prompts question.jsonl --out cmp
+  eagle-compare --prompts prompts.jsonl --sizes 4096,2048 --follow prompt,text,none
   eagle-compare slim --head other --tree 5,10,60 --tree 3,1,4 --batch 1,4,16 --prompts prompts.txt --json""",
 )
 @model_options
@@ -102,6 +111,9 @@ Examples:
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Take the first N prompts only.")
 @click.option("--sizes", callback=_sizes, metavar="N,N,...",
               help="Draft vocabularies; `full` is all the head has. Default: full, powers of two.")  # fmt: skip
+@click.option("--follow", "follows", callback=_follows, metavar="F,F,...",
+              help="prompt, text, none: which ids join a size for their text. Default: none.")  # fmt: skip
+@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Most ids that join. Default: 512.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Rank by these counts of `eagle-vocab count`.")
 @click.option("--token-map", metavar="FILE", help="Rank as this token map does (freq_N.pt, JSON ...).")
 @click.option("--modes", default="greedy,sampled", show_default=True, metavar="M,M", help="greedy, sampled, or both.")
@@ -144,11 +156,18 @@ def compare(**options: Any) -> int:
     prompts = load_prompts(options.pop("prompt_file"), options.pop("limit"))
     rank_by = {name: options.pop(name) for name in ("counts", "token_map")}
     wanted, heads, trees = options.pop("sizes"), options.pop("heads"), options.pop("trees")
+    follows, follow_rows = options.pop("follows"), options.pop("follow_rows")
+    if follow_rows is not None and follows == (None,):
+        raise UsageError(
+            "--follow-rows says how many ids join with --follow. Give --follow prompt,none or the like.",
+            option="--follow-rows", missing="--follow",
+        )  # fmt: skip
     from .comparison.compare import Interrupted, Plan
     from .comparison.compare import compare as run_compare
     from .comparison.recommend import recommend
     from .comparison.report import build_report
     from .config import TreeConfig
+    from .drafter.follow import DEFAULT_FOLLOW_ROWS
 
     shapes = [TreeConfig(*tree) for tree in trees]
     first_head, offline = options["head"], options["offline"]
@@ -164,7 +183,9 @@ def compare(**options: Any) -> int:
     candidates = [
         candidate
         for name, (each, _) in models.items()
-        for candidate in _candidates(each, rankings[name], wanted, shapes, name, len(models) > 1)
+        for candidate in _candidates(
+            each, rankings[name], wanted, shapes, name, len(models) > 1, follows, follow_rows or DEFAULT_FOLLOW_ROWS
+        )
     ]
     plan = Plan(
         prompts, modes, options.pop("max_new_tokens"), options.pop("repeats"), options.pop("batches"),
@@ -346,9 +367,11 @@ def _candidates(
     trees: list[TreeConfig],
     head: str,
     name_head: bool,
+    follows: tuple[str | None, ...],
+    follow_rows: int,
 ) -> list[Candidate]:
-    """Return every size of a head with every tree; sizes that are the same are one."""
-    from .comparison.compare import Candidate, cut_sizes
+    """Return every size of a head with every tree and every way to follow; sizes that are the same are one."""
+    from .comparison.compare import Candidate, cut_sizes, follow_each
 
     everything = model.draft_vocab
     if ranking is None:
@@ -359,7 +382,15 @@ def _candidates(
             wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
         sizes = [None if size in ("full", everything) else ranking.cut(int(size)) for size in wanted]
     found = []
-    for cut in cut_sizes(model, sizes, head):
+    cuts = cut_sizes(model, sizes, head)
+    if follows != (None,):
+        order = None if ranking is None else ranking.cut(None).target_ids
+        cuts = [
+            one
+            for cut in cuts
+            for one in follow_each(cut, follows, follow_rows, order, cut.model.draft_vocab == everything)
+        ]
+    for cut in cuts:
         for tree in trees or [model.drafter.tree]:
             shape = f", tree {tree.depth}/{tree.top_k}/{tree.total_tokens}" if len(trees) > 1 else ""
             label = (f"{head}: " if name_head else "") + cut.size + shape

@@ -42,11 +42,15 @@ def _draft_vocab(ctx: click.Context, param: click.Parameter, value: str | None) 
 Examples:
   eagle-generate --prompt "Why is the sky blue?"
   eagle-generate out/llama-slim --draft-vocab 8192 --temperature 0.7 --top-p 0.9
+  eagle-generate --draft-vocab 2048 --follow prompt < a-long-prompt.txt
   eagle-generate --prompt "What is 12 * 7?" --dtype float32 --check""",
 )
 @model_options
 @click.option("--draft-vocab", callback=_draft_vocab, metavar="N",
               help="Draft over the best N ids only; `full`, the default, is all that the head has.")  # fmt: skip
+@click.option("--follow", type=click.Choice(["prompt", "text"]),
+              help="Ids of the prompt, or of prompt and answer, join the draft vocabulary for their text.")  # fmt: skip
+@click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Most ids that join. Default: 512.")
 @click.option(
     "--prompt", metavar="TEXT", help="Answer this and end. Default: the text on stdin, or in a terminal a chat."
 )
@@ -90,6 +94,11 @@ def _generate(options: dict[str, Any]) -> None:
             raise UsageError("There is no prompt. Give --prompt, or text on stdin.", missing="prompt")
     for name, text in (("prompt", prompt), ("--system", options["system"])):
         _check_text(name, text)
+    if options["follow_rows"] is not None and options["follow"] is None:
+        raise UsageError(
+            "--follow-rows says how many ids join with --follow. Give --follow prompt or --follow text.",
+            option="--follow-rows", missing="--follow",
+        )  # fmt: skip
     if options["raw"] and options["system"] is not None:
         raise UsageError(
             "--system is part of the chat template, which --raw leaves out. Give one of them.", option="--system"

@@ -78,6 +78,7 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
+    from .drafter.follow import DEFAULT_FOLLOW_ROWS
     from .model import SpeculativeModel
 
     taps = options.pop("tap_layers")
@@ -87,6 +88,8 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
         options.pop("target"),
         head,
         draft_vocab=options.pop("draft_vocab", None),
+        follow=options.pop("follow", None),
+        follow_rows=options.pop("follow_rows", None) or DEFAULT_FOLLOW_ROWS,
         depth=options.pop("depth"),
         top_k=options.pop("draft_top_k"),
         total_tokens=options.pop("total_tokens"),

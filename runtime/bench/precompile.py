@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,7 @@ def compile_one(job: Job) -> float:
     from ..kernels import host
     from ..kernels.packed_head import pack_head
     from ..kernels.persistent import draft_kernel
+    from ..kernels.tail_rows import allocate_tails
     from ..kernels.tuned_cache import FixedLaunch
     from ..kernels.workspace import allocate_workspace
 
@@ -63,6 +65,7 @@ def compile_one(job: Job) -> float:
     packed = pack_head(head, cfg, FixedLaunch(params))
     bufs = Buffers.allocate(cfg, device)
     bufs.workspace.update(allocate_workspace(cfg, params, device))
+    bufs = replace(bufs, tails=allocate_tails(cfg, params, device))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
     draft_kernel.warmup(
         grid=(params.num_programs,),

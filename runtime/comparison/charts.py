@@ -48,18 +48,24 @@ def png_bytes(report: CompareReport, advice: Sequence[Advice]) -> bytes:
 
 
 def series(report: CompareReport, category: str) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the rows that belong on one line, by size, and the line's name: a mode, batch size, head and tree each."""
+    """Yield the rows that belong on one line, by size, and the line's name.
+
+    A line has one mode, batch size, head and tree, and follows one text or none.
+    """
     rows = [row for row in report.rows if row.category == category and row.candidate != PLAIN]
-    lines = dict.fromkeys((row.mode, row.batch, row.head, row.tree) for row in rows)
-    for mode, batch, head, tree in lines:
+    lines = dict.fromkeys((row.mode, row.batch, row.head, row.tree, row.follow) for row in rows)
+    for line in lines:
+        mode, batch, head, tree, follow = line
         name = [mode]
-        if len({line[1] for line in lines}) > 1:
+        if len({other[1] for other in lines}) > 1:
             name.append(f"batch {batch}")
-        if len({line[2] for line in lines}) > 1:
+        if len({other[2] for other in lines}) > 1:
             name.append(head)
-        if len({line[3] for line in lines}) > 1:
+        if len({other[3] for other in lines}) > 1:
             name.append("tree {}/{}/{}".format(*tree))
-        own = [row for row in rows if (row.mode, row.batch, row.head, row.tree) == (mode, batch, head, tree)]
+        if follow is not None:
+            name.append(f"follows the {follow}")
+        own = [row for row in rows if (row.mode, row.batch, row.head, row.tree, row.follow) == line]
         yield ", ".join(name), sorted(own, key=lambda row: row.draft_vocab)
 
 

@@ -9,7 +9,7 @@ carry over to another.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,12 +54,25 @@ class Candidate:
 
     @property
     def draft_bytes(self) -> int:
-        """Bytes of weights that drafting one tree reads: the layer and the LM head, at every level."""
+        """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
         weights = self.model.drafter.weights
         tensors = [*weights.tensors.values(), weights.lm_head]
         # Norms and biases stay as they are; beside the matrices they are nothing.
         size = 1 if self.model.draft_weights == "fp8" else weights.dtype.itemsize
-        return sum(t.numel() for t in tensors) * size * (self.tree.depth + 1)
+        joining = self.follow_rows * weights.hidden
+        return (joining + sum(t.numel() for t in tensors)) * size * (self.tree.depth + 1)
+
+    @property
+    def follow(self) -> str | None:
+        """Whose ids join the draft vocabulary: "prompt", "text", or None."""
+        follow = self.model.drafter.weights.follow
+        return None if follow is None else follow.source
+
+    @property
+    def follow_rows(self) -> int:
+        """Most ids that join."""
+        follow = self.model.drafter.weights.follow
+        return 0 if follow is None else min(follow.most, len(follow.ids))
 
 
 @dataclass(frozen=True)
@@ -115,6 +128,33 @@ def cut_sizes(model: SpeculativeModel, sizes: Sequence[int | DraftVocab | None],
         name = size_name(cut) if cut.draft_vocab == model.draft_vocab else f"{cut.draft_vocab:,}"
         found.setdefault(cut.draft_vocab, Candidate(name, cut, name, head))
     return list(found.values())
+
+
+def follow_each(
+    cut: Candidate,
+    follows: Sequence[str | None],
+    rows: int,
+    rank_order: NDArray[np.int64] | None = None,
+    is_whole: bool = False,
+) -> list[Candidate]:
+    """Return a size once for each way to follow; a size that ``is_whole``, to which nothing can join, as it is.
+
+    ``rank_order``: target ids best first, as in `SpeculativeModel.with_follow`. Raises `UsageError` as that does.
+    """
+    found: list[Candidate] = []
+    for follow in follows:
+        if follow is None:
+            found.append(cut)
+            continue
+        try:
+            model = cut.model.with_follow(follow, rows, rank_order)
+        except UsageError as error:
+            if error.facts.get("missing") != "rows" or not is_whole:
+                raise
+            continue
+        name = f"{cut.size} + {follow}"
+        found.append(replace(cut, label=name, model=model, size=name))
+    return found or [cut]
 
 
 def compare(

@@ -25,6 +25,8 @@ class Advice:
     candidate: str
     """The fastest; among those that nothing tells apart, the one that reads the fewest bytes."""
     draft_vocab: int
+    follow: str | None
+    """Whose ids join it: "prompt", "text", or None."""
     is_decided: bool
     """Whether the intervals exclude, or show to be as fast, every other candidate."""
     as_fast: tuple[str, ...]
@@ -58,6 +60,7 @@ class Advice:
             "batch": self.batch,
             "candidate": self.candidate,
             "draft_vocab": self.draft_vocab,
+            "follow": self.follow,
             "is_decided": self.is_decided,
             "as_fast": list(self.as_fast),
             "more_prompts": self.more_prompts,
@@ -78,7 +81,9 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     if not measured:
         smallest = min(rows, key=lambda row: row.draft_bytes)
         reason = "No step was made: every answer ended with its first token. Give more prompts or more new tokens."
-        return Advice(mode, batch, smallest.candidate, smallest.draft_vocab, False, (), 0, None, (reason,))
+        return Advice(
+            mode, batch, smallest.candidate, smallest.draft_vocab, smallest.follow, False, (), 0, None, (reason,)
+        )
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.candidate: _compare(row, best, len(measured) - 1) for row in measured if row is not best}
     same = [row for row in measured if row is best or _is_as_fast(others[row.candidate])]
@@ -94,8 +99,9 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
         more = max(more, _FEWEST_PROMPTS - best.num_prompts)
     plain = report.find(PLAIN, mode, batch=batch)
     return Advice(
-        mode, batch, chosen.candidate, chosen.draft_vocab, more == 0, tuple(row.candidate for row in close), more,
-        _beats(chosen.speedup), tuple(_reasons(chosen, best, close, measured, others, plain)),
+        mode, batch, chosen.candidate, chosen.draft_vocab, chosen.follow, more == 0,
+        tuple(row.candidate for row in close), more, _beats(chosen.speedup),
+        (*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_follow(measured)),
     )  # fmt: skip
 
 
@@ -146,6 +152,26 @@ def _reasons(
         )
         if _beats(chosen.speedup) is False:
             reasons.append("A step with a tree costs more here than the tokens it gives; a smaller tree may pay.")
+    return reasons
+
+
+def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
+    """Say of each size that follows a text what that gained or lost against the same size as it is."""
+    reasons = []
+    for row in measured:
+        same = (row.draft_vocab, row.head, row.tree)
+        for other in measured:
+            if row.follow is None or other.follow is not None or (other.draft_vocab, other.head, other.tree) != same:
+                continue
+            assert row.measured is not None
+            assert other.measured is not None
+            speed = ratio(row.measured, other.measured, row.num_prompts)
+            verdict = {True: "it pays", False: "it costs more than it gives", None: "not told apart"}[_beats(speed)]
+            lengths = row.measured.accepted_length.value, other.measured.accepted_length.value
+            reasons.append(
+                f"{row.candidate}: {lengths[0]:.2f} tokens per pass where {other.candidate} has {lengths[1]:.2f}, at "
+                f"{_interval(speed)} times its speed: {verdict}."
+            )
     return reasons
 
 

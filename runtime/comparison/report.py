@@ -46,6 +46,10 @@ class Row:
     """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
     """How many times faster than plain decoding."""
+    follow: str | None = None
+    """Whose ids join the draft vocabulary: "prompt", "text", or None."""
+    follow_rows: int = 0
+    """Most ids that join."""
     num_missed: int = 0
     """New tokens that the draft vocabulary did not hold; 0 for plain decoding, which drafts nothing."""
 
@@ -99,6 +103,8 @@ class Row:
             "size": self.size,
             "draft_vocab": self.draft_vocab,
             "draft_bytes": self.draft_bytes,
+            "follow": self.follow,
+            "follow_rows": self.follow_rows,
             "head": self.head,
             "depth": depth,
             "top_k": self.tree[1],
@@ -208,6 +214,7 @@ def describe(model: SpeculativeModel, candidates: Sequence[Candidate], plan: Pla
         "drafter": kind if isinstance(kind, str) else type(model.drafter).__name__,
         "draft_weights": model.draft_weights,
         "candidates": [candidate.label for candidate in candidates],
+        "follow_rows": max(candidate.follow_rows for candidate in candidates),
         "trees": list(dict.fromkeys(_tree_name(candidate) for candidate in candidates)),
         "num_prompts": len(plan.prompts),
         "num_turns": sum(len(prompt.turns) for prompt in plan.prompts),
@@ -284,6 +291,8 @@ def _rows(
             sum(answer.total_s for answer in own),
             found.get(label),
             speedup,
+            None if candidate is None else candidate.follow,
+            0 if candidate is None else candidate.follow_rows,
             sum(answer.num_missed for answer in own),
         )
 

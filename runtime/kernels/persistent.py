@@ -385,6 +385,7 @@ def draft_kernel(
     SELECT: tl.constexpr = PHASES.select
     LM_HEAD: tl.constexpr = PHASES.head
     TAIL: tl.constexpr = PHASES.tail
+    TAIL_UNITS: tl.constexpr = PHASES.tail_units
     MLP: tl.constexpr = PHASES.mlp
     MLP_TILE: tl.constexpr = PHASES.mlp_tile
     TREE: tl.constexpr = PHASES.tree
@@ -562,11 +563,11 @@ def draft_kernel(
             ws.x + OPERANDS.head, factor, own_row * HIDDEN, mask_m, Nodes(num_active, num_nodes), my_head,
             ws.scratch + my_lists * LM_HEAD.tile.block_n, lists_at(lists, my_lists, SELECT), SELECT, LM_HEAD,
         )  # fmt: skip
-        if PHASES.tail_units > 0:
+        if TAIL_UNITS > 0:
             stream_tails(
                 ws.x + OPERANDS.head, factor, step.active_slots, Nodes(num_active, num_nodes), tails,
                 tl.minimum(head.draft_vocab, PROGRAMS), ws.scratch + my_lists * LM_HEAD.tile.block_n,
-                lists_at(lists, my_lists, SELECT), SELECT, TAIL, PHASES.tail_units,
+                lists_at(lists, my_lists, SELECT), SELECT, TAIL, TAIL_UNITS,
             )  # fmt: skip
         round = next_phase(ws.barrier, round, PROGRAMS)
         pick(step, head, ws, out, x_in_ptr, num_active, num_nodes, level, HEAD, PHASES, GRID)

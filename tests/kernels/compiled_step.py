@@ -11,12 +11,22 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
 import torch
 import triton
 from eagle_slim.runtime.bench.draw_paths import draw_paths
-from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_attention, tree_bias, tree_rows
+from eagle_slim.runtime.drafter.follow import FollowRows, Tails
+from eagle_slim.runtime.kernels import (
+    acceptance,
+    fused_layers,
+    prompt_chunks,
+    tail_rows,
+    tree_attention,
+    tree_bias,
+    tree_rows,
+)
 from eagle_slim.runtime.kernels.acceptance import SlotState
 from eagle_slim.runtime.kernels.compile_check import assembler_report
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
@@ -34,6 +44,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
@@ -112,10 +123,26 @@ def run_all(compiler: Compiler) -> None:
     acceptance.commit_kv(state, keys, keys)
     acceptance.commit_features(state, wide, NODES, state.active_count, torch.zeros(SLOTS, 16, 3 * HIDDEN, **bf16))
     acceptance.list_active(state)
+    join_tails(compiler, state)
     tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
     draw_paths(
         choices, *tree, state.active_slots, state.active_count, torch.ones(240, dtype=torch.int32), state.lengths
     )
+
+
+def join_tails(compiler: Compiler, state: SlotState) -> None:
+    """Let tokens join tails of 512 rows, and gather their rows."""
+    rows, ids = torch.zeros(64, HIDDEN, dtype=torch.bfloat16), torch.arange(64)
+    follow = FollowRows("text", 512, ids, ids.int(), rows, ids.int())
+    tails = Tails.allocate(SLOTS, 512, "cpu")
+    tail_rows.join_tokens(state, follow, tails)
+    for variant, weights in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+        compiler.variant = variant
+        if weights.itemsize == 2 or compiler.chip.capability >= 89:
+            places = torch.zeros(SLOTS, 32, HIDDEN // 64, 16, 64).to(weights)
+            scales, loaded = torch.ones(SLOTS, 512), torch.zeros_like(tails.ranks)
+            tail_rows.gather_rows(follow, replace(tails, rows=places, scales=scales, loaded=loaded))
+    compiler.variant = ""
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.tree import DraftTree
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
-from support.drafting import with_options
+from support.drafting import with_follow, with_options
 from support.raising import raises
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +64,38 @@ def test_every_type(
     assert_agrees(drafted)
     if dtype == torch.float32:
         assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_dtype"),
+    [(torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn), (torch.float32, None)],
+    ids=["bf16", "fp8", "fp32"],
+)
+def test_tails(
+    dtype: torch.dtype, weight_dtype: torch.dtype | None, record_property: Callable[[str, object], None]
+) -> None:
+    """Full tails, one of a single row and none at all, side by side."""
+    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 needs sm_89 or later")
+    head = with_follow(small_head(dtype=dtype, **{**MEDIUM, "draft_vocab": 801}), 500)
+    one = [follow_ids(head)[7]]
+    texts = {3: list(range(4000)), 1: one, 0: list(range(2000))}
+    drafted = draft(
+        head, (5, 10, 60), [300, 90, 7, 40], [3, 16, 2, 1], [3, 1, 2, 0], weight_dtype, texts=texts
+    )  # fmt: skip
+    record_property("agreement", str(drafted.agreement))
+    assert drafted.bufs.tails is not None
+    assert drafted.bufs.tails.sizes.tolist() == [500, 1, 0, 500]
+    assert_agrees(drafted)
+    joined = set(drafted.bufs.tails.ids[3, :500].tolist())
+    assert len(joined & set(drafted.tree.draft_tokens[3].tolist())) > 5
+    if dtype == torch.float32:
+        assert_equal_trees(drafted.tree, drafted.reference_tree())
+
+
+def follow_ids(head: HeadWeights) -> list[int]:
+    assert head.follow is not None
+    return head.follow.ids.tolist()
 
 
 def test_eagle_2_and_odd_sizes() -> None:

@@ -81,6 +81,19 @@ def test_json_from_stdin_and_a_smaller_vocabulary(run: Run, pair: tuple[str, str
     assert again["token_ids"] == value["token_ids"]
 
 
+def test_a_vocabulary_that_follows_the_text(run: Run, pair: tuple[str, str, str]) -> None:
+    target, _, slim = pair
+    args = (slim, "--target", target, *TREE, "--prompt", "hello you", "--max-new-tokens", "8", "--ignore-eos", "--json")
+    small = ("--draft-vocab", "270", "--follow", "text", "--follow-rows", "30")
+    code, out, err = run(generate_cli.main, *args, *small, "--check")
+    assert code == 0, err
+    fixed = json.loads(run(generate_cli.main, *args, "--draft-vocab", "270")[1])
+    followed = json.loads(out)
+    assert followed["token_ids"] == fixed["token_ids"]
+    assert followed["draft_vocab"] == 270
+    assert followed["stats"]["num_missed"] <= fixed["stats"]["num_missed"]
+
+
 def test_what_is_generated_is_counted_into_a_log(run: Run, pair: tuple[str, str, str], tmp_path: Path) -> None:
     target, _, slim = pair
     log = tmp_path / "use.safetensors"
@@ -168,6 +181,9 @@ def test_raw_text_is_continued_without_the_template(run: Run, pair: tuple[str, s
         (["--prompt", "x", "--drafter", "triton", "--device", "cpu"], 1, "GPU"),
         (["--prompt", "x", "--draft-weights", "fp8", "--device", "cpu"], 1, "sm_89"),
         (["--prompt", "x", "--draft-weights", "bf16", "--dtype", "float32"], 2, "float32"),
+        (["--prompt", "x", "--follow", "page"], 2, "page"),
+        (["--prompt", "x", "--follow-rows", "9"], 2, "Give --follow"),
+        (["--prompt", "x", "--follow", "text", "--follow-rows", "9000"], 2, "8,192"),
         (["--prompt", "x", "--device", "gpu"], 2, "expected cpu, cuda"),
         (["--prompt", "x", "--device", "cuda:64"], 2, "is not there"),
         (["--prompt", "x", "--device", "meta"], 2, "cannot be computed on"),
@@ -433,6 +449,7 @@ def test_heads_trees_and_batches_in_one_comparison(run: Run, pair: tuple[str, st
     )  # fmt: skip
     assert code == 0, err
     rows = json.loads(out)["rows"]
+    assert {row["follow"] for row in rows} == {None}
     assert [(row["head"], row["depth"], row["draft_vocab"]) for row in rows if row["batch"] == 2] == [
         ("", 0, 0), ("slim", 2, 340), ("slim", 1, 340), ("head", 2, 360), ("head", 1, 360),
     ]  # fmt: skip
@@ -462,6 +479,8 @@ def test_progress_is_told_without_a_terminal(
         (["--top-p", "2"], "top_p"),
         (["--tree", "5,10"], "DEPTH,TOP_K,NODES"),
         (["--batch", "1,x"], "1,4,16"),
+        (["--follow", "prompt,page"], "page"),
+        (["--follow-rows", "9"], "Give --follow"),
         (["--resume"], "Give --out"),
     ],
 )

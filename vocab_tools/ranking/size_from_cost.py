@@ -56,6 +56,8 @@ class StepCost:
         try:
             report = json.loads(Path(path).read_text(encoding="utf-8"))
             rows = [r for r in report["rows"] if r["category"] == "all" and r["draft_vocab"] and r["tokens_per_s"]]
+            # A size that follows a text has more rows than its own.
+            rows = [row for row in rows if row.get("follow") is None]
             first = min(rows, key=lambda row: (row["mode"] != "greedy", row["batch"]))
             names = ("mode", "batch", "head", "depth", "top_k", "total_tokens")
             same = [row for row in rows if all(row[name] == first[name] for name in names)]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.comparison.answers import Answer, AnswerKey, AnswerLog
-from eagle_slim.runtime.comparison.charts import png_bytes
+from eagle_slim.runtime.comparison.charts import png_bytes, series
 from eagle_slim.runtime.comparison.compare import (
     ALL,
     PLAIN,
@@ -28,6 +28,7 @@ from eagle_slim.runtime.comparison.compare import (
     answer_coverage,
     compare,
     cut_sizes,
+    follow_each,
 )
 from eagle_slim.runtime.comparison.output import csv_text, html_page, markdown, report_to_json, text_table
 from eagle_slim.runtime.comparison.prompt_file import Prompt
@@ -111,6 +112,30 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     assert [candidate.label for candidate in candidates] == [f"full ({vocab:,})", "300"]
     slim = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, draft_ids=[3, 4, 9]), top_k=2)
     assert [candidate.label for candidate in cut_sizes(slim, [None])] == ["all 3 of 24"]
+
+
+def test_sizes_that_follow_a_text(model: SpeculativeModel) -> None:
+    """Each size as it is and following; one that holds every id has nothing to follow with."""
+    full, few = cut_sizes(model, [None, vocab_of(model, 40)])
+    follows = (None, "prompt", "text")
+    candidates = [*follow_each(full, follows, 12, is_whole=True), *follow_each(few, follows, 12)]
+    assert [one.label for one in candidates] == [full.label, "40", "40 + prompt", "40 + text"]
+    assert [one.label for one in follow_each(full, ("text",), 12, is_whole=True)] == [full.label]
+    assert [(one.follow, one.follow_rows) for one in candidates[1:]] == [(None, 0), ("prompt", 12), ("text", 12)]
+    assert candidates[2].draft_bytes - few.draft_bytes == 12 * few.model.drafter.weights.hidden * 4 * 3
+    with raises(UsageError, option="follow", missing="rows"):
+        follow_each(full, ("text",), 12)
+    plan = Plan([Prompt(("one two three",)), Prompt(("four five six",))], [GREEDY], 10)
+    report = build_report(candidates, plan, compare(candidates, plan))
+    assert all(row.num_identical == row.num_answers for row in report.rows)
+    rows = {row.candidate: row.to_json() for row in report.rows}
+    assert (rows["40"]["follow"], rows["40 + text"]["follow"], rows["40 + text"]["follow_rows"]) == (None, "text", 12)
+    assert rows["40"]["num_missed"] >= rows["40 + prompt"]["num_missed"] >= rows["40 + text"]["num_missed"]
+    (advice,) = recommend(report)
+    told = [reason for reason in advice.reasons if reason.startswith("40 + ")]
+    assert [reason.split(":")[0] for reason in told if "times its speed" in reason] == ["40 + prompt", "40 + text"]
+    lines = ["greedy", "greedy, follows the prompt", "greedy, follows the text"]
+    assert [name for name, _ in series(report, ALL)] == lines
 
 
 def test_several_trees_heads_and_batches(model: SpeculativeModel) -> None:
@@ -258,7 +283,7 @@ def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) 
 class Fake:
     """A candidate of made-up figures."""
 
-    head, tree = "H", TreeConfig(3, 4, 25)
+    head, tree, follow, follow_rows = "H", TreeConfig(3, 4, 25), None, 0
 
     def __init__(self, label: str, draft_vocab: int) -> None:
         self.label = self.size = label

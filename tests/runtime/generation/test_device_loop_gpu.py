@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.generation.decoder import DeviceDecoder
 from eagle_slim.runtime.generation.tree_size import measured_sizes
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
@@ -50,6 +52,29 @@ def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
     )
     return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("follow", ["prompt", "text"])
+def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path, follow: str) -> None:
+    """Nine ids and at most seven that join; slots are taken again, and steps are replayed from graphs."""
+    model, prompts = pair(tmp_path, "llama")
+    few = model.with_draft_vocab(DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"]))
+    few = few.with_follow(follow, 7)
+    reference = SpeculativeModel.from_pretrained(
+        model.target.model, tmp_path, drafter="reference", target_backend="fused", **TREE,
+        draft_vocab=DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"]), follow=follow,
+        follow_rows=7,
+    )  # fmt: skip
+    wanted = reference.generate(prompts, max_new_tokens=40, max_slots=2)
+    for slots in (2, 16):
+        output = few.generate(prompts, max_new_tokens=40, max_slots=slots)
+        assert "CUDA graphs" in output.stats.path
+        assert output.token_ids == wanted.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
+        assert output.stats.accepted_lengths == wanted.stats.accepted_lengths
+    pieces = few.generate(prompts, max_new_tokens=40, no_repeat_ngram_size=30)
+    assert "pieces" in pieces.stats.path
+    assert pieces.stats.accepted_lengths == wanted.stats.accepted_lengths
+    assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
 
 
 @pytest.mark.parametrize("family", ["Phi3", "Gemma3"])

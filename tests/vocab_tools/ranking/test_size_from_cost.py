@@ -29,6 +29,8 @@ def comparison(
             "verify_s_per_step": 0.035, "host_s_per_step": 0.005,
             "mean_accepted_length": sum(chance**k for k in range(7)),
         })  # fmt: skip
+    # A size that follows a text costs more than its rows, and must not enter.
+    rows.append({**rows[-1], "follow": "text", "draft_s_per_step": 7.0, "mean_accepted_length": 6.0})
     report = {"rows": rows, "coverage": [{"sizes": SIZES, "covered": COVERED}], "setup": {"device": "here"}}
     (folder / "compare.json").write_text(json.dumps(report))
     return folder / "compare.json"
