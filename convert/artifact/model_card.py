@@ -104,7 +104,7 @@ def _kept_rows(manifest: Manifest) -> str:
     return (
         f"`{KEPT_ROWS_NAME}` ({size_bytes / 1e6:,.1f} MB) keeps the LM-head rows of the next {count:,} tokens by rank. "
         "No engine reads it. With it eagle-slim's own runtime lets the words of a prompt join the draft "
-        "vocabulary (`eagle-generate HEAD --follow prompt`), and `eagle-convert HEAD --draft-vocab N` makes any size "
+        'vocabulary (`follow="prompt"`), and `eagle-convert HEAD --draft-vocab N` makes any size '
         f"up to {total:,} without the original head.\n"
     )
 
