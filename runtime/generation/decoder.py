@@ -269,8 +269,9 @@ class DeviceDecoder:
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
-        """Hide running slots and the prompt in the box while something runs for practice."""
-        hidden = (self.state.active_count, self.state.active_inverse, self.box.numbers)
+        """Hide running slots, what they accepted last and the prompt in the box while something runs for practice."""
+        # A phase may be practised alone, between those of a real step: a commit would go by that step's record.
+        hidden = (self.state.active_count, self.state.active_inverse, self.state.record, self.box.numbers)
         before = [tensor.clone() for tensor in hidden]
         for tensor in hidden:
             tensor.zero_() if tensor is not self.state.active_inverse else tensor.fill_(-1)

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.bench import problem, random_decoding
+from eagle_slim.runtime.bench.drawn_verdicts import DrawnVerdicts
+from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.generation.kept_rows import KeptRows, capacity_for, match_slots
+from eagle_slim.runtime.kernels.choose_tokens import ChoiceRules
 from support.tiny_models import HIDDEN, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -175,3 +179,25 @@ def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
 def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts() -> None:
     assert [capacity_for(rows) for rows in (1, 1024, 1025, 70_000, 131_072)] == [1024, 1024, 2048, 131_072, 131_072]
     assert capacity_for(131_072 + 61) == 131_133
+
+
+def test_a_phase_practised_between_real_ones_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that is practised right after a real walk must not move what that walk accepted."""
+    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(64, 96, 4, 2, 16, 90))
+    monkeypatch.setitem(random_decoding.LAYERS, "tiny", 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with torch.inference_mode():
+        model = random_decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+        decoder = model.decoder(model.new_cache(2, 80), TreeConfig(2, 4, 20), 60)
+        DrawnVerdicts(decoder).set_([3] * 240)
+        random_decoding.fill(decoder, 2, 30)
+        assert decoder.drafter is not None
+        kept = (decoder.cache.keys, decoder.cache.values, decoder.drafter.features, *vars(decoder.state).values())
+        for name, run in decoder.timed_step(2, ChoiceRules()):
+            before = [tensor.clone() for tensor in kept]
+            if name == "commit":
+                assert decoder.state.record[:2, 0].tolist() == [3, 3]
+                with decoder._no_slots():
+                    run()
+                assert all(map(torch.equal, kept, before))
+            run()
