@@ -12,14 +12,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..config import TreeConfig
 from ..draft_weights import CHOICES, check_draft_weights, stored_dtype
-from ..drafter.reference import Drafter, ReferenceDrafter
+from ..drafter.reference import Drafter
 from ..drafter.weights import HeadWeights
 from ..errors import UsageError
 from ..generation.output import GenerationOutput
@@ -27,6 +27,7 @@ from ..kernels.launch import BACKENDS, TritonDrafter
 from ..loading import DrafterFactory
 from ..model import SpeculativeModel
 from .drafting import LayerPatch
+from .joined import join
 from .patch import EaModelPatch
 from .reading import check_ea_model, is_ea_model, read_head, target_lm_head
 from .rebind import is_rebound
@@ -34,12 +35,23 @@ from .session import DrafterSession
 
 _registered: dict[str, DrafterFactory] = {}
 _ea_patches: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[object, Any]]] = weakref.WeakKeyDictionary()
-_with_backend: weakref.WeakKeyDictionary[SpeculativeModel, dict[str, tuple[object, SpeculativeModel]]]
-_with_backend = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TritonBackend:
+    """The persistent kernel with options, as a factory of drafters."""
+
+    draft_weights: str = "auto"
+    strict: bool = False
+
+    def __call__(self, weights: HeadWeights, tree: TreeConfig) -> Drafter:
+        """Build the drafter; raises as `check_draft_weights` and `TritonDrafter`."""
+        check_draft_weights(self.draft_weights, "triton", weights.device, weights.dtype)
+        return TritonDrafter(weights, tree, stored_dtype(self.draft_weights), self.strict)
 
 
 def register_triton_backend(
-    name: str,
+    name: str = "triton",
     factory: DrafterFactory | None = None,
     *,
     draft_weights: str = "auto",
@@ -49,7 +61,7 @@ def register_triton_backend(
     """Register a drafting backend under a name, for `frontier_generate`.
 
     Args:
-        name: any but "reference" and "triton", which are built in.
+        name: any but "reference". "triton" gives the built-in backend of that name other options.
         factory: a callable of (`HeadWeights`, `TreeConfig`) that returns a `Drafter`; None is the persistent kernel
             with the two options below.
         draft_weights: "fp8" stores the kernel's matrices in FP8; "auto" in the model's type.
@@ -61,7 +73,7 @@ def register_triton_backend(
     """
     if not isinstance(name, str) or not name:
         raise UsageError(f"A backend's name is a string; got {name!r}.", option="name", found=name)
-    if name in BACKENDS or (name in _registered and not overwrite):
+    if name == "reference" or (name == "triton" and factory is not None) or (name in _registered and not overwrite):
         hint = "it is built in. Choose another name" if name in BACKENDS else "pass overwrite=True to replace it"
         raise UsageError(f"The backend {name!r} is there already; {hint}.", option="name", found=name)
     if draft_weights not in CHOICES:
@@ -70,11 +82,7 @@ def register_triton_backend(
             option="draft_weights", found=draft_weights, expected=CHOICES,
         )  # fmt: skip
     if factory is None:
-
-        def factory(weights: HeadWeights, tree: TreeConfig) -> Drafter:
-            check_draft_weights(draft_weights, "triton", weights.device, weights.dtype)
-            return TritonDrafter(weights, tree, stored_dtype(draft_weights), strict)
-
+        factory = TritonBackend(draft_weights, strict)
     elif not callable(factory):
         raise UsageError(
             f"A backend's factory is a callable of (weights, tree); got {type(factory).__name__}.", option="factory",
@@ -89,7 +97,7 @@ def register_triton_backend(
 
 
 def unregister_backend(name: str) -> None:
-    """Forget a registered backend. Raises `UsageError` for a name that was not registered."""
+    """Forget a registered backend, or the options of "triton". Raises `UsageError` for what was not registered."""
     if name not in _registered:
         raise UsageError(
             f"No backend {name!r} was registered; there are {', '.join(registered_backends())}.",
@@ -100,18 +108,28 @@ def unregister_backend(name: str) -> None:
 
 def registered_backends() -> tuple[str, ...]:
     """Names that `frontier_generate` knows, the built-in ones first."""
-    return ("reference", "triton", *_registered)
+    return ("reference", "triton", *(name for name in _registered if name != "triton"))
 
 
 def frontier_generate(
-    model: Any, input_ids: Any, *, backend: str = "triton", **options: Any
+    model: Any,
+    input_ids: Any,
+    *,
+    backend: str = "triton",
+    head: Any = None,
+    draft_vocab: Any = None,
+    tree: TreeConfig | None = None,
+    **options: Any,
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:
     """Generate with a named drafting backend; the text is the target's own with any.
 
     Args:
-        model: a `SpeculativeModel`, or a loaded EaModel of SafeAILab's EAGLE.
+        model: a `SpeculativeModel`, a loaded transformers model with its ``head``, or a loaded EaModel of SafeAILab's
+            EAGLE.
         input_ids: prompts as `SpeculativeModel.generate` takes them; int64 [1, seq] for an EaModel.
         backend: a name that is built in or was registered.
+        head, draft_vocab: of `SpeculativeModel.from_pretrained`, for a transformers model.
+        tree: size of the draft tree, for a transformers model; None is that of `from_pretrained`.
         options: of `SpeculativeModel.generate`; of ``eagenerate`` for an EaModel (max_new_tokens, temperature, ...).
 
     Returns:
@@ -121,18 +139,23 @@ def frontier_generate(
     when the call returns.
 
     Raises:
-        UsageError: an unknown backend, or a model that is neither.
+        UsageError: an unknown backend, another kind of model, a head beside a model that has one.
         DrafterError: the backend cannot run on this device.
     """
     factory = _factory(backend)
-    if isinstance(model, SpeculativeModel):
-        return _model_with(model, backend, factory).generate(input_ids, **options)
     if not is_ea_model(model):
+        if not isinstance(model, SpeculativeModel) and head is None:
+            raise UsageError(
+                "frontier_generate takes a SpeculativeModel, an EaModel, or a transformers model with its head=; got "
+                f"{type(model).__name__} alone.",
+                option="model", found=type(model).__name__,
+            )  # fmt: skip
+        return join(model, factory, head, draft_vocab, tree).generate(input_ids, **options)
+    if any(each is not None for each in (head, draft_vocab, tree)):
         raise UsageError(
-            f"frontier_generate takes a SpeculativeModel or an EaModel; got {type(model).__name__}. Join a "
-            "transformers model and its head with SpeculativeModel.from_pretrained(model, head).",
-            option="model", found=type(model).__name__,
-        )  # fmt: skip
+            "An EaModel has its head, vocabulary and tree: leave head, draft_vocab and tree out, or patch it.",
+            option="head",
+        )
     patch = _ea_patch(model, backend, factory)
     # eagenerate begins with reset_kv.
     patch.apply(follow_kv=False)
@@ -143,25 +166,15 @@ def frontier_generate(
 
 
 def _factory(backend: str) -> DrafterFactory | str:
-    if backend in BACKENDS:
-        return backend
-    if backend not in _registered:
+    if backend in _registered:
+        return _registered[backend]
+    if backend not in BACKENDS:
         raise UsageError(
             f"backend = {backend!r} is unknown; there are {', '.join(registered_backends())}. register_triton_backend "
             "adds one.",
             option="backend", found=backend, expected=registered_backends(),
         )  # fmt: skip
-    return _registered[backend]
-
-
-def _model_with(model: SpeculativeModel, backend: str, factory: DrafterFactory | str) -> SpeculativeModel:
-    own: Mapping[str, type] = {"reference": ReferenceDrafter, "triton": TritonDrafter}
-    if backend in own and type(model.drafter) is own[backend]:
-        return model
-    kept = _with_backend.setdefault(model, {})
-    if backend not in kept or kept[backend][0] is not factory:
-        kept[backend] = (factory, model.with_drafter(factory))
-    return kept[backend][1]
+    return backend
 
 
 def _ea_patch(model: Any, backend: str, factory: DrafterFactory | str) -> EaModelPatch | LayerPatch:
@@ -181,5 +194,7 @@ def _ea_patch(model: Any, backend: str, factory: DrafterFactory | str) -> EaMode
 def _build_patch(model: Any, factory: DrafterFactory | str) -> EaModelPatch | LayerPatch:
     if isinstance(factory, str):
         return EaModelPatch(model, drafter=factory)
+    if isinstance(factory, TritonBackend):
+        return EaModelPatch(model, draft_weights=factory.draft_weights, strict=factory.strict)
     head = read_head(model)
     return LayerPatch(model.ea_layer, target_lm_head(model), lambda tree: DrafterSession(factory(head, tree)))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..config import TreeConfig
 from ..errors import GPUAssertionError, UsageError
 from ..generation.output import GenerationOutput
 from ..generation.prompts import Prompts
 from ..model import SpeculativeModel
+from .joined import join
 from .reading import is_ea_model
 
 if TYPE_CHECKING:
@@ -19,14 +21,6 @@ if TYPE_CHECKING:
     from eagle_slim.convert.head.open import DraftHead
 
 _OLDEST = (8, 0)
-_KEPT = "_eagle_slim_fused"
-
-
-class _Kept(dict[tuple[Any, ...], tuple[SpeculativeModel, Any, Any]]):
-    """What was built over a model. It lies in the model, so that both go together; a copy of the model begins anew."""
-
-    def __reduce__(self) -> Any:
-        return _Kept, ()
 
 
 def fused_draft_token_generation(
@@ -37,9 +31,7 @@ def fused_draft_token_generation(
     *,
     head: str | Path | DraftHead | Artifact | None = None,
     draft_vocab: Any = None,
-    depth: int = 5,
-    top_k: int = 10,
-    total_tokens: int | None = None,
+    tree: TreeConfig | None = None,
     drafter: str = "triton",
     draft_weights: str = "auto",
     **options: Any,
@@ -47,7 +39,7 @@ def fused_draft_token_generation(
     """Generate with a transformers model and its draft head, the whole step on the GPU: one call.
 
         output = fused_draft_token_generation(model, input_ids, max_new_tokens=128, head="out/slim")
-        print(output.text[0] if output.text else output.token_ids[0])
+        print(output.results[0].token_ids)
 
     The first call with a loaded model and a head takes the head's tensors, packs them, and keeps them for as long as
     the model lives; later calls with the same arguments only generate.
@@ -58,10 +50,11 @@ def fused_draft_token_generation(
         input_ids: prompts, as `SpeculativeModel.generate` takes them.
         temperature: 0 is greedy.
         max_new_tokens: most new tokens of an answer.
-        head, draft_vocab, depth, top_k, total_tokens: of `SpeculativeModel.from_pretrained`.
+        head, draft_vocab: of `SpeculativeModel.from_pretrained`.
+        tree: size of the draft tree; None is that of `from_pretrained`.
         drafter: "triton", or "reference" to run without a GPU.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
-        options: of `SpeculativeModel.generate` (top_p, seed, eos_token_id, tokenizer, ...).
+        options: of `SpeculativeModel.generate` (top_p, top_k, seed, eos_token_id, tokenizer, ...).
 
     Returns:
         The `GenerationOutput`; the text is the target's own.
@@ -69,7 +62,8 @@ def fused_draft_token_generation(
     Raises:
         GPUAssertionError: "triton" without an NVIDIA GPU of sm_80 or later that torch can use, or with a model that
             lies elsewhere.
-        UsageError: an EaModel, a head beside a `SpeculativeModel`, and as `from_pretrained` and `generate`.
+        UsageError: an EaModel, a head, vocabulary or tree beside a `SpeculativeModel`, and as `from_pretrained` and
+            `generate`.
     """
     if is_ea_model(model):
         raise UsageError(
@@ -79,8 +73,7 @@ def fused_draft_token_generation(
         )  # fmt: skip
     if drafter == "triton":
         assert_gpu(_device_of(model))
-    chosen = {"depth": depth, "top_k": top_k, "total_tokens": total_tokens, "drafter": drafter}
-    whole = _speculative(model, head, draft_vocab, chosen | {"draft_weights": draft_weights})
+    whole = join(model, drafter, head, draft_vocab, tree, draft_weights)
     return whole.generate(input_ids, temperature=temperature, max_new_tokens=max_new_tokens, **options)
 
 
@@ -107,26 +100,3 @@ def _device_of(model: Any) -> torch.device | None:
     if isinstance(model, SpeculativeModel):
         return model.device
     return next(model.parameters()).device if isinstance(model, nn.Module) else None
-
-
-def _speculative(model: Any, head: Any, draft_vocab: Any, chosen: dict[str, Any]) -> SpeculativeModel:
-    if isinstance(model, SpeculativeModel):
-        if head is not None or draft_vocab is not None:
-            raise UsageError(
-                "A SpeculativeModel has its head: leave head and draft_vocab out, or use with_draft_vocab.",
-                option="head",
-            )
-        return model
-    if not isinstance(model, nn.Module):
-        return SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, **chosen)
-    kept: _Kept = vars(model).setdefault(_KEPT, _Kept())
-    # By identity where a head or a vocabulary is an object: those are kept alive here, so none takes another's place.
-    key = (_identity(head), _identity(draft_vocab), *chosen.values())
-    if key not in kept:
-        built = SpeculativeModel.from_pretrained(model, head, draft_vocab=draft_vocab, **chosen)
-        kept[key] = (built, head, draft_vocab)
-    return kept[key][0]
-
-
-def _identity(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | Path) else id(value)

@@ -130,6 +130,7 @@ class EaModelPatch:
         drafter: str = "triton",
         draft_weights: str = "auto",
         whole: bool = True,
+        strict: bool = False,
     ) -> None:
         check_ea_model(model)
         if is_rebound(model.ea_layer):
@@ -139,7 +140,7 @@ class EaModelPatch:
         check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
         head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
         self.layer = LayerPatch(
-            model.ea_layer, target_lm_head(model), session_factory(head, drafter, stored_dtype(draft_weights))
+            model.ea_layer, target_lm_head(model), session_factory(head, drafter, stored_dtype(draft_weights), strict)
         )
         self.step = StepPatch(model, self.layer) if whole else None
 
@@ -179,8 +180,8 @@ def check_backend(drafter: str, device: torch.device) -> None:
 
 
 def session_factory(
-    head: HeadWeights, drafter: str, weight_dtype: torch.dtype | None = None
+    head: HeadWeights, drafter: str, weight_dtype: torch.dtype | None = None, strict: bool = False
 ) -> Callable[[TreeConfig], Session]:
     """Return what builds a session for a tree's size; all of them share what is packed."""
-    packing = SharedPacking(head, weight_dtype=weight_dtype) if drafter == "triton" else None
+    packing = SharedPacking(head, weight_dtype=weight_dtype, strict=strict) if drafter == "triton" else None
     return lambda tree: BufferedSession(head, tree, drafter, packing)

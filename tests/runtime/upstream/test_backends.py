@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,15 @@ from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 
-TREE = {"depth": 2, "top_k": 3, "total_tokens": 8}
+TREE = TreeConfig(2, 3, 8)
 
 
 @pytest.fixture(autouse=True)
 def _no_backend_stays() -> Iterator[None]:
     yield
-    for name in registered_backends()[2:]:
-        unregister_backend(name)
+    for name in ("triton", *registered_backends()[2:]):
+        with suppress(UsageError):
+            unregister_backend(name)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def counting() -> type[Counting]:
 @OWN_TRANSFORMERS
 def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[Counting]) -> None:
     target = tiny_target("llama")
-    model = SpeculativeModel.from_pretrained(target, head, **TREE)
+    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=3, total_tokens=8)
     ids = random_prompts([7])[0]
     wanted = plain_greedy(target, ids, 8, None)
     assert registered_backends() == ("reference", "triton", "counting")
@@ -78,8 +80,27 @@ def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[
         assert list(output.results[0].token_ids) == wanted
     assert counting.built == 1, "built once, then kept"
     assert counting.drafts > 1
+    loaded: dict[str, Any] = {"head": head, "tree": TREE, "backend": "counting", "max_new_tokens": 8}
+    for _ in range(2):
+        output = frontier_generate(target, ids, ignore_eos=True, **loaded)
+        assert list(output.results[0].token_ids) == wanted
+    assert counting.built == 2, "once more for the model without a head of its own"
     with raises(DrafterError, option="drafter", expected="cuda"):
         frontier_generate(model, ids, max_new_tokens=8)
+
+
+def test_the_kernels_options_have_a_name(tmp_path: Path) -> None:
+    """In the interpreter, where only launch parameters of a GPU are tuned."""
+    model = build("stand-in eagle3", tmp_path)
+    register_triton_backend(strict=True)
+    assert registered_backends() == ("reference", "triton")
+    with raises(DrafterError):
+        frontier_generate(model, prompt(model), max_new_tokens=1)
+    register_triton_backend("fp8", draft_weights="fp8")
+    with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
+        frontier_generate(model, prompt(model), backend="fp8", max_new_tokens=1)
+    with raises(UsageError, option="head"):
+        frontier_generate(model, prompt(model), backend="reference", head="slim")
 
 
 def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Counting]) -> None:
@@ -104,7 +125,7 @@ def test_kept_drafters_go_with_their_models(tmp_path: Path, head: Path) -> None:
     model: Any = build("stand-in eagle3", tmp_path)
     frontier_generate(model, prompt(model), backend="reference", max_new_tokens=1)
     target: Any = tiny_target("llama")
-    fused_draft_token_generation(target, [[5, 6]], max_new_tokens=1, head=head, drafter="reference", **TREE)
+    fused_draft_token_generation(target, [[5, 6]], max_new_tokens=1, head=head, drafter="reference", tree=TREE)
     gone = weakref.ref(model), weakref.ref(target)
     del model, target
     gc.collect()
@@ -112,7 +133,7 @@ def test_kept_drafters_go_with_their_models(tmp_path: Path, head: Path) -> None:
 
 
 def test_names_and_factories_are_checked(counting: type[Counting]) -> None:
-    for name, factory in (("triton", None), ("counting", Counting), ("", None), ("new", 3)):
+    for name, factory in (("triton", Counting), ("reference", None), ("counting", Counting), ("", None), ("new", 3)):
         with raises(UsageError, option="name" if factory != 3 else "factory"):
             register_triton_backend(name, factory)
     with raises(UsageError, option="factory"):
@@ -133,12 +154,12 @@ def test_one_call_generates_and_keeps_what_it_built(head: Path) -> None:
     target = tiny_target("llama")
     ids = random_prompts([7])[0]
     wanted = plain_greedy(target, ids, 8, None)
-    options: dict[str, Any] = {"head": head, "drafter": "reference", "ignore_eos": True, **TREE}
+    options: dict[str, Any] = {"head": head, "drafter": "reference", "ignore_eos": True, "tree": TREE}
     output = fused_draft_token_generation(target, ids, max_new_tokens=8, **options)
     assert list(output.results[0].token_ids) == wanted
-    ((kept, _, _),) = target._eagle_slim_fused.values()
-    fused_draft_token_generation(target, ids, 0.7, 8, seed=1, **options)
-    ((again, _, _),) = target._eagle_slim_fused.values()
+    ((kept, _),) = target._eagle_slim_joined.values()
+    fused_draft_token_generation(target, ids, 0.7, 8, seed=1, top_k=4, **options)
+    ((again, _),) = target._eagle_slim_joined.values()
     assert again is kept
     output = fused_draft_token_generation(kept, ids, max_new_tokens=8, drafter="reference", ignore_eos=True)
     assert list(output.results[0].token_ids) == wanted
