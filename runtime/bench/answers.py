@@ -124,13 +124,14 @@ def measure(
     rounds: int,
     is_sampled: bool = False,
     transformers_tokens: int = 0,
+    has_phases: bool = True,
 ) -> list[dict[str, Any]]:
     """Let plain decoding, drafting over each of ``sizes`` ("full" or a number) and others take turns.
 
     ``is_sampled``: each size sampled, too. ``transformers_tokens``: new tokens of transformers' ``generate`` for each
     of the first four prompts, as it is slow; 0 leaves it out. One row a variant: medians over ``rounds``, milliseconds
-    of each phase in a call phase by phase, answers that equal plain decoding's as far as they go; ``draft_vocab`` a
-    number of rows, "plain" or "transformers".
+    of each phase in a call phase by phase (``has_phases``), answers that equal plain decoding's as far as they go;
+    ``draft_vocab`` a number of rows, "plain" or "transformers".
     """
     options: dict[str, Any] = {"max_new_tokens": new_tokens}
     sampled = options | {"temperature": 0.7, "top_p": 0.9, "seed": 1}
@@ -155,7 +156,9 @@ def measure(
             else:
                 warm_up_s[key] = time.perf_counter() - start
     phases = {
-        key: answer(prompts[:4], time_phases=True) for key, answer in variants.items() if key[0] != "transformers"
+        key: answer(prompts[:4], time_phases=True)
+        for key, answer in variants.items()
+        if key[0] != "transformers" and has_phases
     }
     plain = found["plain", False][0]["token_ids"]
     rows = []
@@ -187,6 +190,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="full,16384,4096")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-phases", action="store_true", help="leave out the milliseconds of each phase")
     parser.add_argument("--draft-weights", default="auto", help="types of the drafter's weights, one after the other")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -194,7 +198,9 @@ def main() -> None:
     for draft_weights in arguments.draft_weights.split(","):
         model, prompts = load_model(arguments.prompts, arguments.limit, draft_weights=draft_weights)
         sizes = arguments.sizes.split(",")
-        measured = measure(model, prompts, sizes, arguments.new, arguments.rounds, is_sampled=True)
+        measured = measure(
+            model, prompts, sizes, arguments.new, arguments.rounds, is_sampled=True, has_phases=not arguments.no_phases
+        )
         rows += [{"draft_weights": model.draft_weights, **row} for row in measured]
     if arguments.out:
         report = {
