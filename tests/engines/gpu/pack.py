@@ -87,7 +87,7 @@ def install(name: str, site: Path) -> None:
 
 def slim(recipe: Recipe, site: Path) -> None:
     """Remove and shrink what the recipe names; other GPUs' code goes from every library."""
-    for pattern in (*recipe.left_out, "**/__pycache__/**", "**/*.pyi", "**/*.a"):
+    for pattern in (*recipe.left_out, "**/__pycache__/*", "**/*.pyi", "**/*.a"):
         for path in site.glob(pattern):
             if path.is_file():
                 path.unlink()

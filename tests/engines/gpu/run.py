@@ -51,7 +51,8 @@ class Process:
             env=environment,
             start_new_session=True,
         )
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -83,7 +84,12 @@ class Process:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._log.flush()
+        # A process that left the group could hold the pipe open for ever.
+        self._reader.join(timeout=5)
+        for stream in (self._process.stdin, self._process.stdout, self._log):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
         return self.log.read_text(errors="replace")[-LOG_TAIL:]
 
 

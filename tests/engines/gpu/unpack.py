@@ -21,7 +21,10 @@ def unpack(pieces: list[Path], site: Path) -> str:
     pack = archive.rpartition("-")[0]
     data = b"".join(piece.read_bytes() for piece in pieces)
     with lzma.open(io.BytesIO(data)) as stream, tarfile.open(fileobj=stream, mode="r|") as tar:
-        tar.extractall(site / pack, filter="data")
+        for member in tar:
+            # Before tarfile makes it, which fails if another archive's process does at the same time.
+            (site / pack / member.name).parent.mkdir(parents=True, exist_ok=True)
+            tar.extract(member, site / pack, filter="data")
     return pack
 
 
