@@ -7,6 +7,9 @@ rows and those own rows that its ancestor bits name (bit m of word m // 64: n de
 
     softmax(q k^T * scale) v, over key rows 0 .. length + count - 1      (count: rows of the place in use)
 
+``softcap`` c replaces a score s by c tanh(s / c) (Gemma 2); ``sinks`` add to each head's sum the weight of a key that
+gives nothing (gpt-oss), which the merge does.
+
 The query heads that share a key head are laid side by side as rows of one product, so a key is read from memory once
 and shared by the query blocks through the L2. The keys are cut into splits: at most as many as give the GPU enough
 programs (`choose_splits`, by the number of places), of which the device uses those that the length asks for; a second
@@ -72,12 +75,15 @@ def tree_attention_ref(
     window: int | None,
     out: Tensor,
     scratch: AttentionScratch | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attend, in fp32.
 
     ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
     kv_heads, capacity, head_dim]; ``window``: a key is seen if query position - key position is below it; ``out``
-    [places * nodes, heads * head_dim]. Rows of empty places and rows from ``counts`` on are set to 0.
+    [places * nodes, heads * head_dim]. ``sinks`` [heads], of any float type. Rows of empty places and rows from
+    ``counts`` on are set to 0.
     """
     places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
@@ -103,9 +109,25 @@ def tree_attention_ref(
             cache[slot, :, : length + count].float().repeat_interleave(heads // kv_heads, 0) for cache in (keys, values)
         )
         scores = torch.einsum("nhd,hkd->hnk", query.float(), key) * scale
-        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), -1)
+        weights = scores.softmax(-1)[..., : length + count]
         attended = torch.einsum("hnk,hkd->nhd", weights, value).flatten(1)
         out[place * nodes : place * nodes + count] = attended.to(out.dtype)
+
+
+@triton.jit
+def _scores(q, key, to_log2, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+    """Scores in powers of two."""
+    score = tl.dot(q, key, input_precision=PRECISION) * to_log2
+    if CAPPED:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1)
+        cap = softcap * 1.4426950408889634
+        score = cap - 2.0 * cap / (tl.exp2(score * (2.0 / softcap)) + 1.0)
+    return score
 
 
 @triton.jit
@@ -117,10 +139,12 @@ def _splits_in_use(total, most, keys_per_split):
 @triton.jit(do_not_specialize=["most", "keys_per_split"])
 def _tree_attention_kernel(
     q_ptr, stride_q, key_ptr, value_ptr, stride_slot, stride_head,
-    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, window, most, keys_per_split,
+    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, softcap, window, most,
+    keys_per_split,
     NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WORDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WORDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) % KV_HEADS
     block = tl.program_id(0) // KV_HEADS
@@ -167,7 +191,7 @@ def _tree_attention_kernel(
     for start in range(first, unmasked, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         key = tl.load(key_ptr + base + k[None, :] * HEAD_DIM + d[:, None], mask=in_head[:, None], other=0.0)
-        score = tl.dot(q, key, input_precision=PRECISION) * to_log2
+        score = _scores(q, key, to_log2, softcap, CAPPED, PRECISION)
         new_best = tl.maximum(best, tl.max(score, 1))
         decay = tl.exp2(best - new_best)
         weight = tl.exp2(score - new_best[:, None])
@@ -188,7 +212,7 @@ def _tree_attention_kernel(
         key = tl.load(
             key_ptr + base + k[None, :] * HEAD_DIM + d[:, None], mask=in_head[:, None] & there[None, :], other=0.0
         )
-        score = tl.dot(q, key, input_precision=PRECISION) * to_log2
+        score = _scores(q, key, to_log2, softcap, CAPPED, PRECISION)
         own = k - length
         if CAUSAL:
             seen = there[None, :] & (own[None, :] <= node[:, None])
@@ -224,9 +248,9 @@ def _tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["most", "keys_per_split"])
 def _merge_kernel(
-    part_ptr, stat_ptr, slot_ptr, length_ptr, count_ptr, out_ptr, most, keys_per_split,
+    part_ptr, stat_ptr, sink_ptr, slot_ptr, length_ptr, count_ptr, out_ptr, most, keys_per_split,
     NODES: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -245,8 +269,14 @@ def _merge_kernel(
     used = split < splits
     at = (place * most + split) * NODES * HEADS + node * HEADS + head
     best = tl.load(stat_ptr + at * 2, mask=used, other=float("-inf"))
-    factor = tl.exp2(best - tl.max(best))
+    largest = tl.max(best)
+    if SINKS:
+        sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
+        largest = tl.maximum(largest, sink)
+    factor = tl.exp2(best - largest)
     total = tl.sum(tl.load(stat_ptr + at * 2 + 1, mask=used, other=0.0) * factor)
+    if SINKS:
+        total += tl.exp2(sink - largest)
     part = tl.load(part_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=used[:, None] & in_head[None, :], other=0.0)
     tl.store(out_ptr + to, tl.sum(part * factor[:, None], 0) / total, mask=in_head)
 
@@ -334,6 +364,8 @@ def tree_attention(
     scratch: AttentionScratch,
     tiles: AttentionTiles | None = None,
     splits: Splits | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
 
@@ -349,16 +381,17 @@ def tree_attention(
     _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), splits.most, places)](
         qkv, qkv.stride(0), keys, values, keys.stride(0), keys.stride(1),
         rows.slots, rows.lengths, rows.counts, rows.slots if rows.ancestors is None else rows.ancestors, rows.depths,
-        scratch.out, scratch.stats, scale, window or 0, splits.most, splits.keys,
+        scratch.out, scratch.stats, scale, softcap or 1.0, window or 0, splits.most, splits.keys,
         NODES=nodes, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
         BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k,
         WORDS=1 if rows.ancestors is None else rows.ancestors.shape[2], CAUSAL=causal, WINDOW=window is not None,
-        PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        CAPPED=softcap is not None, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     block_s = triton.next_power_of_2(splits.most)
     _merge_kernel[(places * nodes, heads)](
-        scratch.out, scratch.stats, rows.slots, rows.lengths, rows.counts, out, splits.most, splits.keys,
+        scratch.out, scratch.stats, scratch.stats if sinks is None else sinks, rows.slots, rows.lengths, rows.counts,
+        out, splits.most, splits.keys,
         NODES=nodes, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_S=block_s, num_warps=max(1, min(8, block_s * block_d // 2048)),
+        BLOCK_S=block_s, SINKS=sinks is not None, num_warps=max(1, min(8, block_s * block_d // 2048)),
     )  # fmt: skip

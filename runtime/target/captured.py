@@ -45,8 +45,8 @@ class DeviceContext:
     ) -> Tensor:  # fmt: skip
         """See `attention.ForwardContext.attend`; ``key`` and ``value`` are in the cache already."""
         self.calls += 1
-        if softcap is not None or sinks is not None or query.shape[-1] != value.shape[-1]:
-            raise UnsupportedModelError("Capped scores, sinks, and values of another width run in pieces only.")
+        if query.shape[-1] != value.shape[-1]:
+            raise UnsupportedModelError("Values of another width than the keys run in pieces only.")
         if layer not in self._stored:
             raise UnsupportedModelError(f"Layer {layer} attends to keys that another layer computed.")
         places, heads, nodes, head_dim = query.shape
@@ -54,7 +54,9 @@ class DeviceContext:
         out = torch.empty_like(flat)
         run = tree_attention if flat.is_cuda else tree_attention_ref
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        run(flat, keys, values, self.rows.attention, scale, window, out, self.bufs.scratch)
+        run(
+            flat, keys, values, self.rows.attention, scale, window, out, self.bufs.scratch, softcap=softcap, sinks=sinks
+        )  # fmt: skip
         return out.view(places, nodes, heads, head_dim).transpose(1, 2)
 
 

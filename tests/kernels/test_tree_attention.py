@@ -59,21 +59,33 @@ def test_trees(
     check(rows, heads, kv_heads, head_dim, dtype, window, [length + nodes for length in lengths])
 
 
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(5.0, False), (None, True), (1.5, True)])
+def test_capped_scores_and_sinks(device: str, softcap: float | None, has_sinks: bool) -> None:
+    chunk = one_chunk(device, 37, 32, 32)
+    sinks = torch.randn(4, device=device) * 3 if has_sinks else None
+    check(chunk.forward, 4, 2, 16, torch.float32, 9, [4, 69], softcap, sinks)
+
+
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize(("length", "count", "nodes"), [(0, 20, 32), (37, 32, 32), (50, 1, 16)])
 def test_chunks(device: str, window: int | None, length: int, count: int, nodes: int) -> None:
-    ints = {"dtype": torch.int32, "device": device}
+    chunk = one_chunk(device, length, count, nodes)
+    check(chunk.forward, 4, 2, 16, torch.float32, window, [4, length + count])
+
+
+def one_chunk(device: str, length: int, count: int, nodes: int) -> ChunkRows:
+    """A chunk of the second slot's prompt."""
     box = PromptBox.allocate(100, device)
     box.numbers[:2] = torch.tensor([1, length + count])
-    chunk = ChunkRows.allocate(nodes, torch.tensor([4, length], **ints))
+    chunk = ChunkRows.allocate(nodes, torch.tensor([4, length], dtype=torch.int32, device=device))
     chunk_rows_ref(box, chunk)
-    rows = chunk.forward
-    check(rows, 4, 2, 16, torch.float32, window, [4, length + count])
+    return chunk
 
 
 def check(
-    rows: ForwardRows, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None, ends: list[int]
-) -> None:
+    rows: ForwardRows, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None,
+    ends: list[int], softcap: float | None = None, sinks: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Kernel and twin agree, whatever lies beyond the rows in use."""
     device = rows.tokens.device
     width = (heads + 2 * kv_heads) * head_dim
@@ -88,8 +100,8 @@ def check(
     scratch = AttentionScratch.allocate(4 * rows.places, rows.nodes, heads, head_dim, device)
     scratch.out.fill_(float("nan"))
     scratch.stats.fill_(float("nan"))
-    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES, Splits(4, 24))
-    tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted)
+    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES, Splits(4, 24), softcap, sinks)
+    tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted, None, softcap, sinks)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
 
 

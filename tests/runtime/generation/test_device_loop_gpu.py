@@ -77,7 +77,7 @@ def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path, 
     assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
 
 
-@pytest.mark.parametrize("family", ["Phi3", "Gemma3"])
+@pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
 def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
     """Targets that are not fused run the same steps over transformers' own forward."""
     import transformers

@@ -6,10 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
-from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime import SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.generation.device import DeviceDecoders
-from eagle_slim.runtime.target.captured import CapturedTarget
+from eagle_slim.runtime.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.target.captured import CapturedTarget, DeviceContext
+from eagle_slim.runtime.target.device_buffers import KVCache
 from support.tiny_models import SIZES, WINDOW, plain_greedy, random_prompts, widen, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -20,8 +23,6 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "partial rotation": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {"num_key_value_heads": 4}),
     "window in the mask alone": ("PhimoeForCausalLM", "PhimoeConfig", {"sliding_window": WINDOW, **EXPERTS}),
     "one projection": ("Phi3ForCausalLM", "Phi3Config", {}),
-}
-REFUSED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "soft-capped": ("Gemma2ForCausalLM", "Gemma2Config",
                     {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 8}),
     "sinks": ("GptOssForCausalLM", "GptOssConfig", {"head_dim": 8, "sliding_window": WINDOW, **EXPERTS}),
@@ -50,10 +51,12 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
         assert output.stats.path.startswith("steps on the device")
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_the_kernel_does_not_compute_is_refused(tmp_path: Path, family: str) -> None:
-    from eagle_slim.runtime import UnsupportedModelError
-
-    model = model_of(tmp_path, REFUSED[family])
+def test_values_of_another_width_are_refused(tmp_path: Path) -> None:
+    model = model_of(tmp_path, FAMILIES["one projection"])
+    assert model._decoders is not None
+    rows = ForwardRows.allocate(1, 2, torch.zeros(1, dtype=torch.int32))
+    cache, bufs = KVCache(model._decoders.target, 1, 8), model._decoders.target.new_buffers(1, 2, 2)
+    context = DeviceContext(rows, cache, bufs)
+    query, value = torch.zeros(1, 4, 2, 8), torch.zeros(1, 2, 2, 4)
     with pytest.raises(UnsupportedModelError):
-        model.generate(random_prompts([5]), max_new_tokens=4)
+        context.attend(0, query, value, value, 1.0, None, None, None)
