@@ -368,6 +368,14 @@ class SpeculativeModel:
         return self.drafter.weights.draft_vocab
 
     @property
+    def draft_bytes(self) -> int:
+        """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
+        weights = self.drafter.weights
+        # Norms and biases stay as they are; beside the matrices they are nothing.
+        size = 1 if self.draft_weights == "fp8" else weights.dtype.itemsize
+        return weights.num_weights * size * (self.drafter.tree.depth + 1)
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the target's generation configuration, else of its configuration."""
         found = getattr(self.generation_config, "eos_token_id", None)
@@ -614,10 +622,10 @@ class SpeculativeModel:
         slots = max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
         context = max((len(request.prompt_ids) for request in requests), default=1)
         device = self.device
-        size = measured_sizes().choose(
-            device_name(device), device.type, self.target.weight_bytes, slots, context, tree.total_tokens
-        )
-        return size
+        return measured_sizes().choose(
+            device_name(device), device.type, self.target.weight_bytes, self.draft_bytes, slots, context,
+            tree.total_tokens,
+        )  # fmt: skip
 
     def _drafter_for(self, num_nodes: int) -> Drafter | None:
         """Return a drafter of trees of a size, None for plain decoding."""

@@ -59,6 +59,7 @@ def measure(
                     "accepted_length": whole.mean_accepted_length,
                     "passes": whole.num_passes,
                     "step_ms": statistics.median(sum(step) for step in whole.steps) * 1e3,
+                    "draft_ms": statistics.median(step.draft_s for step in whole.steps) * 1e3 if n > 1 else 0.0,
                 }
             )
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
@@ -85,7 +86,8 @@ def main() -> None:
     prompts = [model.encode_chat(prompt.turns[0]) for prompt in load_prompts(arguments.prompts, limit=arguments.limit)]
     rows = measure(model, prompts, arguments.batch, arguments.nodes, arguments.new)
     report = {
-        "dims": "smollm2-135m", "weight_bytes": model.target.weight_bytes, "machine": machine(device),
+        "dims": "smollm2-135m", "weight_bytes": model.target.weight_bytes,
+        "draft_bytes": model.draft_bytes, "machine": machine(device),
         "dtype": arguments.dtype, "new_tokens": arguments.new, "rows": rows,
     }  # fmt: skip
     if arguments.out:

@@ -161,7 +161,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     report = {
         "dims": arguments.dims, "target": arguments.target, "draft_vocab": head.draft_vocab,
-        "weight_bytes": read_bytes, "machine": machine(device), "commit": commit(),
+        "weight_bytes": read_bytes, "draft_bytes": head.num_weights * head.dtype.itemsize * (trees[0].depth + 1),
+        "machine": machine(device), "commit": commit(),
         "copy_TB_per_s": bandwidth / 1e12, "phases": PHASES, "ready": ready, "rows": rows,
     }  # fmt: skip
     if arguments.out:

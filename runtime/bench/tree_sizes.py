@@ -46,16 +46,25 @@ def collect(names: Iterable[str], folder: Path = FOLDER) -> dict[str, Any]:
 def _table(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
     machine, is_gpu = result["machine"], "num_sms" in result["machine"]
     rows = [row for row in result["rows"] if not row.get("sampled")]
+    # A draft takes as long for every size of tree, and `bench.step` times it once.
+    drafts = {_place(row): row["draft_ms"] for row in rows if row["nodes"] > 1 and "draft_ms" in row}
     steps = [
-        [row.get("slots", row.get("batch")), row.get("context", row.get("prefix")), row["nodes"],
-         round(row["step_ms"], 3)]
+        [*_place(row), row["nodes"], round(row["step_ms"], 3), round(_draft_ms(row, drafts), 3)]
         for row in rows
     ]  # fmt: skip
     return {
         "from": name, "device": machine["device"] if is_gpu else "CPU", "kind": "cuda" if is_gpu else "cpu",
-        "model": result["dims"], "weight_bytes": result["weight_bytes"],
+        "model": result["dims"], "weight_bytes": result["weight_bytes"], "draft_bytes": result["draft_bytes"],
         "versions": {key: machine[key] for key in ("torch", "triton", "commit")}, "steps": sorted(steps),
     }  # fmt: skip
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, int]:
+    return row.get("slots", row.get("batch")), row.get("context", row.get("prefix"))
+
+
+def _draft_ms(row: Mapping[str, Any], drafts: Mapping[tuple[int, int], float]) -> float:
+    return 0.0 if row["nodes"] == 1 else row.get("draft_ms", drafts[_place(row)])
 
 
 def to_text(tables: Mapping[str, Any]) -> str:

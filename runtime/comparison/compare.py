@@ -55,12 +55,7 @@ class Candidate:
     @property
     def draft_bytes(self) -> int:
         """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
-        weights = self.model.drafter.weights
-        tensors = [*weights.tensors.values(), weights.lm_head]
-        # Norms and biases stay as they are; beside the matrices they are nothing.
-        size = 1 if self.model.draft_weights == "fp8" else weights.dtype.itemsize
-        joining = self.follow_rows * weights.hidden
-        return (joining + sum(t.numel() for t in tensors)) * size * (self.tree.depth + 1)
+        return self.model.draft_bytes
 
     @property
     def follow(self) -> str | None:
@@ -71,8 +66,7 @@ class Candidate:
     @property
     def follow_rows(self) -> int:
         """Most ids that join."""
-        follow = self.model.drafter.weights.follow
-        return 0 if follow is None else min(follow.most, len(follow.ids))
+        return self.model.drafter.weights.num_joining
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,17 @@ class HeadWeights:
         return [f"fc_norm.{index}.weight" for index in range(count)]
 
     @property
+    def num_joining(self) -> int:
+        """Most ids that join the draft vocabulary."""
+        return 0 if self.follow is None else min(self.follow.most, len(self.follow.ids))
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join."""
+        whole = sum(tensor.numel() for tensor in (*self.tensors.values(), self.lm_head))
+        return whole + self.num_joining * self.hidden
+
+    @property
     def draft_vocab(self) -> int:
         """Rows of the LM head."""
         return self.lm_head.shape[0]

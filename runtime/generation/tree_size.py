@@ -1,13 +1,14 @@
 """How many nodes a tree has where nobody says: chosen from measured steps, by active slots and context.
 
     tokens a second = slots * accepted length(nodes) / step(slots, context, nodes)
+    step            = measured step + measured draft * (bytes that a draft reads / those of the head measured - 1)
 
 `tree_sizes.json` holds both: the accepted length by nodes of one real head (`bench.accepted_lengths`), and milliseconds
 of steps on named devices (`bench.step`, `bench.accepted_lengths`), joined by `bench.tree_sizes`. The size with the most
 tokens a second is taken; a tree of one node is plain decoding. What is not in the tables goes by the nearest that is:
 tables of the same device, else of another of its kind (GPU or CPU); of those the target nearest in bytes of weights;
-then the next larger number of slots, and the nearest context, by ratio. Nothing is scaled, as only ratios of steps
-decide.
+then the next larger number of slots, and the nearest context, by ratio. Only the draft is scaled, as heads differ in
+their vocabulary; for the rest only ratios decide.
 """
 
 from __future__ import annotations
@@ -34,12 +35,16 @@ class TreeSize:
 
 
 class Step(NamedTuple):
-    """A measured step of ``slots`` sequences of ``context`` tokens; ``nodes`` 1 is a plain step, without a draft."""
+    """A measured step of ``slots`` sequences of ``context`` tokens; ``nodes`` 1 is a plain step, without a draft.
+
+    ``draft_ms`` is the part of ``step_ms`` that the draft takes.
+    """
 
     slots: int
     context: int
     nodes: int
     step_ms: float
+    draft_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class StepTable:
     model: str
     weight_bytes: int
     """Of the weights that a step of the target reads."""
+    draft_bytes: int
+    """Of the weights that drafting a tree reads, all levels together."""
     steps: tuple[Step, ...]
 
 
@@ -70,25 +77,35 @@ class TreeSizes:
             {int(nodes): length for nodes, length in found["accepted_lengths"]["by_nodes"].items()},
             tuple(
                 StepTable(
-                    table["device"], table["kind"], table["model"], table["weight_bytes"],
+                    table["device"], table["kind"], table["model"], table["weight_bytes"], table["draft_bytes"],
                     tuple(Step(*row) for row in table["steps"]),
                 )
                 for table in found["tables"]
             ),
         )  # fmt: skip
 
-    def choose(self, device: str, kind: str, weight_bytes: int, slots: int, context: int, most_nodes: int) -> TreeSize:
+    def choose(
+        self,
+        device: str,
+        kind: str,
+        weight_bytes: int,
+        draft_bytes: int,
+        slots: int,
+        context: int,
+        most_nodes: int,
+    ) -> TreeSize:
         """Choose a number of nodes, at most ``most_nodes``.
 
-        ``device``: its name; ``kind``: "cuda" or "cpu"; ``weight_bytes``: of the target; ``slots``: sequences side by
-        side; ``context``: tokens of the longest.
+        ``device``: its name; ``kind``: "cuda" or "cpu"; ``weight_bytes``, ``draft_bytes``: as in `StepTable`;
+        ``slots``: sequences side by side; ``context``: tokens of the longest.
         """
         table = self._table(device, kind, weight_bytes)
         if table is None:
             return TreeSize(most_nodes, f"no steps were measured on any {kind}")
         steps = _nearest_steps(table.steps, slots, max(1, context))
+        more = draft_bytes / table.draft_bytes - 1
         rates = {
-            step.nodes: self.accepted_lengths[step.nodes] / step.step_ms
+            step.nodes: self.accepted_lengths[step.nodes] / (step.step_ms + step.draft_ms * more)
             for step in steps
             if step.nodes in self.accepted_lengths
         }

@@ -106,17 +106,19 @@ def run_all(compiler: Compiler) -> None:
     prompt_chunks.begin_prompt(box, state)
     prompt_chunks.chunk_rows(box, chunk)
     prompt_chunks.end_chunk(box, CHUNK, state)
-    for variant, places, nodes, attention, window in (
-        ("tree", SLOTS, NODES, forward.attention, None),
-        ("tree, window", SLOTS, NODES, forward.attention, 4096),
-        ("root", SLOTS, 1, ForwardRows.allocate(SLOTS, 1, state.lengths).attention, None),
-        ("chunk", 1, CHUNK, chunk.forward.attention, None),
+    capped = {"softcap": 50.0, "sinks": torch.zeros(HEADS, **bf16)}
+    for variant, places, nodes, attention, window, options in (
+        ("tree", SLOTS, NODES, forward.attention, None, {}),
+        ("tree, window", SLOTS, NODES, forward.attention, 4096, {}),
+        ("tree, window, capped, sinks", SLOTS, NODES, forward.attention, 4096, capped),
+        ("root", SLOTS, 1, ForwardRows.allocate(SLOTS, 1, state.lengths).attention, None, {}),
+        ("chunk", 1, CHUNK, chunk.forward.attention, None, {}),
     ):
         compiler.variant = variant
         out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
         query = torch.zeros(places * nodes, width, **bf16)
         scratch = AttentionScratch.allocate(16 * places, nodes, HEADS, HEAD_DIM, "cpu")
-        tree_attention.tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch)
+        tree_attention.tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch, **options)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, tree[0], tree[1], 7, state, state.active_count)

@@ -19,10 +19,10 @@ STEPS = (
 SIZES = TreeSizes(
     {1: 1.0, 16: 2.5, 60: 3.0},
     (
-        StepTable("GPU A", "cuda", "small", 1_000, STEPS),
-        StepTable("GPU A", "cuda", "large", 1_000_000, (Step(1, 512, 1, 5.0), Step(1, 512, 60, 6.0))),
-        StepTable("GPU B", "cuda", "large", 1_000_000, (Step(1, 512, 1, 5.0), Step(1, 512, 16, 6.0))),
-        StepTable("CPU", "cpu", "small", 1_000, (Step(1, 100, 1, 5.0), Step(1, 100, 60, 16.0))),
+        StepTable("GPU A", "cuda", "small", 1_000, 100, STEPS),
+        StepTable("GPU A", "cuda", "large", 1_000_000, 100, (Step(1, 512, 1, 5.0), Step(1, 512, 60, 6.0))),
+        StepTable("GPU B", "cuda", "large", 1_000_000, 100, (Step(1, 512, 1, 5.0), Step(1, 512, 16, 6.0))),
+        StepTable("CPU", "cpu", "small", 1_000, 100, (Step(1, 100, 1, 5.0), Step(1, 100, 60, 16.0))),
     ),
 )
 
@@ -42,18 +42,26 @@ SIZES = TreeSizes(
     ],
 )
 def test_most_tokens_a_second(device: str, kind: str, weight_bytes: int, slots: int, context: int, nodes: int) -> None:
-    size = SIZES.choose(device, kind, weight_bytes, slots, context, most_nodes=60)
+    size = SIZES.choose(device, kind, weight_bytes, 100, slots, context, most_nodes=60)
     assert size.num_nodes == nodes
     assert ("does not pay" in size.reason) == (nodes == 1)
 
 
+def test_a_larger_head_drafts_longer() -> None:
+    """16 of 20 ms are the draft's: 3.0 / 20 is less than 1 / 5, 3.0 / 12 is more."""
+    steps = (Step(1, 100, 1, 5.0), Step(1, 100, 60, 20.0, 16.0))
+    sizes = TreeSizes(SIZES.accepted_lengths, (StepTable("CPU", "cpu", "small", 1_000, 100, steps),))
+    assert sizes.choose("CPU", "cpu", 1_000, 100, 1, 100, most_nodes=60).num_nodes == 1
+    assert sizes.choose("CPU", "cpu", 1_000, 50, 1, 100, most_nodes=60).num_nodes == 60
+
+
 def test_no_more_nodes_than_the_tree_has() -> None:
-    assert SIZES.choose("GPU A", "cuda", 1_000, 1, 512, most_nodes=7).num_nodes == 7
-    assert SIZES.choose("none", "xpu", 1_000, 1, 512, most_nodes=7).num_nodes == 7
+    assert SIZES.choose("GPU A", "cuda", 1_000, 100, 1, 512, most_nodes=7).num_nodes == 7
+    assert SIZES.choose("none", "xpu", 1_000, 100, 1, 512, most_nodes=7).num_nodes == 7
 
 
 def test_a_call_chooses_its_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = StepTable("CPU", "cpu", "tiny", 1_000, (Step(1, 100, 1, 5.0), Step(1, 100, 16, 6.0), *STEPS[-2:]))
+    cpu = StepTable("CPU", "cpu", "tiny", 1_000, 100, (Step(1, 100, 1, 5.0), Step(1, 100, 16, 6.0), *STEPS[-2:]))
     monkeypatch.setattr("eagle_slim.runtime.model.measured_sizes", lambda: TreeSizes(SIZES.accepted_lengths, (cpu,)))
     target, head = tiny_target("llama"), write_head(tmp_path)
     prompts = random_prompts([5, 9, 3])
