@@ -2,8 +2,9 @@
 
     python -m eagle_slim.runtime.bench.tree_sizes
 
-Reads `RESULTS` under ``runtime/bench/results`` and writes ``runtime/generation/tree_sizes.json``: accepted lengths from
-the first, which ran a real head, steps from all. What was measured again gets its name here.
+Reads `ACCEPTED` and `STEPS` under ``runtime/bench/results`` and writes ``runtime/generation/tree_sizes.json``: accepted
+lengths of a real head, and steps of named devices and dimensions. What is measured again gets its name here, behind
+what it replaces or in its place.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..config import TreeConfig
 from ..generation.tree_size import TABLES
+from .problem import MODELS, draft_config
+from .random_decoding import LAYERS
 
 FOLDER = Path(__file__).with_name("results")
-RESULTS = (
-    "2026-11-22-cpu-accepted-lengths.json",
-    "2026-11-22-h200-tree-sizes-llama-3.1-8b.json",
-    "2026-11-22-h200-tree-sizes-smollm2.json",
+ACCEPTED = "2026-11-22-cpu-accepted-lengths.json"
+STEPS = (
+    "2026-11-22-cpu-steps.json",
+    "2026-11-22-h200-step-llama-3.1-8b.json",
+    "2026-11-22-h200-step-llama-3.1-8b-16-nodes.json",
+    "2026-11-22-h200-step-smollm2.json",
 )
+TREE = TreeConfig(5, 10, 60)
+"""Depth and top_k of all that is measured."""
 
 
 def read(path: Path) -> Any:
@@ -28,47 +36,59 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def collect(names: Iterable[str], folder: Path = FOLDER) -> dict[str, Any]:
-    """Join results, by their files' names; the first one gives the accepted lengths."""
-    found = {name: read(folder / name) for name in names}
-    first = next(iter(found.values()))
-    return {
-        "accepted_lengths": {
-            "from": next(iter(found)),
-            "by_nodes": {
-                str(row["nodes"]): round(row["accepted_length"], 3) for row in first["rows"] if row["slots"] == 1
+def weight_bytes(dims: str) -> int:
+    """Bytes in bfloat16 of the decoder layers and the LM head of a target of these dimensions."""
+    d = MODELS[dims]
+    layer = (2 * d.heads + 2 * d.kv_heads) * d.head_dim * d.hidden + 3 * d.intermediate * d.hidden
+    return 2 * (LAYERS[dims] * layer + d.vocab * d.hidden)
+
+
+def draft_bytes(dims: str, draft_vocab: int) -> int:
+    """Bytes in bfloat16 that drafting a tree with a head for these dimensions reads."""
+    return draft_config(MODELS[dims], draft_vocab, TREE, 1, 1).level_bytes * (TREE.depth + 1)
+
+
+def collect(accepted: str = ACCEPTED, steps: Iterable[str] = STEPS, folder: Path = FOLDER) -> dict[str, Any]:
+    """Join results, by their files' names."""
+    tables: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for name in steps:
+        result = read(folder / name)
+        machine, dims = result["machine"], result["dims"]
+        is_gpu, draft_vocab = "num_sms" in machine, result.get("draft_vocab", MODELS[dims].vocab)
+        device = machine["device"] if is_gpu else "CPU"
+        table = tables.setdefault(
+            (device, dims, draft_vocab),
+            {
+                "device": device, "kind": "cuda" if is_gpu else "cpu", "model": dims, "draft_vocab": draft_vocab,
+                "weight_bytes": weight_bytes(dims), "draft_bytes": draft_bytes(dims, draft_vocab),
+                "versions": {key: machine[key] for key in ("torch", "triton")}, "from": [], "steps": {},
             },
-        },
-        "tables": [_table(name, result) for name, result in found.items()],
-    }
-
-
-def _table(name: str, result: Mapping[str, Any]) -> dict[str, Any]:
-    machine, is_gpu = result["machine"], "num_sms" in result["machine"]
-    rows = [row for row in result["rows"] if not row.get("sampled")]
-    # A draft takes as long for every size of tree, and `bench.step` times it once.
-    drafts = {_place(row): row["draft_ms"] for row in rows if row["nodes"] > 1 and "draft_ms" in row}
-    steps = [
-        [*_place(row), row["nodes"], round(row["step_ms"], 3), round(_draft_ms(row, drafts), 3)]
-        for row in rows
-    ]  # fmt: skip
+        )  # fmt: skip
+        table["from"].append(name)
+        table["steps"] |= {(*_place(row), row["nodes"]): row for row in result["rows"] if not row.get("sampled")}
+    lengths = {str(row["nodes"]): round(row["accepted_length"], 3) for row in read(folder / accepted)["rows"]}
     return {
-        "from": name, "device": machine["device"] if is_gpu else "CPU", "kind": "cuda" if is_gpu else "cpu",
-        "model": result["dims"], "weight_bytes": result["weight_bytes"], "draft_bytes": result["draft_bytes"],
-        "versions": {key: machine[key] for key in ("torch", "triton", "commit")}, "steps": sorted(steps),
-    }  # fmt: skip
+        "accepted_lengths": {"from": accepted, "by_nodes": lengths},
+        "tables": [table | {"steps": _steps(table["steps"])} for table in tables.values()],
+    }
 
 
 def _place(row: Mapping[str, Any]) -> tuple[int, int]:
     return row.get("slots", row.get("batch")), row.get("context", row.get("prefix"))
 
 
-def _draft_ms(row: Mapping[str, Any], drafts: Mapping[tuple[int, int], float]) -> float:
-    return 0.0 if row["nodes"] == 1 else row.get("draft_ms", drafts[_place(row)])
+def _steps(rows: Mapping[tuple[int, int, int], Mapping[str, Any]]) -> list[list[float]]:
+    """Slots, context, nodes, milliseconds of the step, and of its draft."""
+    # A draft takes as long for every size of tree, and `bench.step` times it for the largest alone.
+    drafts = {_place(row): row["draft_ms"] for row in rows.values() if row["nodes"] > 1 and "draft_ms" in row}
+    return [
+        [*place, round(row["step_ms"], 3), round(row.get("draft_ms", drafts[place[:2]]), 3) if place[2] > 1 else 0.0]
+        for place, row in sorted(rows.items())
+    ]
 
 
 def to_text(tables: Mapping[str, Any]) -> str:
-    """A step to a line."""
+    """JSON with a step to a line."""
     text = json.dumps(tables, indent=1)
     for table in tables["tables"]:
         for step in table["steps"]:
@@ -78,7 +98,7 @@ def to_text(tables: Mapping[str, Any]) -> str:
 
 def main() -> None:
     """Write the tables."""
-    TABLES.write_text(to_text(collect(RESULTS)), encoding="utf-8")
+    TABLES.write_text(to_text(collect()), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.bench import tree_sizes
 from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.generation.tree_size import Step, StepTable, TreeSizes
+from eagle_slim.runtime.generation import tree_size
+from eagle_slim.runtime.generation.tree_size import Step, StepTable, TreeSizes, measured_sizes
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -58,6 +61,31 @@ def test_a_larger_head_drafts_longer() -> None:
 def test_no_more_nodes_than_the_tree_has() -> None:
     assert SIZES.choose("GPU A", "cuda", 1_000, 100, 1, 512, most_nodes=7).num_nodes == 7
     assert SIZES.choose("none", "xpu", 1_000, 100, 1, 512, most_nodes=7).num_nodes == 7
+
+
+def test_the_tables_that_ship() -> None:
+    sizes = measured_sizes()
+    assert {"cuda", "cpu"} == {table.kind for table in sizes.tables}
+    lengths = [sizes.accepted_lengths[nodes] for nodes in sorted(sizes.accepted_lengths)]
+    assert lengths[0] == 1.0 < lengths[1]
+    assert all(later >= 0.98 * before for before, later in itertools.pairwise(lengths))
+    for table in sizes.tables:
+        for slots, context in {(step.slots, step.context) for step in table.steps}:
+            rows = [step for step in table.steps if (step.slots, step.context) == (slots, context)]
+            assert 1 in {step.nodes for step in rows if step.nodes in sizes.accepted_lengths}
+            size = sizes.choose(table.device, table.kind, table.weight_bytes, table.draft_bytes, slots, context, 60)
+            assert size.num_nodes in {step.nodes for step in rows}
+
+
+def test_the_tables_are_made_of_results() -> None:
+    """What ships is what the committed results of the benchmarks give."""
+    assert tree_sizes.collect() == tree_sizes.read(tree_size.TABLES)
+
+
+def test_bytes_of_known_dimensions() -> None:
+    """Llama-3.1-8B: 32 layers of 218,103,808 matrix weights, and an LM head of 128,256 x 4,096."""
+    assert tree_sizes.weight_bytes("llama-3.1-8b") == 2 * (32 * 218_103_808 + 128_256 * 4_096)
+    assert tree_sizes.draft_bytes("smollm2-135m", 49152) == pytest.approx(6 * 66.8e6, rel=0.01)
 
 
 def test_a_call_chooses_its_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
