@@ -14,9 +14,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..config import TreeConfig
+import torch
+
 from ..generation.tree_size import TABLES
-from .problem import MODELS, draft_config
+from .problem import MODELS, first_rows, random_head
 from .random_decoding import LAYERS
 
 FOLDER = Path(__file__).with_name("results")
@@ -27,8 +28,8 @@ STEPS = (
     "2026-11-22-h200-step-llama-3.1-8b-16-nodes.json",
     "2026-11-22-h200-step-smollm2.json",
 )
-TREE = TreeConfig(5, 10, 60)
-"""Depth and top_k of all that is measured."""
+LEVELS = 6
+"""Passes of a draft of depth 5, which all of these measured."""
 
 
 def read(path: Path) -> Any:
@@ -45,7 +46,8 @@ def weight_bytes(dims: str) -> int:
 
 def draft_bytes(dims: str, draft_vocab: int) -> int:
     """Bytes in bfloat16 that drafting a tree with a head for these dimensions reads."""
-    return draft_config(MODELS[dims], draft_vocab, TREE, 1, 1).level_bytes * (TREE.depth + 1)
+    head = first_rows(random_head(MODELS[dims], torch.device("meta")), draft_vocab)
+    return 2 * head.num_weights * LEVELS
 
 
 def collect(accepted: str = ACCEPTED, steps: Iterable[str] = STEPS, folder: Path = FOLDER) -> dict[str, Any]:
