@@ -19,7 +19,8 @@ import functools
 import inspect
 import random
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -161,12 +162,18 @@ class StepPatch:
         if self.layer_patch.kind == "eagle3":
             features = torch.cat(list(outputs["hidden_states"]), -1)
         session = self.session
-        with torch.inference_mode(False), torch.no_grad():
+        with self._buffers():
             # The next draft's pairs, so that nothing has to grow between the walk and that draft.
             session.reserve(session.length + session.tree.path_width)
             tensors = self._current(logits.shape[-1])
             tensors.state.lengths.fill_(input_ids.shape[1])
         return logits, features, outputs
+
+    @contextmanager
+    def _buffers(self) -> Iterator[None]:
+        """Work on buffers: ones made in inference mode could not be written to outside it."""
+        with torch.inference_mode(False), torch.no_grad(), _current_device(self.session.head.device):
+            yield
 
     def _current(self, vocab: int) -> _Tensors:
         """Return the tensors over the drafter's buffers as they are now."""
@@ -183,7 +190,7 @@ class StepPatch:
         Returns what `update_inference_inputs` takes: the path's nodes int32 [16]; when sampling, also how many there
         are and the probabilities of the next token, float [vocab].
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with self._buffers():
             tensors = self._current(logits.shape[-1])
             if logits_processor is None:
                 self._accept_greedy(tensors, logits[0])
@@ -237,7 +244,7 @@ class StepPatch:
         assert tensors is not None
         state, bufs, drafter = tensors.state, tensors.bufs, session.drafter
         sampled = None
-        with torch.inference_mode(False), torch.no_grad():
+        with self._buffers():
             if sample_p is not None:
                 assert accept_length is not None
                 sampled = torch.multinomial(sample_p, 1)
@@ -245,13 +252,14 @@ class StepPatch:
             # Copies, as the next draft overwrites what they are made from.
             kept = bufs.draft_tokens[0, state.path[0].clamp(min=0).long()]
             newest = state.new_tokens[0].long()
-        with torch.inference_mode():
+        # What upstream allocated may be a tensor of inference mode.
+        with torch.inference_mode(), _current_device(bufs.keys.device):
             for data in past_key_values_data_list:
                 self.ops.commit_kv(state, data[0::2], data[1::2])
             self.ops.commit_features(
                 state, hidden_state_new[0], session.tree.total_tokens, tensors.first_row, drafter.features
             )
-        with torch.inference_mode(False), torch.no_grad():
+        with self._buffers():
             tensors.record.copy_(state.record, non_blocking=True)
             done = torch.cuda.Event() if state.record.is_cuda else None
             if done is not None:
@@ -269,9 +277,10 @@ class StepPatch:
             count = record[0][0]
             session.length += count
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
-            current_length_data.fill_(input_ids.shape[1])
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])
             tokens, paths, mask, positions = (field.clone() for field in tree)
+        with torch.inference_mode():
+            current_length_data.fill_(input_ids.shape[1])
         token = newest[count - 1 : count][None]
         return input_ids, tokens, paths, mask, positions, new_token + count, None, token
 
@@ -287,6 +296,11 @@ class StepPatch:
         state.record.zero_()
         state.record[0, :RECORD_HEAD] = torch.tensor([count, count, 0], dtype=torch.int32)
         state.record[-1, 0] = self.session.drafter.error[0]
+
+
+def _current_device(device: torch.device) -> AbstractContextManager[object]:
+    """Launch kernels where the model is, which need not be the current GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _take(children: list[int], probabilities: list[float]) -> int | None:
@@ -347,7 +361,8 @@ class _MaskMethod:
             tree = tree.to(device)
             keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
             key_mask = keys if attention_mask is None else attention_mask[0].to(device)
-            return tree_bias(tree, key_mask, dtype)[None, None]
+            with _current_device(device):
+                return tree_bias(tree, key_mask, dtype)[None, None]
 
         return {self.name: of_qwen2 if self.name == _QWEN2_MASK else of_llama}
 
