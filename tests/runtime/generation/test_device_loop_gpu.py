@@ -250,7 +250,13 @@ def test_trees_are_sized_by_what_was_measured(tmp_path: Path) -> None:
     for count in (1, 16):
         output = model.generate(prompts[:count], max_new_tokens=12)
         chosen = measured_sizes().choose(
-            torch.cuda.get_device_name(), "cuda", model.target.weight_bytes, model.draft_bytes, count, 20, 49
+            torch.cuda.get_device_name(),
+            "cuda",
+            model.target.weight_bytes,
+            model.draft_bytes,
+            count,
+            20,
+            model.drafter.tree.total_tokens,
         )
         assert output.stats.num_nodes == chosen.num_nodes
         assert output.token_ids == [greedy(model, prompt, 12) for prompt in prompts[:count]]
