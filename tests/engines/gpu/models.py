@@ -1,15 +1,17 @@
-"""The models of the starts: ``python models.py FOLDER``. Needs eagle_slim and the pack smollm2; runs on a CPU.
+"""The models of some waves: ``python models.py FOLDER WAVE...``. Needs eagle_slim, and for SmolLM2 its pack; on a CPU.
 
 * ``smollm2/target`` and heads ``full``, ``16384``, ``4096``: converted from the built-in head as a user would;
 * ``smollm2/4096-missing``, ``-reordered``, ``-shifted``: the last with a broken map;
-* ``oracle/target``, ``oracle/eagle2``: an EAGLE-2 head whose drafts are all right, written for SGLang;
+* ``oracle/target``, heads ``eagle3`` and (for SGLang) ``eagle2``: all their drafts are right;
 * ``llama-8b``, ``qwen3-8b``: configurations alone, targets and heads, for dummy weights.
 """
 
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +20,7 @@ from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
-from starts import BROKEN
+from starts import BROKEN, WAVES
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from engines import oracle
@@ -80,7 +82,7 @@ def write_smollm2(folder: Path) -> None:
 
 
 def write_oracle(folder: Path) -> None:
-    """The oracle's target and an EAGLE-2 head with its token map ``freq_320.pt``."""
+    """The oracle's target, a slim EAGLE-3 head, and an EAGLE-2 head with its token map ``freq_320.pt``."""
     folder.mkdir(parents=True)
     target = oracle.build_target(folder / "target")
     head = oracle.build_eagle1_head(folder / "eagle2-unconverted")
@@ -89,6 +91,8 @@ def write_oracle(folder: Path) -> None:
     convert_head(
         head, target=target, draft_vocab=ORACLE_ROWS, vocabulary=ranking, out=folder / "eagle2", flavour="sglang"
     )
+    head = oracle.build_eagle3_head(folder / "eagle3-unconverted")
+    convert_head(head, target=target, draft_vocab=ORACLE_ROWS, vocabulary=ranking, out=folder / "eagle3")
     prompts = [oracle.prompt(cycle) for cycle in range(NUM_PROMPTS)]
     (folder / "prompts.json").write_text(json.dumps(prompts))
 
@@ -109,15 +113,22 @@ def write_dummy(folder: Path, config: dict[str, object]) -> None:
     (folder / "prompts.json").write_text(json.dumps([list(range(1000 + i, 1064 + i)) for i in range(NUM_PROMPTS)]))
 
 
-def main(folder: Path) -> None:
-    """Write everything below ``folder``, which must not exist."""
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "smollm2": write_smollm2,
+    "oracle": write_oracle,
+    **{name: partial(write_dummy, config=config) for name, config in DUMMIES.items()},
+}
+
+
+def main(folder: Path, waves: list[str]) -> None:
+    """Write the models of the waves (names joined by commas too) below ``folder``, where they are not there yet."""
     torch.set_num_threads(4)
+    needed = {start.model for names in waves for name in names.split(",") for start in WAVES[name]}
     with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(write_smollm2, folder / "smollm2"), pool.submit(write_oracle, folder / "oracle")]
-        jobs += [pool.submit(write_dummy, folder / name, config) for name, config in DUMMIES.items()]
+        jobs = [pool.submit(WRITERS[name], folder / name) for name in needed if not (folder / name).exists()]
         for job in jobs:
             job.result()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

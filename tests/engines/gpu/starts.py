@@ -1,4 +1,4 @@
-"""The engine starts of one run, in waves by value: what is cut off by a time limit is worth least."""
+"""The engine starts, in waves that are run together."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +9,8 @@ BROKEN = ("missing", "reordered", "shifted")
 TEXT_TOKENS, SPEED_TOKENS, BATCHES = 128, 256, (1, 4, 16)
 # Tokens a step that dummy heads are given, whose real drafts would all be wrong.
 SYNTHETIC_LENGTH = 2.5
+TOPK_8 = {"topk": 8, "steps": 4, "draft_tokens": 32}
+EAGLE2_TOPK_4 = {"algorithm": "EAGLE", "topk": 4, "steps": 3, "draft_tokens": 16, "token_map": "eagle2/freq_320.pt"}
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,22 @@ WAVES: dict[str, list[Start]] = {
         Start("vllm 16384, 3 drafts", "vllm", "smollm2", "16384"),
         Start("vllm 4096, 3 drafts, then its broken maps", "vllm", "smollm2", "4096", {"broken": BROKEN}),
         Start("vllm 16384, 5 drafts", "vllm", "smollm2", "16384", {"k": 5}),
+    ],
+    "vllm-8b": [
         Start("vllm llama-8b full", "vllm", "llama-8b", "full"),
         Start("vllm llama-8b 32000", "vllm", "llama-8b", "32000"),
         Start("vllm llama-8b 16000", "vllm", "llama-8b", "16000"),
     ],
+    # The oracle needs no weights to be carried, and its drafts are all accepted exactly if everything is read right.
+    "sglang-oracle": [
+        Start("sglang oracle EAGLE-3, chain of 3", "sglang", "oracle", "eagle3"),
+        Start("sglang oracle EAGLE-3, tree, topk 8", "sglang", "oracle", "eagle3", TOPK_8),
+        Start("sglang oracle EAGLE-2 with a token map, tree, topk 4", "sglang", "oracle", "eagle2", EAGLE2_TOPK_4),
+    ],
     "sglang": [
         Start("sglang plain", "sglang", "smollm2", None),
         Start("sglang 16384, chain of 3", "sglang", "smollm2", "16384"),
-        Start("sglang 16384, tree, topk 8", "sglang", "smollm2", "16384", {"topk": 8, "steps": 4, "draft_tokens": 32}),
-        Start(
-            "sglang oracle EAGLE-2 with a token map, tree, topk 4", "sglang", "oracle", "eagle2",
-            {"algorithm": "EAGLE", "topk": 4, "steps": 3, "draft_tokens": 16, "token_map": "eagle2/freq_320.pt"},
-        ),
+        Start("sglang 16384, tree, topk 8", "sglang", "smollm2", "16384", TOPK_8),
     ],
     "vllm-qwen3": [
         Start("vllm qwen3-8b full", "vllm", "qwen3-8b", "full"),

@@ -32,6 +32,11 @@ def start(job: Json) -> tuple[Generate, Json]:
     from vllm import LLM, SamplingParams, __version__
 
     k = job.get("k", 3)
+    if job.get("dummy"):
+        # Learned from the names in a head's file, which dummy weights have not; without it the target's rows are used.
+        from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+        Eagle3LlamaForCausalLM.has_own_lm_head = True
     speculative = None
     if job["head"]:
         speculative = {"model": job["head"], "method": job.get("method", "eagle3"), "num_speculative_tokens": k}
@@ -79,6 +84,7 @@ def start(job: Json) -> tuple[Generate, Json]:
 
     runner = _model_runner(llm)
     facts = {
+        "drafter_rows": None if speculative is None else _draft_model(llm).lm_head.weight.shape[0],
         "version": __version__,
         "torch": torch.__version__,
         "gpu": torch.cuda.get_device_name(),
@@ -92,6 +98,11 @@ def _model_runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
+def _draft_model(llm: Any) -> Any:
+    runner = _model_runner(llm)
+    return (getattr(runner, "speculator", None) or runner.drafter).model
+
+
 def broken_maps(job: Json, generate: Generate) -> Json:
     """Load each broken artifact into the running engine with vLLM's own loader, and generate with it.
 
@@ -99,9 +110,7 @@ def broken_maps(job: Json, generate: Generate) -> Json:
     """
     if not job.get("broken"):
         return {}
-    runner = _model_runner(_engine[0])
-    holder = getattr(runner, "speculator", None) or runner.drafter
-    draft_model = holder.model
+    draft_model = _draft_model(_engine[0])
     prompts = json.loads(Path(job["prompts"]).read_text())
     found = {}
     for name, folder in job["broken"].items():
