@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Run waves of engine starts on a GPU machine without a network, from the repository's root:
-#     PARTS=folder WORK=folder tests/engines/gpu/on_machine.sh WAVE...
+# Run a wave of engine starts on a GPU machine without a network, from the repository's root:
+#     PARTS=folder WORK=folder tests/engines/gpu/on_machine.sh WAVE[,WAVE...] [OPTION OF run.py ...]
 # PARTS holds what pack.py wrote (and is emptied), WORK is for what comes of it, OUT for results.
 set -euo pipefail
 parts=${PARTS:?the folder of packs} work=${WORK:?a folder to work in} out=${OUT:-build/gpu-results}
-here=tests/engines/gpu
+here=tests/engines/gpu waves=${1:?a wave, or several joined by commas}
+shift
 mkdir -p "$work/package" "$out"
 # The checkout as if it were installed.
 ln -sfn "$PWD" "$work/package/eagle_slim"
@@ -26,11 +27,11 @@ fi
 # What eagle_slim needs and the machine lacks is in either pack.
 extra=$work/site/smollm2
 [ -d "$extra" ] || extra=$work/site/sglang
-PYTHONPATH="$work/package:$extra" python3 "$here/models.py" "$work/models" "$@"
+PYTHONPATH="$work/package:$extra" python3 "$here/models.py" "$work/models" "$waves"
 echo "models written after $SECONDS s"
 
 status=0
-python3 "$here/run.py" "$@" --site "$work/site" --models "$work/models" --out "$out/engines.jsonl" --logs "$work/logs" \
+python3 "$here/run.py" "$waves" "$@" --site "$work/site" --models "$work/models" --out "$out/engines.jsonl" --logs "$work/logs" \
     || status=$?
 tar -C "$work" --exclude '*.cache' -czf "$out/logs.tar.gz" logs
 echo "ended after $SECONDS s"
