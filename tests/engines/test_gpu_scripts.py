@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 SCRIPTS = Path(__file__).parent / "gpu"
-NAMES = ("fatbin", "measure", "pack", "recipes", "run", "starts", "unpack")
+NAMES = ("fatbin", "measure", "pack", "recipes", "results", "run", "starts", "unpack")
 
 FAKE_START = """\
 import json, time
@@ -166,3 +166,40 @@ def test_every_start_leaves_a_line_and_a_failed_one_does_not_stop_the_others(
     assert good["result"]["speeds"][0]["tokens_per_s"] > 0
     assert list(good["result"]["broken"]) == ["missing", "reordered", "shifted"]
     assert "accepted 1.5" in capsys.readouterr().out
+
+
+def line(name: str, head: str | None, tokens: list[list[int]], **more: object) -> dict[str, object]:
+    """What run.py writes of a start with SmolLM2."""
+    text = {"tokens": tokens, "accepted_length": None if head is None else 1.75}
+    speeds = [{"batch": 1, "tokens_per_s": 100.0, "ms_per_step": 10.0, "accepted_length": None}]
+    job = {"target": "m/smollm2/target", "head": head and f"m/smollm2/{head}", "prompts": "p", "dummy": False}
+    result = {"text": text, "speeds": speeds, **more}
+    return {"name": name, "engine": "vllm", "job": job, "facts": {"version": "1"}, "result": result}
+
+
+def test_results_say_how_texts_differ_and_what_is_void(scripts: dict[str, ModuleType]) -> None:
+    other = {"missing": {"tokens": [[1, 2, 3], [9, 5, 6]], "accepted_length": 1.0}}
+    void = line("dummy", "full", [])
+    void["job"] = {**dict(void["job"]), "dummy": True, "target": "m/llama-8b/target"}  # type: ignore[call-overload]
+    failed = {**line("failed", "full", []), "error": "start: ended with 1", "log": "a\n" * 99 + "RuntimeError: no"}
+    rows = [
+        line("plain", None, [[1, 2, 3], [4, 5, 6]]),
+        line("slim", "16384", [[9, 9, 9], [9, 9, 9]]),
+        line("slim", "16384", [[1, 2, 3], [4, 5, 7]], broken=other),
+        void,
+        failed,
+    ]
+    chains = [{"rows": "16384", "k": 3, "accepted_length": 1.8}, {"rows": "16384", "k": 5, "accepted_length": 2.0}]
+    entries = {entry["name"]: entry for entry in scripts["results"].condense(rows, chains)}
+    assert list(entries) == ["plain", "slim", "dummy", "failed"]
+    slim = entries["slim"]
+    assert slim["text"] == {
+        "accepted_length": 1.75, "answers": 2, "differ_from_plain_at": [2], "reference_chain": 1.8,
+    }  # fmt: skip
+    assert slim["broken"]["missing"]["differ_from_plain_at"] == [0]
+    assert entries["dummy"]["error"].startswith("void")
+    assert entries["failed"]["log"][-1] == "RuntimeError: no"
+    assert "speeds" not in entries["dummy"]
+    table = scripts["results"].tables(list(entries.values()))
+    assert "| slim | 1.75 | 1.8 | 1 of 2 | 100 | 10.00 |" in table
+    assert "| … its map missing | 1.0 | | 1 of 2 | | |" in table

@@ -2,16 +2,24 @@
 
     python results.py engines.jsonl [...] --chains chains.jsonl --out results/h200.json   # prints the tables too
 
-Of the texts only what they show is kept: how many answers equal plain decoding in the same engine, and where the others
-part from it.
+Of the texts only what they show is kept: how many answers equal plain decoding in the same engine (for the oracle: its
+known continuation), and where the others part from it.
 """
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from engines import oracle
+from starts import TEXT_TOKENS
+
 Json = dict[str, Any]
+NUM_PROMPTS = 16
+# Of a failed start's log; the exception is at its end.
+LOG_LINES = 6
 
 
 def differences(tokens: list[list[int]], plain: list[list[int]]) -> list[int]:
@@ -27,10 +35,12 @@ def condense(rows: list[Json], chains: list[Json]) -> list[Json]:
     """One entry per start, texts judged; a start that was run again replaces the earlier line of its name."""
     latest = {row["name"]: row for row in rows}
     plain = {
-        row["engine"]: row["result"]["text"]["tokens"]
+        (row["engine"], "smollm2"): row["result"]["text"]["tokens"]
         for row in latest.values()
         if row["job"]["head"] is None and "error" not in row
     }
+    known = [oracle.continuation(oracle.prompt(cycle), TEXT_TOKENS) for cycle in range(NUM_PROMPTS)]
+    plain |= {(row["engine"], "oracle"): known for row in latest.values()}
     expected = {(chain["rows"], chain["k"]): chain["accepted_length"] for chain in chains}
     entries = []
     for row in latest.values():
@@ -47,7 +57,11 @@ def condense(rows: list[Json], chains: list[Json]) -> list[Json]:
             "facts": row["facts"],
         }
         if "error" in row:
-            entries.append({**entry, "error": row["error"], "log": row["log"]})
+            entries.append({**entry, "error": row["error"], "log": row["log"].splitlines()[-LOG_LINES:]})
+            continue
+        if job["dummy"] and "drafter_rows" not in row["facts"]:
+            # Before vllm_start.py saw to it, a head without a file was given the target's LM head, whatever its rows.
+            entries.append({**entry, "error": "void: the drafter had the target's rows, not its own"})
             continue
         result = row["result"]
         entry["speeds"] = result["speeds"]
@@ -55,8 +69,8 @@ def condense(rows: list[Json], chains: list[Json]) -> list[Json]:
             if text is None:
                 continue
             shown = {"accepted_length": text["accepted_length"], "answers": len(text["tokens"])}
-            if model == "smollm2" and row["engine"] in plain:
-                shown["differ_from_plain_at"] = differences(text["tokens"], plain[row["engine"]])
+            if (row["engine"], model) in plain:
+                shown["differ_from_plain_at"] = differences(text["tokens"], plain[row["engine"], model])
             if name == "text":
                 k = job.get("k", job.get("steps", 3))
                 if model == "smollm2" and job.get("topk", 1) == 1:
