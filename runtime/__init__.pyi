@@ -1,6 +1,7 @@
 from .config import SamplingConfig, TreeConfig
 from .drafter.buffers import Buffers
 from .drafter.config import DrafterConfig
+from .drafter.follow import FollowRows
 from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
 from .errors import (
     AcceptanceWarning,
@@ -24,6 +25,7 @@ from .kernels.launch import (
     launch_drafter,
     open_tuned_cache,
     prefill_drafter,
+    set_tail,
 )
 from .miss_log import MissLog
 from .model import SpeculativeModel
@@ -51,6 +53,7 @@ __all__ = [
     "Drafter",
     "DrafterConfig",
     "DrafterError",
+    "FollowRows",
     "GPUAssertionError",
     "GenerationOutput",
     "GenerationStats",
@@ -80,6 +83,7 @@ __all__ = [
     "prefill_drafter",
     "register_triton_backend",
     "registered_backends",
+    "set_tail",
     "unpatch_ea_model",
     "unpatch_eagle_model",
     "unregister_backend",
