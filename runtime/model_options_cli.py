@@ -107,6 +107,10 @@ def load_model(options: dict[str, Any]) -> SpeculativeModel:
         offline=options.pop("offline"),
     )
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter_reason})")
+    follow = model.drafter.weights.follow
+    if follow is not None:
+        most = min(follow.most, len(follow.ids))
+        note(f"follows the {follow.source}: up to {most:,} of {len(follow.ids):,} ids join {model.draft_vocab:,}")
     assert model.opened is not None
     for warning in model.opened.head.warnings:
         click.echo(f"warning: {warning}", err=True)

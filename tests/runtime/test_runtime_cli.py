@@ -87,6 +87,7 @@ def test_a_vocabulary_that_follows_the_text(run: Run, pair: tuple[str, str, str]
     small = ("--draft-vocab", "270", "--follow", "text", "--follow-rows", "30")
     code, out, err = run(generate_cli.main, *args, *small, "--check")
     assert code == 0, err
+    assert "follows the text: up to 30 of 90 ids join 270" in err
     fixed = json.loads(run(generate_cli.main, *args, "--draft-vocab", "270")[1])
     followed = json.loads(out)
     assert followed["token_ids"] == fixed["token_ids"]

@@ -89,6 +89,13 @@ def test_forgotten_with_the_sequence() -> None:
     assert drafter.tails == [(), ()]
 
 
+def test_rows_of_another_head_are_refused() -> None:
+    head = with_follow(random_head(), 60)
+    for other in (random_head(dtype=torch.float16), random_head(hidden=48, heads=3, kv_heads=3)):
+        with raises(UsageError, tensor="follow"):
+            replace(other, follow=head.follow)
+
+
 TREE = {"depth": 3, "top_k": 3, "total_tokens": 15}
 
 
