@@ -47,6 +47,7 @@ def test_few_values(dtype: torch.dtype) -> None:
         assert torch.equal(case.choose(rules, part=4096), case.choose_ref(rules))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("rules", [ChoiceRules(), ALL_RULES], ids=["greedy", "everything"])
 def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
     """Replays follow logits, numbers, uniforms and active slots; nothing is allocated and nothing waits."""
@@ -65,9 +66,11 @@ def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
     choose()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
     with torch.cuda.device(0):
-        torch.cuda.set_sync_debug_mode("error")
-        choose()
-        torch.cuda.set_sync_debug_mode("default")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            choose()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
     graph = capture(choose)
     for active, numbers in (([1, 0], (1.2, 100, 0.7, 0.0, 1.3, 0)), ([0], (0.4, 5000, 0.95, 0.02, 0.8, 8))):

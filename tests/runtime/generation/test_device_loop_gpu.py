@@ -132,6 +132,7 @@ def test_the_cache_grows_and_two_models_live_side_by_side(tmp_path: Path) -> Non
     assert model.generate(prompts[:1], max_new_tokens=20).token_ids == short
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_nothing_waits_between_the_first_and_the_last_step(tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 
