@@ -14,7 +14,7 @@ less is no measurement of that model: it comes from FR-Spec's tables, or from wh
 that of ``--smollm2``), and every row names its source (`acceptance_loss`). Gains are tokens/s over the full vocabulary
 and over the 32,000 rows of public heads: gross, with equal acceptance, and net of the loss.
 
-The result is written after every row, as JSON, and where matplotlib is there as a PNG beside it.
+The result is written after every row: JSON, with a table in Markdown beside it, and last a PNG where matplotlib is.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from .acceptance_loss import FR_SPEC, AcceptanceLoss, measured_loss
 from .answers import PROMPTS, call_transformers, load_model
 from .answers import measure as measure_answers
 from .drawn_verdicts import DrawnVerdicts, draw_lengths
+from .gains_table import gains_table
 from .precompile import Job, compile_all, job_of
 from .problem import MODELS
 from .random_decoding import RandomModel, phase_times
@@ -323,6 +324,7 @@ def keep(result: dict[str, Any], rows: list[dict[str, Any]], name: str, begin: f
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
+        out.with_suffix(".md").write_text(gains_table(result["rows"]) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -350,7 +352,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=int, help="only the first prompts")
     parser.add_argument("--new", type=int, default=128, help="new tokens a prompt")
     parser.add_argument("--smollm2", type=Path, metavar="FILE", help="earlier result whose loss to take")
-    parser.add_argument("--out", type=Path, help="write JSON here, and a PNG beside it where matplotlib is there")
+    parser.add_argument("--out", type=Path, help="write JSON here, a table and a plot beside it")
     args = parser.parse_args(argv)
     try:
         points = [point for point in all_points() if re.search(args.rows, point.name)]

@@ -57,6 +57,12 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert {"verify_ms", "accept_ms", "commit_ms"} < set(row)
     assert rows[4]["net_over_full"] == pytest.approx(rows[4]["tokens_per_s"] / rows[2]["tokens_per_s"])
     assert rows[4]["gross_over_32000"] == pytest.approx(rows[3]["step_ms"] / rows[4]["step_ms"])
+    lines = out.with_suffix(".md").read_text().splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert {line.count("|") for line in lines} == {12}
+    assert "90 (full)" in lines[4]
+    assert f"{100 * rows[4]['net_over_full'] - 100:+.1f}%" in lines[6]
+    assert lines[6].endswith(f"| {LOSS.source} |")
     late = generate.run([Point("tiny", 1, 20)], settings, CPU, -1, time.perf_counter(), [LOSS])
     assert late["rows"] == []
     assert late["left_out"] == ["tiny/b1/p20"]
