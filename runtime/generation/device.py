@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class DeviceDecoders:
         """The head as the kernel reads it, one for all numbers of slots."""
         self._draft_cache: tuple[Tensor, Tensor] | None = None
         self._decoders: dict[tuple[int, TreeConfig | None], DeviceDecoder] = {}
-        self._pool = torch.cuda.graph_pool_handle() if target.device.type == "cuda" else None
+        self._pool = self._new_pool()
         self.kept: list[KeptRows] = []
         """What each slot of the cache still holds of the sequence that was in it last."""
 
@@ -50,6 +51,10 @@ class DeviceDecoders:
     def graph_bytes(self) -> int:
         """Device memory that capturing the graphs has taken, those of all decoders."""
         return sum(decoder.graph_bytes for decoder in self._decoders.values())
+
+    def _new_pool(self) -> Any:
+        """A handle of memory that the graphs of all decoders share; None where there are no graphs."""
+        return torch.cuda.graph_pool_handle() if self.target.device.type == "cuda" else None
 
     def forget(self) -> None:
         """Forget what the slots still hold."""
@@ -69,6 +74,8 @@ class DeviceDecoders:
             capacity = capacity_for(max(needed, 0 if cache is None else cache.capacity))
             # The old one goes before the new one comes, so that there is room.
             self._decoders.clear()
+            # PyTorch takes no more graphs into a pool whose graphs have all gone.
+            self._pool = self._new_pool()
             self._cache = cache = self._draft_cache = None
             self._cache = KVCache(self.target, slots, capacity)
             self.kept = [KeptRows()] * slots
