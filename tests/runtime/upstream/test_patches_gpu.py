@@ -29,6 +29,8 @@ pytestmark = [
 @pytest.mark.parametrize("name", ["llama eagle3", "llama eagle"])
 def test_drafts_and_text_are_upstreams(tmp_path: Path, name: str) -> None:
     model = build(name, tmp_path).to("cuda")
+    # Upstream keeps these beside its buffers, where `to` does not find them.
+    model.ea_layer.init_tree()
     prompts = [prompt(model, length, seed=length).cuda() for length in (21, 3, 40)]
 
     def texts() -> list[torch.Tensor]:
