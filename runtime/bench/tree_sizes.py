@@ -27,6 +27,7 @@ STEPS = (
     "2026-11-22-h200-step-llama-3.1-8b.json",
     "2026-11-22-h200-step-llama-3.1-8b-16-nodes.json",
     "2026-11-22-h200-step-smollm2.json",
+    "2026-11-22-h200-step-llama-3.1-8b-shared-packing.json",
 )
 LEVELS = 6
 """Passes of a draft of depth 5, which all of these measured."""
