@@ -137,7 +137,7 @@ def _gather_kernel(
     unit = (slot * (WIDTH // UNIT) + place // UNIT) * (UNIT * HIDDEN)
     to = row_ptr + unit + column // CHUNK * (UNIT * CHUNK) + place % UNIT * CHUNK + column % CHUNK
     if SCALED:
-        # `packing.quantize_rows`, to the last bit.
+        # `packing.quantize_rows`; PyTorch's division by 448 may differ in the last bit on a GPU.
         value = value.to(tl.float32)
         peak = tl.max(tl.abs(value))
         scale = tl.where(peak > 0, tl.div_rn(peak, 448.0), 1.0)

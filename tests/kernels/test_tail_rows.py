@@ -71,8 +71,16 @@ def test_rows_are_gathered_where_they_are_not_yet(weight_dtype: torch.dtype, dev
         for tails, gather in ((mine, gather_rows), (wanted, gather_rows_ref)):
             tails.set_slot(slot, tail, follow)
             gather(follow, tails)
-    for name in ("rows", "scales", "loaded"):
-        assert torch.equal(*(getattr(tails, name).contiguous().view(torch.uint8) for tails in (mine, wanted))), name
+    assert torch.equal(mine.loaded, wanted.loaded)  # type: ignore[arg-type]
+    if weight_dtype == torch.float32:
+        assert torch.equal(mine.rows, wanted.rows)  # type: ignore[arg-type]
+    else:
+        # On a GPU PyTorch divides by 448 by multiplying: a scale may be off in its last bit, and a rounding with it.
+        torch.testing.assert_close(mine.scales, wanted.scales, rtol=2e-7, atol=0)
+        different = [tails.rows.view(torch.uint8) for tails in (mine, wanted)]  # type: ignore[union-attr]
+        assert (different[0] != different[1]).float().mean() < 1e-3
+        dequantised = [tails.rows.float() for tails in (mine, wanted)]  # type: ignore[union-attr]
+        torch.testing.assert_close(*dequantised, rtol=0.13, atol=2**-9)
     # A row that lies there is not copied again.
     mine.rows.view(torch.uint8).fill_(0)  # type: ignore[union-attr]
     gather_rows(follow, mine)
