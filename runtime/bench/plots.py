@@ -6,6 +6,7 @@ python -m eagle_slim.runtime.bench.plots results/draft-h200.json
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def plot_gains(result: dict[str, Any], path: Path) -> list[Path]:
         for place, source in enumerate(sources):
             net = [*full, *(row for row in rows if row["acceptance_from"] == source)]
             gains = [100 * row["net_over_full"] - 100 for row in net]
-            label = f"net: {source.split(':')[0].split(',')[0]}"
+            label = f"net: {re.split('[:(,]', source)[0].strip()}"
             panel.plot([row["draft_vocab"] for row in net], gains, "o-", color=f"C{place}", label=label)
         panel.axhline(0, color="0.7", linewidth=0.8)
         panel.set_title(name, fontsize=9)

@@ -131,6 +131,7 @@ def test_the_file_of_thresholds(tmp_path: Path) -> None:
     assert {"draft", "verify", "accept", "commit", "attention at 512", "attention at 32768"} < set(
         shipped.micro.tolerances
     )
+    assert set(shipped.reference("NVIDIA H200")) == set(shipped.micro.tolerances)
     path = tmp_path / "gates.json"
     GATES.save(path)
     assert Gates.load(path) == GATES
