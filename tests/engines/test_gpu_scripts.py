@@ -181,7 +181,11 @@ def test_results_say_how_texts_differ_and_what_is_void(scripts: dict[str, Module
     other = {"missing": {"tokens": [[1, 2, 3], [9, 5, 6]], "accepted_length": 1.0}}
     void = line("dummy", "full", [])
     void["job"] = {**dict(void["job"]), "dummy": True, "target": "m/llama-8b/target"}  # type: ignore[call-overload]
-    failed = {**line("failed", "full", []), "error": "start: ended with 1", "log": "a\n" * 99 + "RuntimeError: no"}
+    failed = {
+        **line("failed", "full", []),
+        "error": "start: ended with 1",
+        "log": "a\n" * 99 + "RuntimeError: no\n\nIt was killed.",
+    }
     rows = [
         line("plain", None, [[1, 2, 3], [4, 5, 6]]),
         line("slim", "16384", [[9, 9, 9], [9, 9, 9]]),
@@ -198,7 +202,7 @@ def test_results_say_how_texts_differ_and_what_is_void(scripts: dict[str, Module
     }  # fmt: skip
     assert slim["broken"]["missing"]["differ_from_plain_at"] == [0]
     assert entries["dummy"]["error"].startswith("void")
-    assert entries["failed"]["log"][-1] == "RuntimeError: no"
+    assert entries["failed"]["exception"] == "RuntimeError: no"
     assert "speeds" not in entries["dummy"]
     table = scripts["results"].tables(list(entries.values()))
     assert "| slim | 1.75 | 1.8 | 1 of 2 | 100 | 10.00 |" in table

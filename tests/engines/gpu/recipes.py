@@ -35,7 +35,7 @@ class Recipe:
 
 _NEVER_IMPORTED = (
     r"nvidia-|cuda-|flashinfer-cubin|tilelang|z3-solver|tokenspeed|humming|torchcodec|pynvvideocodec|opencv|ninja|py-spy"
-    r"|modelscope|torchao|soundfile|timm|lxml|scipy|pandas|pyarrow|sgl-deep-gemm|smg-grpc|fastsafetensors|datasets|pycountry"
+    r"|modelscope|torchao|soundfile|timm|lxml|scipy|pandas|pyarrow|smg-grpc|fastsafetensors|datasets|pycountry"
     r"|cryptography|outlines|airportsdata|mistral-common"
 )
 _HEADERS = ("**/*.h", "**/*.hpp", "**/*.cuh", "**/*.cu", "**/*.inl")

@@ -8,6 +8,7 @@ known continuation), and where the others part from it.
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,7 @@ from starts import TEXT_TOKENS
 
 Json = dict[str, Any]
 NUM_PROMPTS = 16
-# Of a failed start's log; the exception is at its end.
-LOG_LINES = 6
+_EXCEPTION = re.compile(r"^\w+(?:\.\w+)*(?:Error|Exception)\b.*", re.MULTILINE)
 
 
 def differences(tokens: list[list[int]], plain: list[list[int]]) -> list[int]:
@@ -57,7 +57,8 @@ def condense(rows: list[Json], chains: list[Json]) -> list[Json]:
             "facts": row["facts"],
         }
         if "error" in row:
-            entries.append({**entry, "error": row["error"], "log": row["log"].splitlines()[-LOG_LINES:]})
+            raised = _EXCEPTION.findall(row["log"])
+            entries.append({**entry, "error": row["error"], "exception": raised[-1] if raised else None})
             continue
         if job["dummy"] and "drafter_rows" not in row["facts"]:
             # Before vllm_start.py saw to it, a head without a file was given the target's LM head, whatever its rows.
@@ -90,7 +91,7 @@ def tables(entries: list[Json]) -> str:
     ]
     for entry in entries:
         if "error" in entry:
-            lines.append(f"| {entry['name']} | {entry['error']} | | | | |")
+            lines.append(f"| {entry['name']} | {entry.get('exception') or entry['error']} | | | | |")
             continue
         text = entry.get("text", {})
         same = ""
