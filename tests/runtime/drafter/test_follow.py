@@ -141,6 +141,19 @@ def test_what_joins_is_drafted(tmp_path: Path) -> None:
     assert few.with_follow("text").with_follow(None).drafter.weights.follow is None
 
 
+def test_what_is_generated_joins_as_well(tmp_path: Path) -> None:
+    """A prompt of ids that the base holds gives nothing to follow; its answer, which repeats itself, does."""
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama", 2), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), **TREE
+    )
+    stats = {
+        follow: model.with_follow(follow).generate([[5, 9]], max_new_tokens=40, ignore_eos=True).stats
+        for follow in ("prompt", "text")
+    }
+    assert stats["text"].num_missed < stats["prompt"].num_missed / 2
+    assert stats["text"].num_passes < stats["prompt"].num_passes
+
+
 def test_another_base_follows_with_what_is_outside_it(tmp_path: Path) -> None:
     model = SpeculativeModel.from_pretrained(
         tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="text", **TREE
