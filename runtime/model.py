@@ -622,8 +622,11 @@ class SpeculativeModel:
         slots = max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
         context = max((len(request.prompt_ids) for request in requests), default=1)
         device = self.device
+        # The tables are of 16-bit models; in a wider type verifying and drafting grow alike.
+        share = 2 / self.dtype.itemsize
         return measured_sizes().choose(
-            device_name(device), device.type, self.target.weight_bytes, self.draft_bytes, slots, context,
+            device_name(device), device.type,
+            round(self.target.weight_bytes * share), round(self.draft_bytes * share), slots, context,
             tree.total_tokens,
         )  # fmt: skip
 

@@ -8,7 +8,8 @@ of steps on named devices (`bench.step`, `bench.accepted_lengths`), joined by `b
 tokens a second is taken; a tree of one node is plain decoding. What is not in the tables goes by the nearest that is:
 tables of the same device, else of another of its kind (GPU or CPU); of those the target nearest in bytes of weights;
 then the next larger number of slots, and the nearest context, by ratio. Only the draft is scaled, as heads differ in
-their vocabulary; for the rest only ratios decide.
+their vocabulary; for the rest only ratios decide. That drafting does not pay at all is believed of the very GPU that was
+measured; elsewhere, and on CPUs, of which one says little of another, there is always a tree.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ class TreeSizes:
             return TreeSize(most_nodes, f"no steps were measured on any {kind}")
         steps = _nearest_steps(table.steps, slots, max(1, context))
         more = draft_bytes / table.draft_bytes - 1
+        least = 1 if kind == "cuda" and table.device == device else 2
         rates = {
             step.nodes: self.accepted_lengths[step.nodes] / (step.step_ms + step.draft_ms * more)
             for step in steps
-            if step.nodes in self.accepted_lengths
+            if step.nodes in self.accepted_lengths and step.nodes >= least
         }
         best = max(rates, key=lambda nodes: (rates[nodes], -nodes))
         where = f"{table.device}, {table.model}, {steps[0].slots} x {steps[0].context} tokens"

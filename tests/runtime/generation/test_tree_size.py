@@ -10,7 +10,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.bench import tree_sizes
 from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.generation import tree_size
-from eagle_slim.runtime.generation.tree_size import Step, StepTable, TreeSizes, measured_sizes
+from eagle_slim.runtime.generation.tree_size import Step, StepTable, TreeSize, TreeSizes, measured_sizes
 from support.tiny_models import random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -41,7 +41,8 @@ SIZES = TreeSizes(
         ("GPU A", "cuda", 900_000, 1, 512, 60),
         ("GPU B", "cuda", 1_000, 1, 512, 16),  # the same device comes before the same size
         ("GPU C", "cuda", 1_000, 1, 8192, 16),  # no such device: the target nearest in size
-        ("CPU", "cpu", 5, 1, 10, 1),
+        ("GPU C", "cuda", 1_000, 16, 512, 16),  # plain is best where it was measured, which says little of another GPU
+        ("CPU", "cpu", 5, 1, 10, 60),  # nor of any CPU
     ],
 )
 def test_most_tokens_a_second(device: str, kind: str, weight_bytes: int, slots: int, context: int, nodes: int) -> None:
@@ -53,9 +54,9 @@ def test_most_tokens_a_second(device: str, kind: str, weight_bytes: int, slots: 
 def test_a_larger_head_drafts_longer() -> None:
     """16 of 20 ms are the draft's: 3.0 / 20 is less than 1 / 5, 3.0 / 12 is more."""
     steps = (Step(1, 100, 1, 5.0), Step(1, 100, 60, 20.0, 16.0))
-    sizes = TreeSizes(SIZES.accepted_lengths, (StepTable("CPU", "cpu", "small", 1_000, 100, steps),))
-    assert sizes.choose("CPU", "cpu", 1_000, 100, 1, 100, most_nodes=60).num_nodes == 1
-    assert sizes.choose("CPU", "cpu", 1_000, 50, 1, 100, most_nodes=60).num_nodes == 60
+    sizes = TreeSizes(SIZES.accepted_lengths, (StepTable("GPU A", "cuda", "small", 1_000, 100, steps),))
+    assert sizes.choose("GPU A", "cuda", 1_000, 100, 1, 100, most_nodes=60).num_nodes == 1
+    assert sizes.choose("GPU A", "cuda", 1_000, 50, 1, 100, most_nodes=60).num_nodes == 60
 
 
 def test_no_more_nodes_than_the_tree_has() -> None:
@@ -75,6 +76,8 @@ def test_the_tables_that_ship() -> None:
             assert 1 in {step.nodes for step in rows if step.nodes in sizes.accepted_lengths}
             size = sizes.choose(table.device, table.kind, table.weight_bytes, table.draft_bytes, slots, context, 60)
             assert size.num_nodes in {step.nodes for step in rows}
+            other = sizes.choose("another", table.kind, table.weight_bytes, table.draft_bytes, slots, context, 60)
+            assert other.num_nodes > 1
 
 
 def test_the_tables_are_made_of_results() -> None:
@@ -88,9 +91,20 @@ def test_bytes_of_known_dimensions() -> None:
     assert tree_sizes.draft_bytes("smollm2-135m", 49152) == pytest.approx(6 * 66.8e6, rel=0.01)
 
 
+class MeasuredHere(TreeSizes):
+    """Tables in which the CPU of the tests stands as if it were a GPU that was measured."""
+
+    def __init__(self) -> None:
+        steps = (Step(1, 100, 1, 5.0), Step(1, 100, 16, 6.0), *STEPS[-2:])
+        super().__init__(SIZES.accepted_lengths, (StepTable("CPU", "cuda", "tiny", 1_000, 100, steps),))
+
+    def choose(self, device: str, kind: str, *work: int) -> TreeSize:
+        assert (device, kind) == ("CPU", "cpu")
+        return super().choose(device, "cuda", *work)
+
+
 def test_a_call_chooses_its_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = StepTable("CPU", "cpu", "tiny", 1_000, 100, (Step(1, 100, 1, 5.0), Step(1, 100, 16, 6.0), *STEPS[-2:]))
-    monkeypatch.setattr("eagle_slim.runtime.model.measured_sizes", lambda: TreeSizes(SIZES.accepted_lengths, (cpu,)))
+    monkeypatch.setattr("eagle_slim.runtime.model.measured_sizes", MeasuredHere)
     target, head = tiny_target("llama"), write_head(tmp_path)
     prompts = random_prompts([5, 9, 3])
     answers = []
