@@ -8,8 +8,8 @@ of steps on named devices (`bench.step`, `bench.accepted_lengths`), joined by `b
 tokens a second is taken; a tree of one node is plain decoding. What is not in the tables goes by the nearest that is:
 tables of the same device, else of another of its kind (GPU or CPU); of those the target nearest in bytes of weights;
 then the next larger number of slots, and the nearest context, by ratio. Only the draft is scaled, as heads differ in
-their vocabulary; for the rest only ratios decide. That drafting does not pay at all is believed of the very GPU that was
-measured; elsewhere, and on CPUs, of which one says little of another, there is always a tree.
+their vocabulary; for the rest only ratios decide. That drafting does not pay at all is believed of the very GPU that
+was measured; elsewhere, and on CPUs, of which one says little of another, there is always a tree.
 """
 
 from __future__ import annotations
