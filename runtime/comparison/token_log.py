@@ -20,6 +20,7 @@ def log_of_answers(
     log = MissLog.of(model)
     batch, names = plan.batches[0], {candidate.label: vocabulary_name(candidate.model) for candidate in candidates}
     groups = {group[0]: group for group in plan.groups(batch)}
+    counted = set[tuple[str, int, int]]()
     for answer in answers:
         key = answer.key
         if (key.repeat, key.batch) != (0, batch):
@@ -27,8 +28,9 @@ def log_of_answers(
         if key.candidate == PLAIN:
             places = [place for place in groups[key.group] if key.turn < len(plan.prompts[place].turns)]
             for place, row in zip(places, answer.token_ids, strict=True):
-                # The last group is filled up with prompts that others have answered.
-                if place >= key.group:
+                # A group that is filled up holds prompts that were answered before, or a prompt several times.
+                if (key.mode, key.turn, place) not in counted:
+                    counted.add((key.mode, key.turn, place))
                     log.add_tokens([row], source=plan.prompts[place].category)
         elif answer.category is not None:
             num_tokens = sum(len(row) for row in answer.token_ids)

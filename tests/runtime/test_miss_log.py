@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -150,3 +151,10 @@ def test_of_a_comparison_each_text_is_counted_once(monkeypatch: pytest.MonkeyPat
     assert counts.num_tokens == 4
     name = "4 and what joins from the text"
     assert counts.sources[0].provenance["missed"] == {name: {"tokens": 2, "missed": 2}}
+    # A batch larger than the file answers each prompt several times; another mode is another text.
+    plan = Plan(prompts[:2], [Mode("greedy"), Mode("sampled")], 4, batches=(5,))
+    first = answer(PLAIN, 0, 0, [[1], [2], [1], [2], [1]], None, batch=5)
+    second = answer(PLAIN, 0, 1, [[3], [3]], None, batch=5)
+    third = replace(first, key=first.key._replace(mode="sampled"))
+    counts = log_of_answers(None, plan, [first, second, third], []).to_counts()  # type: ignore[arg-type]
+    assert sum(source.counts for source in counts.sources).tolist() == [0, 2, 2, 1, 0, 0, 0, 0, 0, 0]
