@@ -135,9 +135,7 @@ class DeviceLoop:
         most = request.max_tokens - len(prompt)
         eos = sorted(request.eos_ids)
         blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
-        # Of what was in the slot only this much stays, whatever becomes of the sequence.
-        pairs = min(self.decoders.kept[slot].num_pairs, state.num_reused)
-        self.decoders.kept[slot] = KeptRows(prompt[: state.num_reused + 1], pairs)
+        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused, self.tree is not None)
         self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.stream is not None:

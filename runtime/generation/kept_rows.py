@@ -49,6 +49,14 @@ class KeptRows:
             shared = min(shared, common - 1, self.num_pairs)
         return max(0, shared)
 
+    def cut(self, prompt: Sequence[int], shared: int, is_drafted: bool) -> KeptRows:
+        """What stays, whatever becomes of it, once a prompt takes over its first ``shared`` tokens (`num_shared`).
+
+        Pair t holds token t + 1. Where nothing is drafted, the token behind the shared ones may be another.
+        """
+        valid = shared if is_drafted else max(0, shared - 1)
+        return KeptRows(tuple(prompt[: shared + 1]), min(self.num_pairs, valid))
+
 
 @dataclass
 class KeptPieces:

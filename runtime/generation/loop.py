@@ -124,8 +124,8 @@ class GenerationLoop:
     def _prefill(self, slot: int, state: RunningRequest) -> int:
         prompt = torch.tensor(state.request.prompt_ids, dtype=torch.int64, device=self.target.device)
         shared = state.num_reused
-        pairs = min(self.pieces.slots[slot].num_pairs, shared)
-        self.pieces.slots[slot] = KeptRows(state.request.prompt_ids[: shared + 1], pairs)
+        kept = self.pieces.slots[slot]
+        self.pieces.slots[slot] = kept.cut(state.request.prompt_ids, shared, self.drafter is not None)
         self.cache.reset_slot(slot, shared)
         output = self.target.prefill(self.cache, slot, prompt[shared:])
         token = self._choose(output.logits[:, -1], [state], step=0)  # [1]

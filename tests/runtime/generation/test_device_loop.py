@@ -145,6 +145,10 @@ def test_what_slots_hold() -> None:
     assert KeptRows(tuple("abcdefg"), num_pairs=6).num_shared("abcdefX", is_drafted=True) == 5
     assert kept.num_shared("abc", is_drafted=False) == 2
     assert kept.num_shared("Xbc", is_drafted=True) == KeptRows().num_shared("abc", is_drafted=False) == 0
+    # Pair t holds token t + 1: behind three shared tokens a plain call may have another one than the pair has.
+    pairs = {is_drafted: KeptRows(tuple("abcdefg"), 6).cut("abcX", 3, is_drafted).num_pairs for is_drafted in (0, 1)}
+    assert pairs == {False: 2, True: 3}
+    assert kept.cut("Xb", 0, is_drafted=False) == KeptRows(("X",), 0)
     assert match_slots(["Xy", "abcd"], [kept, KeptRows()], [0, 1], is_drafted=False) == [(1, 0), (0, 3)]
 
 
