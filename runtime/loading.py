@@ -65,6 +65,8 @@ class OpenedHead:
     """Where a converted head is."""
     is_embedded: bool = False
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
+    offline: bool = False
+    """Whether nothing may be fetched for it later either."""
 
     def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
@@ -105,7 +107,6 @@ class OpenedHead:
         follow: str,
         follow_rows: int,
         rank_order: NDArray[np.int64] | None = None,
-        offline: bool = False,
     ) -> FollowRows:
         """Rank the rows that may join the draft vocabulary of ``weights``.
 
@@ -115,7 +116,8 @@ class OpenedHead:
         base = weights.draft_to_target
         known: FollowRows | JoinableRows | None = weights.follow
         if known is None:
-            known = load_joinable_rows(self.head, target, base.cpu().numpy(), weights.dtype, weights.device, offline)
+            ids = base.cpu().numpy()
+            known = load_joinable_rows(self.head, target, ids, weights.dtype, weights.device, self.offline)
         if rank_order is None:
             rank_order = known.rank_order
         if rank_order is None and self.is_embedded:
@@ -137,9 +139,9 @@ def open_any_head(
     for an artifact, whose manifest settles both.
     """
     if isinstance(head, Artifact):
-        return _from_artifact(head)
+        return _from_artifact(head, offline)
     if isinstance(head, DraftHead):
-        return OpenedHead(head, target_name=_target_of(head))
+        return OpenedHead(head, target_name=_target_of(head), offline=offline)
     source = open_head_source(head, revision=revision, offline=offline, subfolder=subfolder)
     if source.manifest is not None:
         if tap_layers is not None or d2t_form != "auto":
@@ -148,12 +150,13 @@ def open_any_head(
                 "tap_layers and d2t_form out.",
                 head=str(head), option="d2t_form" if tap_layers is None else "tap_layers",
             )  # fmt: skip
-        return _from_artifact(Artifact.load(source))
+        return _from_artifact(Artifact.load(source), offline)
     opened = open_head(source, d2t_form=d2t_form, tap_layers=tap_layers)
     if head is not None:
-        return OpenedHead(opened, target_name=_target_of(opened))
+        return OpenedHead(opened, target_name=_target_of(opened), offline=offline)
     made_for = load_embedded_counts().tokenizer_hash
-    return OpenedHead(opened, tokenizer_hash=made_for, target_name=_target_of(opened, True), is_embedded=True)
+    name = _target_of(opened, True)
+    return OpenedHead(opened, tokenizer_hash=made_for, target_name=name, is_embedded=True, offline=offline)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -359,7 +362,7 @@ def build_drafter(
     return built
 
 
-def _from_artifact(artifact: Artifact) -> OpenedHead:
+def _from_artifact(artifact: Artifact, offline: bool) -> OpenedHead:
     if "wheel" in artifact.manifest.target:
         target_name: str | None = EMBEDDED_TARGET_REPO
     else:
@@ -373,6 +376,7 @@ def _from_artifact(artifact: Artifact) -> OpenedHead:
         artifact.manifest.coverage,
         artifact.manifest.target.get("name"),
         artifact.folder,
+        offline=offline,
     )
 
 

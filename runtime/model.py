@@ -233,9 +233,9 @@ class SpeculativeModel:
             model = load_target(location, dtype, place, revision, offline)
         taps = resolve_tap_layers(opened.head, int(text_config.num_hidden_layers))
         wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
-        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device)
+        weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device, offline)
         if follow is not None:
-            rows = opened.rows_to_follow(wrapped, weights, follow, follow_rows, offline=offline)
+            rows = opened.rows_to_follow(wrapped, weights, follow, follow_rows)
             weights = replace(weights, follow=rows)
         kind, reason = choose_drafter(drafter, weights, tree, draft_weights)
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if kind == "triton" else None
@@ -260,7 +260,9 @@ class SpeculativeModel:
         check_vocabulary(draft_vocab, self.tokenizer_hash, type(self.target.model).__name__)
         weights = self.drafter.weights
         ids = self.opened.choose(draft_vocab)
-        rows = gather_lm_head_rows(self.opened.head, self.target, ids, weights.dtype, weights.device)
+        rows = gather_lm_head_rows(
+            self.opened.head, self.target, ids, weights.dtype, weights.device, self.opened.offline
+        )
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)

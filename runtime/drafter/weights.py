@@ -241,11 +241,17 @@ def rank_with_kept(head: DraftHead, rank_order: NDArray[np.int64]) -> NDArray[np
 
 
 def load_head_weights(
-    head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+    head: DraftHead,
+    target: TargetModel,
+    draft_ids: NDArray[np.int64],
+    dtype: torch.dtype,
+    device: torch.device,
+    offline: bool = False,
 ) -> HeadWeights:
     """Read a head's tensors for a target; `check_pairing` has passed before.
 
     ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
+    ``offline``: fetch nothing.
     """
     config = head.config
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
@@ -276,7 +282,7 @@ def load_head_weights(
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
         embedding = target.embedding.detach().to(device, dtype)
-    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device)
+    lm_head = gather_lm_head_rows(head, target, draft_ids, dtype, device, offline)
     _warn_of_nan(head, {"lm_head.weight": lm_head, **tensors})
     return HeadWeights(
         kind=head.kind,
@@ -310,16 +316,22 @@ def _warn_of_nan(head: DraftHead, tensors: Mapping[str, Tensor]) -> None:
 
 
 def gather_lm_head_rows(
-    head: DraftHead, target: TargetModel, draft_ids: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+    head: DraftHead,
+    target: TargetModel,
+    draft_ids: NDArray[np.int64],
+    dtype: torch.dtype,
+    device: torch.device,
+    offline: bool = False,
 ) -> Tensor:
     """Gather the LM-head rows of target ids, from the head, or else from the target: [draft_vocab, hidden].
 
-    Rows that an artifact keeps beyond its draft vocabulary are read where ids ask for them.
+    Rows that an artifact keeps beyond its draft vocabulary are read where ids ask for them, and fetched from the Hub
+    unless ``offline``.
     """
     if head.has_lm_head:
         own = head.draft_ids_to_target
         if own is not None and head.manifest is not None and not np.isin(draft_ids, own).all():
-            head = with_kept_rows(head)
+            head = with_kept_rows(head, offline)
         return head.tensors.rows("lm_head.weight", rows_of_ids(head, draft_ids)).to(device, dtype)
     return gather_target_rows(head, target, draft_ids, dtype, device)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import Artifact, VocabRequest, convert_head, open_head
+from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.head.kept_rows import KEPT_ROWS_NAME
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.joinable import load_joinable_rows
@@ -13,6 +14,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.target.transformers import TargetModel
 from safetensors.torch import load_file
 from support.heads import write_freq
+from support.hub_server import HubServer, connected
 from support.raising import raises
 from support.tiny_models import VOCAB, tiny_target, write_head
 
@@ -109,3 +111,21 @@ def test_more_rows_than_the_artifact_drafts_over_can_be_drafted_over(tmp_path: P
         small.with_draft_vocab(10)
     (tmp_path / "slim" / KEPT_ROWS_NAME).unlink()
     assert SpeculativeModel.from_pretrained(model, tmp_path / "slim", depth=2, top_k=2).draft_vocab == 4
+
+
+def test_offline_nothing_is_fetched_later_either(tmp_path: Path) -> None:
+    model, tree = tiny_target("llama"), {"depth": 2, "top_k": 2}
+    artifact = converted(tmp_path, write_head(tmp_path / "head", draft_ids=TRAINED), draft_vocab=4, keep_rows=9)
+    with HubServer() as hub, connected(hub, tmp_path / "home"):
+        hub.add_model("someone/slim", {path.name: path.read_bytes() for path in artifact.folder.iterdir()})
+        online = SpeculativeModel.from_pretrained(model, "someone/slim", **tree)
+        offline = SpeculativeModel.from_pretrained(model, "someone/slim", offline=True, **tree)
+        with raises(SourceError, offline=True):
+            SpeculativeModel.from_pretrained(model, "someone/slim", draft_vocab=7, offline=True, **tree)
+        with raises(SourceError, offline=True):
+            offline.with_draft_vocab(7)
+        with raises(SourceError, offline=True):
+            offline.with_follow("prompt")
+        assert hub.bytes_sent(KEPT_ROWS_NAME) == 0
+        assert online.with_draft_vocab(7).draft_vocab == 7
+        assert offline.with_follow("prompt").drafter.weights.num_joining == 5
