@@ -32,7 +32,9 @@ from .model_options_cli import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
     from eagle_slim.convert.conversion.vocab_choice import Ranking
+    from numpy.typing import NDArray
 
     from .comparison.answers import AnswerLog
     from .comparison.compare import Candidate, CoverageCurve, Plan
@@ -173,6 +175,11 @@ def compare(**options: Any) -> int:
     first_head, offline = options["head"], options["offline"]
     head_options = {name: options[name] for name in ("head_revision", "head_subfolder", "tap_layers", "d2t_form")}
     model = load_model(options)
+    if log_file is not None:
+        from .miss_log import MissLog
+
+        # Refused before everything is answered.
+        check_log(log_file, MissLog.of(model))
     models = {_head_name(first_head): (model, first_head is None)}
     for head in heads:
         models[_head_name(head)] = (load_other_head(model, head, offline, **head_options), False)
@@ -204,16 +211,16 @@ def compare(**options: Any) -> int:
     ranking = rankings[_head_name(first_head)]
     report = build_report(candidates, plan, answers, _curves(model, ranking, answers))
     advice = recommend(report)
+    if out is not None:
+        write_files(report, advice, out, force or resume, answers_file)
+        note(f"wrote {out}/compare.json, .csv, .md, .png and .html")
+    _print(report, advice, as_json)
     # What a comparison that is to be resumed has answered so far would be counted twice.
     if log_file is not None and (report.is_complete or out is None):
         from .comparison.token_log import log_of_answers
 
         added = log_of_answers(model, plan, answers, candidates).save(log_file)
         note(f"counted {added:,} generated tokens into {log_file}")
-    if out is not None:
-        write_files(report, advice, out, force or resume, answers_file)
-        note(f"wrote {out}/compare.json, .csv, .md, .png and .html")
-    _print(report, advice, as_json)
     if report.is_complete:
         return 0
     note("interrupted: these are the answers so far" + ("; --resume takes the comparison up again" if out else ""))
@@ -384,7 +391,7 @@ def _candidates(
     found = []
     cuts = cut_sizes(model, sizes, head)
     if follows != (None,):
-        order = None if ranking is None else ranking.cut(None).target_ids
+        order = None if ranking is None else _follow_order(model, ranking)
         cuts = [
             one
             for cut in cuts
@@ -396,6 +403,20 @@ def _candidates(
             label = (f"{head}: " if name_head else "") + cut.size + shape
             found.append(Candidate(label, cut.model.with_tree(tree), cut.size, head))
     return found
+
+
+def _follow_order(model: SpeculativeModel, ranking: Ranking) -> NDArray[np.int64]:
+    """Return a ranking's ids best first, and after them those of the head's own ranking that it cannot rank."""
+    import numpy as np
+
+    from .drafter.weights import rank_with_kept
+
+    assert model.opened is not None
+    order, own = ranking.cut(None).target_ids, model.opened.rank_order
+    if own is None:
+        return order
+    own = rank_with_kept(model.opened.head, own)
+    return np.concatenate([order, own[~np.isin(own, order)]])
 
 
 def _curves(model: SpeculativeModel, ranking: Ranking | None, answers: list[Any]) -> list[CoverageCurve]:

@@ -126,7 +126,7 @@ def load_other_head(
     tap_layers: str | None,
     d2t_form: str,
 ) -> SpeculativeModel:
-    """Load another head for the target of a loaded model, with its tree and drafter."""
+    """Load another head for the target of a loaded model, with its tree, drafter and forward."""
     note(f"loading {head}")
     tree = model.drafter.tree
     other = type(model).from_pretrained(
@@ -137,6 +137,7 @@ def load_other_head(
         total_tokens=tree.total_tokens,
         drafter=model.drafter_kind,
         draft_weights="fp8" if model.draft_weights == "fp8" else "auto",
+        target_backend=model.target.backend.name,
         tokenizer=model.tokenizer,
         max_model_len=model.max_model_len,
         head_revision=head_revision,

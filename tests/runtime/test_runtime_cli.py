@@ -17,9 +17,10 @@ import torch
 from eagle_slim.convert import Manifest
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
-from eagle_slim.runtime import SpeculativeModel, compare_cli, generate_cli
+from eagle_slim.runtime import MissLog, SpeculativeModel, compare_cli, generate_cli
 from eagle_slim.runtime.comparison.answers import Answer, AnswerLog
 from eagle_slim.runtime.generation.streaming import StopTextStreamer
+from eagle_slim.runtime.model_options_cli import load_other_head
 from eagle_slim.vocab_tools import TokenCounts, load_tokenizer
 from support.tiny_models import write_head, write_pair
 
@@ -402,6 +403,43 @@ def test_compare_writes_all_and_refuses_to_overwrite(run: Run, pair: tuple[str, 
         0.0, *(round(row["num_missed"] / row["num_new_tokens"], 6) for row in rows[1:])
     ]  # fmt: skip
     assert f"counted {counted.num_tokens} generated tokens into {log}" in err
+
+
+def test_a_log_that_cannot_be_added_to_costs_no_comparison(
+    run: Run, pair: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _, slim = pair
+    (tmp_path / "p.txt").write_text("one\n")
+    log, out_dir = tmp_path / "log", tmp_path / "out"
+    args = [slim, "--target", target, *TREE, "--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "2", "--sizes",
+            "full", "--modes", "greedy", "--out", str(out_dir), "--miss-log", str(log)]  # fmt: skip
+    other = MissLog(8, "another", "a/target")
+    other.add_tokens([[1]])
+    other.save(log)
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculativeModel, "generate", lambda *_, **__: pytest.fail("answered"))
+        code, _, err = run(compare_cli.main, *args)
+    assert code == 1
+    assert "a log of another tokenizer" in err
+    log.unlink()
+
+    def refuse(*_: object) -> None:
+        raise OSError("no space left")
+
+    # What goes wrong only at the end leaves the report.
+    monkeypatch.setattr(MissLog, "save", refuse)
+    code, out, err = run(compare_cli.main, *args)
+    assert code != 0
+    assert "no space left" in err
+    assert out.startswith("size")
+    assert json.loads((out_dir / "compare.json").read_text())["is_complete"] is True
+
+
+def test_another_head_runs_over_the_same_forward(pair: tuple[str, str, str]) -> None:
+    target, head, slim = pair
+    model = SpeculativeModel.from_pretrained(target, slim, depth=2, top_k=4, target_backend="fused")
+    other = load_other_head(model, head, True, None, None, None, "auto")
+    assert other.target.backend.name == model.target.backend.name == "fused"
 
 
 def test_ctrl_c_writes_what_there_is_and_resume_takes_it_up(

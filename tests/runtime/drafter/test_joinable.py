@@ -9,6 +9,7 @@ from eagle_slim.convert import Artifact, VocabRequest, convert_head, open_head
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.head.kept_rows import KEPT_ROWS_NAME
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare_cli import _candidates, _ranking
 from eagle_slim.runtime.drafter.joinable import load_joinable_rows
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.target.transformers import TargetModel
@@ -111,6 +112,18 @@ def test_more_rows_than_the_artifact_drafts_over_can_be_drafted_over(tmp_path: P
         small.with_draft_vocab(10)
     (tmp_path / "slim" / KEPT_ROWS_NAME).unlink()
     assert SpeculativeModel.from_pretrained(model, tmp_path / "slim", depth=2, top_k=2).draft_vocab == 4
+
+
+def test_kept_rows_follow_by_their_rank_in_a_comparison(tmp_path: Path) -> None:
+    artifact = converted(tmp_path, write_head(tmp_path / "head", draft_ids=TRAINED), draft_vocab=4, keep_rows=9)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), artifact, depth=2, top_k=2)
+    other = write_freq(tmp_path / "other.pt", RANKED[3::-1])
+    for token_map in (None, str(other)):
+        ranking = _ranking(model, False, (), token_map, True, None)
+        (found,) = _candidates(model, ranking, ("full",), [], "head", False, ("prompt",), 512)
+        follow = found.model.drafter.weights.follow
+        assert follow is not None
+        assert follow.ids.tolist() == RANKED[4:9]
 
 
 def test_offline_nothing_is_fetched_later_either(tmp_path: Path) -> None:
