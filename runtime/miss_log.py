@@ -78,12 +78,13 @@ class MissLog:
         Args:
             output: of `SpeculativeModel.generate`.
             draft_vocab: size or `vocabulary_name` of the draft vocabulary, under which the provenance says how much was
-                missed; None to say nothing.
+                missed; None to say nothing, as is done of plain decoding too.
             source: name of the source of counts, such as "code"; `eagle-vocab merge` and `rank` weigh by it.
         """
         stats = output.stats
-        figures = (stats.num_new_tokens, stats.num_missed)
-        missed: dict[int | str, tuple[int, int]] = {} if draft_vocab is None else {draft_vocab: figures}
+        missed: dict[int | str, tuple[int, int]] = {}
+        if draft_vocab is not None and stats.num_checked_tokens:
+            missed = {draft_vocab: (stats.num_checked_tokens, stats.num_missed)}
         self.add_tokens(output.token_ids, missed, source)
 
     def add_tokens(

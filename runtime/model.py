@@ -299,11 +299,20 @@ class SpeculativeModel:
     def with_drafter(self, drafter: str | DrafterFactory) -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        Raises `DrafterError` for one that cannot run here, `UsageError` for an unknown name (`build_drafter`).
+        Weights stored in FP8 stay so. Raises `DrafterError` for a drafter that cannot run here, `UsageError` for an
+        unknown name (`build_drafter`), and for one other than the kernel where weights are in FP8.
         """
         weights, tree = self.drafter.weights, self.drafter.tree
-        kind, reason = choose_drafter(drafter, weights, tree)
-        other = self._with_drafter(build_drafter(kind, weights, tree), self.is_tree_sized, kind)
+        stored = "fp8" if self.draft_weights == "fp8" else "auto"
+        kind, reason = choose_drafter(drafter, weights, tree, stored)
+        if kind == "triton" and isinstance(self.drafter, TritonDrafter):
+            built: Drafter = self.drafter.like(weights, tree)
+        else:
+            ids, order = weights.draft_to_target.cpu().numpy(), None
+            if kind == "triton" and self.opened is not None:
+                order = _rank_rows(self.opened, ids, None, weights.device)
+            built = build_drafter(kind, weights, tree, order)
+        other = self._with_drafter(built, self.is_tree_sized, kind)
         other.drafter_reason = reason
         return other
 
@@ -526,18 +535,20 @@ class SpeculativeModel:
         size = self._tree_size(requests, max_slots, speculative)
         drafter = self._drafter_for(size.num_nodes)
         listener = None if streamer is None else send_tokens(streamer)
+        # Where a measured size turns drafting off for a call, its tokens are missed or not all the same.
+        held = HeldIds.of(self.drafter.weights) if speculative else None
         loop: DeviceLoop | GenerationLoop
         rules = self._device_rules(drafter, options, sampling, requests)
         if isinstance(rules, DeviceRules):
             assert self._decoders is not None
-            states = start(requests, sampling, listener, None if drafter is None else HeldIds.of(drafter.weights))
+            states = start(requests, sampling, listener, held)
             loop = DeviceLoop(
                 self._decoders, self.target.lock, states, rules, max_slots, None if drafter is None else drafter.tree,
                 time_phases, reuse_prefix,
             )  # fmt: skip
         else:
             loop = GenerationLoop(
-                self.target, drafter, requests, sampling, max_slots, listener, self._pieces, reuse_prefix
+                self.target, drafter, requests, sampling, max_slots, listener, self._pieces, reuse_prefix, held
             )
         results, stats = loop.run()
         tree = "plain decoding" if drafter is None else f"trees of {size.num_nodes} nodes"

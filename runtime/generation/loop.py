@@ -32,7 +32,7 @@ class GenerationLoop:
     """One call's state. ``drafter`` None decodes plainly. ``on_tokens(i, ids)`` hears every new token of request i.
 
     ``kept``: what the call before has left; with ``reuse_prefix`` prompts take over what they share with it, and this
-    call leaves its own there.
+    call leaves its own there. ``held``: what can be drafted (`requests.start`).
     """
 
     def __init__(
@@ -45,9 +45,10 @@ class GenerationLoop:
         on_tokens: OnTokens | None = None,
         kept: KeptPieces | None = None,
         reuse_prefix: bool = False,
+        held: HeldIds | None = None,
     ) -> None:
         self.target, self.drafter, self.sampling = target, drafter, sampling
-        self.states = start(requests, sampling, on_tokens, None if drafter is None else HeldIds.of(drafter.weights))
+        self.states = start(requests, sampling, on_tokens, held)
         self.waiting = deque(state for state in self.states if state.finish_reason is None)
         self.num_slots = max(1, min(len(self.waiting), max_slots or len(self.waiting)))
         self.running: dict[int, RunningRequest] = {}

@@ -87,7 +87,7 @@ class RunningRequest:
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)
     missed: MissedTokens | None = None
-    """What the draft vocabulary does not hold of the new tokens; None where nothing is drafted."""
+    """What the draft vocabulary does not hold of the new tokens; None where drafting was not asked for."""
     num_reused: int = 0
     """Tokens of the prompt that a slot held already."""
 
@@ -120,6 +120,7 @@ class RunningRequest:
             num_new_tokens=len(self.token_ids),
             num_prompt_tokens=len(self.request.prompt_ids),
             missed_ids={} if self.missed is None else most_missed_first([self.missed.counts]),
+            num_plain_tokens=len(self.token_ids) if self.missed is None else 0,
             num_reused_tokens=self.num_reused,
             **timings,
         )
@@ -177,7 +178,7 @@ def start(
 ) -> list[RunningRequest]:
     """Begin requests; ``on_tokens(i, ids)`` hears every new token of request i.
 
-    ``held``: what can be drafted, so that the others are counted; None where nothing is drafted.
+    ``held``: what can be drafted, so that the others are counted; None where drafting was not asked for.
     """
 
     def stream_of(request: Request) -> Tensor | None:
@@ -212,6 +213,7 @@ def collect(
         num_new_tokens=sum(len(state.token_ids) for state in states),
         num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
+        num_plain_tokens=sum(len(state.token_ids) for state in states if state.missed is None),
         num_reused_tokens=sum(state.num_reused for state in states),
         **timings,
         **counts,

@@ -43,7 +43,10 @@ class GenerationStats:
     num_prompt_tokens: int = 0
     missed_ids: dict[int, int] = field(default_factory=dict)
     """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
-    frequent first. Of all new tokens, the first of an answer too; empty for plain decoding."""
+    frequent first. Of all new tokens but the plain ones, the first of an answer too."""
+    num_plain_tokens: int = 0
+    """New tokens of calls with ``speculative=False``, which are held against no draft vocabulary. A call for which a
+    tree size of 1 was chosen has none."""
     num_reused_tokens: int = 0
     """Of the prompts' tokens those that were not run again, as a slot held them from an earlier call."""
     num_nodes: int = 0
@@ -90,9 +93,14 @@ class GenerationStats:
         return sum(self.missed_ids.values())
 
     @property
+    def num_checked_tokens(self) -> int:
+        """New tokens that were held against the draft vocabulary: all but the plain ones."""
+        return self.num_new_tokens - self.num_plain_tokens
+
+    @property
     def missed_rate(self) -> float:
-        """Share of the new tokens that the draft vocabulary did not hold: 1 minus its coverage of them."""
-        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
+        """Share of these that the draft vocabulary did not hold: 1 minus its coverage of them; 0.0 without any."""
+        return self.num_missed / self.num_checked_tokens if self.num_checked_tokens else 0.0
 
     @property
     def host_s(self) -> float:
@@ -127,6 +135,7 @@ class GenerationStats:
             "num_accepted_tokens": self.num_accepted_tokens,
             "mean_accepted_length": self.mean_accepted_length,
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
+            "num_plain_tokens": self.num_plain_tokens,
             "num_missed": self.num_missed,
             "missed_rate": self.missed_rate,
             "missed_ids": {str(token): count for token, count in self.missed_ids.items()},
@@ -149,8 +158,9 @@ class GenerationStats:
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
         lengths: Counter[int] = Counter()
-        names = ("num_new_tokens", "num_prompt_tokens", "num_reused_tokens", "prefill_s", "draft_s", "verify_s",
-                 "step_s", "total_s", "num_empty_steps", "tuned_hits", "tuned_misses")  # fmt: skip
+        names = ("num_new_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens", "prefill_s",
+                 "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps", "tuned_hits",
+                 "tuned_misses")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
         items = list(items)

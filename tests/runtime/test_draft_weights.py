@@ -68,7 +68,7 @@ def test_refused_before_anything_is_loaded() -> None:
         SpeculativeModel.from_pretrained("no/such-target", "no/such-head", draft_weights="fp8", device="cpu")
 
 
-def test_kept_by_other_trees_and_named(tmp_path: Path) -> None:
+def test_kept_by_other_trees_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), draft_weights="auto")
     assert model.draft_weights == "fp32"
     stats = model.generate(random_prompts([4]), max_new_tokens=2).stats
@@ -76,5 +76,10 @@ def test_kept_by_other_trees_and_named(tmp_path: Path) -> None:
     drafter = TritonDrafter(random_head(dtype=torch.float16), TREE, torch.float8_e4m3fn)
     scaled = SpeculativeModel(model.target, drafter, drafter_kind="triton")
     assert scaled.draft_weights == scaled.with_tree(TreeConfig(1, 3, 8)).draft_weights == "fp8"
+    # Nor are they lost with another drafter; what cannot hold them is refused.
+    with raises(UsageError, option="draft_weights", found="reference"):
+        scaled.with_drafter("reference")
+    monkeypatch.setattr("eagle_slim.runtime.model.choose_drafter", lambda *_: ("triton", "asked for"))
+    assert scaled.with_drafter("triton").draft_weights == "fp8"
     plain = SpeculativeModel(model.target, TritonDrafter(random_head(dtype=torch.float16), TREE))
     assert plain.drafting == "drafter reference, fp16 weights"
