@@ -21,7 +21,7 @@ def _stream_kernel(
     offs_m = tl.arange(0, 16).to(tl.int64)
     second = 16 * SEGMENT + offs_m * (K - SEGMENT)
     x = Operand(x_ptr, offs_m * SEGMENT, second, offs_m < num_rows, SEGMENT // TILE.block_k, K)
-    stream_parts(x, stream_ptr + tl.program_id(0) * region, parts, num_chunks, PROGRAMS, TILE)
+    stream_parts(x, stream_ptr + tl.program_id(0) * region, parts, num_chunks, PROGRAMS, TILE.block_k, TILE)
 
 
 @triton.jit
