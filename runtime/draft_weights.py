@@ -21,6 +21,15 @@ NAMES = {
 _FIRST_WITH_FP8 = (8, 9)
 
 
+def check_name(draft_weights: str) -> None:
+    """Raise `UsageError` for a name that is none of `CHOICES`."""
+    if draft_weights not in CHOICES:
+        raise UsageError(
+            f"draft_weights = {draft_weights!r} is unknown; expected one of {', '.join(CHOICES)}.",
+            option="draft_weights", found=draft_weights, expected=CHOICES,
+        )  # fmt: skip
+
+
 def check_draft_weights(
     draft_weights: str, drafter: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
@@ -30,11 +39,7 @@ def check_draft_weights(
     another type, and "fp8" with the reference drafter, a callable or a model in float32; `DrafterError` for "fp8"
     without a GPU of sm_89 or later.
     """
-    if draft_weights not in CHOICES:
-        raise UsageError(
-            f"draft_weights = {draft_weights!r} is unknown; expected one of {', '.join(CHOICES)}.",
-            option="draft_weights", found=draft_weights, expected=CHOICES,
-        )  # fmt: skip
+    check_name(draft_weights)
     if draft_weights == "bf16" and dtype not in (None, torch.bfloat16):
         raise UsageError(
             f"draft_weights = 'bf16', and the model is in {_name(dtype)}. The drafter computes in the model's type and "

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..config import TreeConfig
-from ..draft_weights import CHOICES, check_draft_weights, stored_dtype
+from ..draft_weights import check_draft_weights, check_name, stored_dtype
 from ..drafter.reference import Drafter
 from ..drafter.weights import HeadWeights
 from ..errors import UsageError
@@ -28,13 +28,13 @@ from ..loading import DrafterFactory
 from ..model import SpeculativeModel
 from .drafting import LayerPatch
 from .joined import join
-from .patch import EaModelPatch
+from .patch import EaModelPatch, is_patched
 from .reading import check_ea_model, is_ea_model, read_head, target_lm_head
-from .rebind import is_rebound
 from .session import DrafterSession
 
+_MadeOf = tuple[Any, ...]
 _registered: dict[str, DrafterFactory] = {}
-_ea_patches: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[object, Any]]] = weakref.WeakKeyDictionary()
+_ea_patches: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[object, _MadeOf, Any]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,11 @@ def register_triton_backend(
     """
     if not isinstance(name, str) or not name:
         raise UsageError(f"A backend's name is a string; got {name!r}.", option="name", found=name)
-    if name == "reference" or (name == "triton" and factory is not None) or (name in _registered and not overwrite):
-        hint = "it is built in. Choose another name" if name in BACKENDS else "pass overwrite=True to replace it"
+    is_fixed = name == "reference" or (name == "triton" and factory is not None)
+    if is_fixed or (name in _registered and not overwrite):
+        hint = "it is built in. Choose another name" if is_fixed else "pass overwrite=True to replace it"
         raise UsageError(f"The backend {name!r} is there already; {hint}.", option="name", found=name)
-    if draft_weights not in CHOICES:
-        raise UsageError(
-            f"draft_weights = {draft_weights!r} is unknown; expected one of {', '.join(CHOICES)}.",
-            option="draft_weights", found=draft_weights, expected=CHOICES,
-        )  # fmt: skip
+    check_name(draft_weights)
     if factory is None:
         factory = TritonBackend(draft_weights, strict)
     elif not callable(factory):
@@ -135,8 +132,9 @@ def frontier_generate(
     Returns:
         What those return: a `GenerationOutput`; for an EaModel its ids int64 [1, seq], prompt included.
 
-    The drafter is built once for each model and backend, and kept as long as the model. An EaModel is as it was before
-    when the call returns.
+    The drafter is built once for each model and backend, and kept as long as the model; again after the model was moved
+    to another device or type, or an EaModel got another ``ea_layer`` or base model. An EaModel is as it was before when
+    the call returns.
 
     Raises:
         UsageError: an unknown backend, another kind of model, a head beside a model that has one.
@@ -179,16 +177,26 @@ def _factory(backend: str) -> DrafterFactory | str:
 
 def _ea_patch(model: Any, backend: str, factory: DrafterFactory | str) -> EaModelPatch | LayerPatch:
     check_ea_model(model)
-    if is_rebound(model.ea_layer):
+    if is_patched(model):
         raise UsageError(
             "This EaModel is patched: call its eagenerate, or unpatch_ea_model(model) before frontier_generate.",
             option="model",
         )
+    made_of = _made_of(model)
     kept = _ea_patches.setdefault(model, {})
+    for name in [name for name, (_, before, _) in kept.items() if before != made_of]:
+        del kept[name]
     if backend not in kept or kept[backend][0] is not factory:
-        kept[backend] = (factory, _build_patch(model, factory))
-    patch: EaModelPatch | LayerPatch = kept[backend][1]
+        kept[backend] = (factory, made_of, _build_patch(model, factory))
+    patch: EaModelPatch | LayerPatch = kept[backend][2]
     return patch
+
+
+def _made_of(model: Any) -> _MadeOf:
+    """What a patch is built over: it serves as long as all of it is the same."""
+    base, weight = model.base_model, model.ea_layer.embed_tokens.weight
+    parts = (model.ea_layer, base, getattr(base, "model", None), target_lm_head(model))
+    return (*parts, weight.device, weight.dtype)
 
 
 def _build_patch(model: Any, factory: DrafterFactory | str) -> EaModelPatch | LayerPatch:

@@ -42,7 +42,8 @@ def fused_draft_token_generation(
         print(output.results[0].token_ids)
 
     The first call with a loaded model and a head takes the head's tensors, packs them, and keeps them for as long as
-    the model lives; later calls with the same arguments only generate.
+    the model lives; later calls with the same arguments only generate, unless the model was moved to another device or
+    type.
 
     Args:
         model: a loaded transformers causal LM; a `SpeculativeModel`, whose head and tree are its own; or what
@@ -53,7 +54,8 @@ def fused_draft_token_generation(
         head, draft_vocab: of `SpeculativeModel.from_pretrained`.
         tree: size of the draft tree; None is that of `from_pretrained`.
         drafter: "triton", or "reference" to run without a GPU.
-        draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
+        draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type. A
+            `SpeculativeModel` has its own: give it to `from_pretrained`.
         options: of `SpeculativeModel.generate` (top_p, top_k, seed, eos_token_id, tokenizer, ...).
 
     Returns:
@@ -62,8 +64,8 @@ def fused_draft_token_generation(
     Raises:
         GPUAssertionError: "triton" without an NVIDIA GPU of sm_80 or later that torch can use, or with a model that
             lies elsewhere.
-        UsageError: an EaModel, a head, vocabulary or tree beside a `SpeculativeModel`, and as `from_pretrained` and
-            `generate`.
+        UsageError: an EaModel, a head, vocabulary, tree or ``draft_weights`` beside a `SpeculativeModel`, and as
+            `from_pretrained` and `generate`.
     """
     if is_ea_model(model):
         raise UsageError(

@@ -25,7 +25,7 @@ from .drafting import LayerPatch
 from .reading import check_ea_model, is_ea_model, read_head, target_lm_head
 from .rebind import is_rebound, restore
 from .session import BufferedSession, Session
-from .step import StepPatch
+from .step import StepPatch, step_of
 from .vocabulary import choose_ids
 
 if TYPE_CHECKING:
@@ -102,15 +102,25 @@ def patch_eagle_model(
 def unpatch_ea_model(model: Any) -> Any:
     """Undo `patch_ea_model_with_triton_drafter` or `patch_eagle_model` and return the model.
 
-    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. A model
-    that is not patched is returned as it is. Raises `UsageError` for what is no EaModel.
+    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. After
+    `patch_eagle_model`, so are a base model and an ``ea_layer`` that it had then and were replaced since. A model that
+    is not patched is returned as it is. Raises `UsageError` for what is no EaModel.
     """
     if not is_ea_model(model):
         check_ea_model(model)
-    for part in (model, getattr(model.base_model, "model", None), model.ea_layer):
-        if is_rebound(part):
-            restore(part)
+    step = step_of(model)
+    if step is not None:
+        step.remove()
+        if is_rebound(step.layer_patch.layer):
+            step.layer_patch.remove()
+    if is_rebound(model.ea_layer):
+        restore(model.ea_layer)
     return model
+
+
+def is_patched(model: Any) -> bool:
+    """Whether an EaModel, or the ``ea_layer`` that it has now, is patched."""
+    return is_rebound(model) or is_rebound(model.ea_layer)
 
 
 def unpatch_eagle_model(model: Any) -> Any:
@@ -133,7 +143,7 @@ class EaModelPatch:
         strict: bool = False,
     ) -> None:
         check_ea_model(model)
-        if is_rebound(model.ea_layer):
+        if is_patched(model):
             raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
         weight = model.ea_layer.embed_tokens.weight
         check_backend(drafter, weight.device)
@@ -173,8 +183,9 @@ def check_backend(drafter: str, device: torch.device) -> None:
 
         if device.type != "cpu" or not is_interpreted():
             raise DrafterError(
-                f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
-                "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
+                f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference' "
+                "(backend='reference' of frontier_generate), or TRITON_INTERPRET=1 in the environment to run the "
+                "kernel in Triton's interpreter.",
                 option="drafter", expected="cuda", found=str(device),
             )  # fmt: skip
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import Buffers
-from ..errors import DrafterError, UnsupportedModelError
+from ..errors import DrafterError, UnsupportedModelError, UsageError
 from ..kernels import acceptance, choose_tokens, tree_bias
 from ..kernels.acceptance import MAX_NEW_TOKENS, RECORD_HEAD, SlotState
 from ..kernels.choose_tokens import ChoiceRules, ChoiceScratch, ChoiceState
@@ -39,6 +39,7 @@ from .session import BufferedSession
 
 LOOPS = ("eagenerate", "ea_generate")
 _REPLACED = ("tree_decoding", "evaluate_posterior", "update_inference_inputs")
+_STEP = "_eagle_slim_step"
 _NO_END = 1 << 30
 _SHARED = ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
 
@@ -119,7 +120,8 @@ class StepPatch:
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
         model = self._model()
-        rebind(model, {name: self._loop(type(model), name) for name in LOOPS})
+        loops = {name: self._loop(type(model), name) for name in LOOPS}
+        rebind(model, {**loops, _STEP: self})
         rebind(self.decoder, self._mask_method.replacing(self.ops.tree_bias))
 
     def remove(self) -> None:
@@ -134,6 +136,12 @@ class StepPatch:
 
         @functools.wraps(original)
         def loop(*args: Any, **options: Any) -> Any:
+            if args[0].ea_layer is not self.layer_patch.layer:
+                raise UsageError(
+                    "The model's ea_layer was replaced after it was patched. Put the old one back, unpatch, replace "
+                    "it, and patch again.",
+                    option="model",
+                )
             # Upstream's globals as they are at the call, so that what others change there counts.
             function = FunctionType(
                 plain.__code__, {**plain.__globals__, **replaced}, plain.__name__, plain.__defaults__, plain.__closure__
@@ -296,6 +304,12 @@ class StepPatch:
         state.record.zero_()
         state.record[0, :RECORD_HEAD] = torch.tensor([count, count, 0], dtype=torch.int32)
         state.record[-1, 0] = self.session.drafter.error[0]
+
+
+def step_of(model: object) -> StepPatch | None:
+    """Return the step that was applied to a model last and not removed."""
+    step: StepPatch | None = getattr(type(model), _STEP, None)
+    return step
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[object]:

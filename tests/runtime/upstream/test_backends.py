@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,6 +25,7 @@ from eagle_slim.runtime import (
     registered_backends,
     unregister_backend,
 )
+from eagle_slim.runtime.draft_weights import CHOICES
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
@@ -120,6 +122,29 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Coun
         frontier_generate(model, prompts[0], backend="reference")
 
 
+def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: type[Counting]) -> None:
+    model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
+    ids = prompt(model)
+
+    def is_upstreams(backend: str) -> bool:
+        found = frontier_generate(model, ids, backend=backend, max_new_tokens=12)
+        return torch.equal(found, model.eagenerate(ids, max_new_tokens=12))
+
+    for layer in (model.ea_layer, other.ea_layer):
+        model.ea_layer = layer
+        assert is_upstreams("reference")
+        assert is_upstreams("counting")
+    assert counting.built == 2
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model.double()
+        assert is_upstreams("counting")
+    finally:
+        torch.set_default_dtype(default)
+    assert counting.built == 3
+
+
 @OWN_TRANSFORMERS
 def test_kept_drafters_go_with_their_models(tmp_path: Path, head: Path) -> None:
     model: Any = build("stand-in eagle3", tmp_path)
@@ -136,6 +161,11 @@ def test_names_and_factories_are_checked(counting: type[Counting]) -> None:
     for name, factory in (("triton", Counting), ("reference", None), ("counting", Counting), ("", None), ("new", 3)):
         with raises(UsageError, option="name" if factory != 3 else "factory"):
             register_triton_backend(name, factory)
+    register_triton_backend(strict=True)
+    with raises(UsageError, option="name", found="triton") as caught:
+        register_triton_backend(draft_weights="fp8")
+    assert "overwrite=True" in str(caught.value)
+    register_triton_backend(draft_weights="fp8", overwrite=True)
     with raises(UsageError, option="factory"):
         register_triton_backend("new", Counting, strict=True)
     with raises(UsageError, option="draft_weights", found="int4"):
@@ -165,6 +195,18 @@ def test_one_call_generates_and_keeps_what_it_built(head: Path) -> None:
     assert list(output.results[0].token_ids) == wanted
     with raises(UsageError, option="head"):
         fused_draft_token_generation(kept, ids, head=head, drafter="reference")
+    for draft_weights, expected in (("int4", CHOICES), ("fp8", "auto")):
+        with raises(UsageError, option="draft_weights", found=draft_weights, expected=expected):
+            fused_draft_token_generation(kept, ids, drafter="reference", draft_weights=draft_weights)
+    pickled = pickle.dumps(target)
+    assert b"eagle_slim." not in pickled
+    target = pickle.loads(pickled)
+    fused_draft_token_generation(target, ids, max_new_tokens=1, **options)
+    target.double()
+    output = fused_draft_token_generation(target, ids, max_new_tokens=8, **options)
+    assert list(output.results[0].token_ids) == plain_greedy(target, ids, 8, None)
+    ((moved, _),) = target._eagle_slim_joined.values()
+    assert moved.drafter.weights.dtype == torch.float64
 
 
 def test_one_call_says_what_gpu_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,6 +318,30 @@ def test_a_vocabulary_may_come_from_a_map_or_a_number(tmp_path: Path) -> None:
         patch_eagle_model(model, counts="counts.safetensors")
 
 
+def test_another_layer_than_was_patched_is_refused(tmp_path: Path) -> None:
+    """Upstream would draft with the new one, and the step would go on over what the old one drafted."""
+    model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
+    old, new, ids = model.ea_layer, other.ea_layer, prompt(model)
+    wanted, kinds = model.eagenerate(ids, max_new_tokens=6), snapshot(model)
+    patch_eagle_model(model, drafter="reference")
+    model.ea_layer = new
+    for generate in (model.eagenerate, model.ea_generate):
+        with raises(UsageError, option="model"):
+            generate(ids)
+    with raises(UsageError, option="model"):
+        patch_eagle_model(model, drafter="reference")
+    model.ea_layer = old
+    assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)
+    model.ea_layer = new
+    unpatch_eagle_model(model)
+    assert [type(part) for part in (model, old, new, model.base_model.model)] == [
+        kinds[0][0], kinds[1][0], kinds[1][0], kinds[3][0],
+    ]  # fmt: skip
+    wanted = model.eagenerate(ids, max_new_tokens=6)
+    patch_eagle_model(model, drafter="reference")
+    assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)
+
+
 def test_a_vocabulary_may_come_from_counts(tmp_path: Path) -> None:
     model = build("stand-in eagle", tmp_path)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(47)}, unk_token="w0"))
