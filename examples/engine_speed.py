@@ -10,13 +10,16 @@ with --enable-metrics. Servers on one GPU share its memory; while the others are
 """
 
 import argparse
+import http.client
 import json
 import re
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,21 +64,24 @@ def fetch(url: str, body: dict[str, Any] | None = None, timeout_s: float = 600) 
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            text: str = answer.read().decode()
+            text: str = answer.read().decode(errors="replace")
             return text
     except urllib.error.HTTPError as error:
         detail = error.read(500).decode(errors="replace").strip()
         raise ServerError(f"{url} answers {error.code} {error.reason}: {detail}") from error
-    except (urllib.error.URLError, OSError) as error:
-        reason = getattr(error, "reason", error)
+    except (http.client.HTTPException, OSError, UnicodeError) as error:
+        # What is no HTTP is quoted as it came.
+        reason = str(getattr(error, "reason", error)).strip() or type(error).__name__
         raise ServerError(f"{url} does not answer ({reason}). Is the server up, and is that its port?") from error
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Sum every metric of a Prometheus page over its labels, by name."""
+    """Sum every metric of a Prometheus page over its labels, by name; lines that are no sample are left out."""
     totals: dict[str, float] = {}
     for line in text.splitlines():
-        if found := _SAMPLE.match(line):
+        if not (found := _SAMPLE.match(line)):
+            continue
+        with suppress(ValueError):
             totals[found[1]] = totals.get(found[1], 0.0) + float(found[2])
     return totals
 
@@ -173,7 +179,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments.servers = {}
     for server in arguments.server:
         label, separator, url = server.partition("=")
-        if not (label and separator and url.startswith(("http://", "https://"))):
+        if not (label and separator and is_server_url(url)):
             parser.error(f"--server {server!r} is not LABEL=URL, such as slim=http://localhost:8000")
         if label in arguments.servers:
             parser.error(f"--server {label}=… is given twice; give every head a label of its own")
@@ -181,7 +187,20 @@ def parse_arguments() -> argparse.Namespace:
     for option in ("limit", "max_tokens", "concurrency"):
         if (value := getattr(arguments, option)) is not None and value < 1:
             parser.error(f"--{option.replace('_', '-')} must be at least 1, got {value}")
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json {arguments.json}: there is no folder {arguments.json.parent}; make it first")
+    if arguments.json and arguments.json.is_dir():
+        parser.error(f"--json {arguments.json} is a folder; name a file in it")
     return arguments
+
+
+def is_server_url(url: str) -> bool:
+    """Whether ``url`` has http or https, a host, and a port that is a number, or none."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def read_questions(path: Path, limit: int | None) -> list[str]:

@@ -24,24 +24,33 @@ from eagle_slim.runtime import (
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
 parser.add_argument("--base-model", help="target, for EaModel.from_pretrained; with --ea-model")
-parser.add_argument("--ea-model", help="head, for EaModel.from_pretrained")
+parser.add_argument("--ea-model", help="head, for EaModel.from_pretrained; with --base-model")
 parser.add_argument("--max-new-tokens", type=int, default=48)
 args = parser.parse_args()
+if bool(args.base_model) != bool(args.ea_model):
+    parser.error("--base-model and --ea-model go together; without both, the built-in target and head run")
+if args.upstream is not None and not (args.upstream / "eagle").is_dir():
+    parser.error(f"{args.upstream} is no clone of SafeAILab's EAGLE: it has no folder eagle (docs/upstream.md)")
 
-if args.upstream is None or not (Path(args.upstream) / "eagle").is_dir():
+if args.upstream is None:
     print("SafeAILab's EAGLE is not here. Fetch it, and the transformers version that its code runs with:")
     print("    git clone https://github.com/SafeAILab/EAGLE")
     print("    pip install 'transformers>=4.53.1,<4.54'    # in an environment of its own: see docs/upstream.md")
     print("    python examples/safeailab_dropin.py --upstream EAGLE")
     sys.exit()
 sys.path.insert(0, str(args.upstream))
+try:
+    from eagle.model.ea_model import EaModel
+except ImportError as error:
+    sys.exit(
+        f"The code in {args.upstream} cannot be imported: {error}. Does its transformers fit? It runs with "
+        "'transformers>=4.53.1,<4.54', in an environment of its own: see docs/upstream.md."
+    )
 
 on_gpu = torch.cuda.is_available()
 device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
 drafter = "triton" if on_gpu else "reference"
 if args.base_model:
-    from eagle.model.ea_model import EaModel
-
     model = EaModel.from_pretrained(
         base_model_path=args.base_model, ea_model_path=args.ea_model, torch_dtype=dtype, device_map=str(device)
     ).eval()

@@ -157,8 +157,9 @@ def test_several_heads_and_one_that_accepts_nothing(run: Run) -> None:
         (Server(SGLANG_METRICS, passes=0), "drafted nothing"),
         (Server("vllm:request_success_total 3.0\n"), "started without a head"),
         (Server("python_gc_objects_collected_total 3.0\n"), "neither vLLM's nor SGLang's"),
+        (Server("Metrics are off\n"), "neither vLLM's nor SGLang's"),
     ],
-    ids=["no metrics", "vllm, no drafts", "sglang, no drafts", "no head", "another server"],
+    ids=["no metrics", "vllm, no drafts", "sglang, no drafts", "no head", "another server", "another page"],
 )
 def test_without_an_accepted_length_there_is_still_a_speed(run: Run, server: Server, reason: str) -> None:
     with serving(server) as url:
@@ -179,10 +180,29 @@ def test_a_server_that_is_down_does_not_hide_the_others(run: Run) -> None:
     assert out.splitlines()[-1].startswith("up")
 
 
+def test_a_port_without_http_is_told_so(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"220 mail ready\r\n")
+
+        threading.Thread(target=greet, daemon=True).start()
+        code, _, err = run("--server", f"mail=http://127.0.0.1:{other.getsockname()[1]}")
+    assert code == 1
+    assert "does not answer (220 mail ready)" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["--server", "http://localhost:8000"], "is not LABEL=URL"),
+        (["--server", "a=http://localhost:80a"], "is not LABEL=URL"),
+        (["--server", "a=http://"], "is not LABEL=URL"),
+        (["--server", "a=http://x", "--json", "missing_folder/x.json"], "there is no folder missing_folder"),
+        (["--server", "a=http://x", "--json", "."], "is a folder"),
         (["--server", "a=http://x", "--server", "a=http://y"], "given twice"),
         (["--server", "a=http://x", "--concurrency", "0"], "--concurrency must be at least 1, got 0"),
     ],

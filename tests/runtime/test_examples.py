@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from eagle_slim.convert import verify_artifact
@@ -61,9 +65,48 @@ def test_accuracy_vs_speed(tmp_path: Path) -> None:
     assert "<!DOCTYPE html>" in (tmp_path / "compare.html").read_text(encoding="utf-8")
 
 
-def test_safeailab_dropin_says_what_it_needs(tmp_path: Path) -> None:
-    out = run("safeailab_dropin.py", "--upstream", str(tmp_path), folder=tmp_path)
-    assert "git clone https://github.com/SafeAILab/EAGLE" in out
+@contextmanager
+def without_upstream() -> Iterator[None]:
+    """Import upstream's package anew inside, whichever was imported before."""
+
+    def taken_out() -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "eagle"}
+
+    before = taken_out()
+    try:
+        yield
+    finally:
+        taken_out()
+        sys.modules.update(before)
+
+
+def test_safeailab_dropin_says_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(*arguments: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["safeailab_dropin.py", *arguments])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(EXAMPLES / "safeailab_dropin.py"), run_name="__main__")
+        return caught.value.code
+
+    monkeypatch.delenv("EAGLE_SLIM_UPSTREAM", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert ended() is None
+    assert "git clone https://github.com/SafeAILab/EAGLE" in capsys.readouterr().out
+    for option in ("--base-model", "--ea-model"):
+        assert ended(option, "x") == 2
+        assert "go together" in capsys.readouterr().err
+    assert ended("--upstream", str(tmp_path)) == 2
+    assert f"{tmp_path} is no clone of SafeAILab's EAGLE" in capsys.readouterr().err
+
+    newer = tmp_path / "eagle" / "model" / "ea_model.py"
+    newer.parent.mkdir(parents=True)
+    newer.write_text("from transformers.utils import LossKwargs_of_an_older_version")
+    with without_upstream():
+        ending = str(ended("--upstream", str(tmp_path)))
+    assert "cannot import name 'LossKwargs_of_an_older_version'" in ending
+    assert "'transformers>=4.53.1,<4.54'" in ending
+    assert "docs/upstream.md" in ending
 
 
 @NEEDS_UPSTREAM
