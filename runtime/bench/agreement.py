@@ -107,7 +107,10 @@ def tree_of(bufs: Buffers) -> DraftTree:
 
 
 def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
-    """The head a kernel of this configuration really computes with, in fp32: rounded to FP8 where it stores that."""
+    """The head a kernel of this configuration really computes with, in fp32: rounded to FP8 where it stores that.
+
+    Without rows that could join it: `union_head` has those of a sequence among its own.
+    """
     from ..kernels.packing import quantize_rows
 
     def exact(name: str, tensor: Tensor) -> Tensor:
@@ -120,7 +123,7 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
     return replace(
         head, tensors={name: exact(name, tensor) for name, tensor in head.tensors.items()},
         embedding=head.embedding.to(cfg.dtype).float(), lm_head=exact("lm_head", head.lm_head),
-        rotary=head.rotary.for_length(cfg.num_tokens),
+        rotary=head.rotary.for_length(cfg.num_tokens), follow=None,
     )  # fmt: skip
 
 

@@ -7,13 +7,15 @@ Random heads in bf16 (or e4m3), depth 5, top_k 10, 60 nodes, prefix 512, 4 new t
 batch: a kernel without tails (``none``), and one with room for the longest tail, which all sizes share; every
 sequence's tail holds other ids. ``join``: letting the last step's 4 tokens join and their rows be gathered, which
 ``follow="text"`` does in every step. Each draft is replayed by the fp32 reference before it is timed. CUDA-graph
-replays, interleaved, from event to event; medians with 10th and 90th percentile. The last line is JSON.
+replays, interleaved, from event to event; medians with 10th and 90th percentile. The last line is JSON; ``--out`` is
+written anew after each base and batch, so that a run that is stopped keeps what it had. Exit status 1: a wrong draft.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -33,13 +35,16 @@ from ..kernels.launch import Weights, allocate_buffers, check_finished, launch_d
 from ..kernels.tuned_cache import default_cache
 from .agreement import Step, candidates_of, exact_head, log_prob_atol, replay, replay_tails, tree_of
 from .baseline import capture
+from .draft import write_json
 from .precompile import Job, compile_all
 from .problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
 from .timing import copy_bytes_per_s, interleave, machine
 
 TREE = TreeConfig(5, 10, 60)
 PREFIX, NUM_NEW = 512, 4
+COMPILE_S = 120.0
 Runs = dict[str, Callable[[], object]]
+Record = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def following(head: HeadWeights, base: int, most: int) -> HeadWeights:
@@ -118,61 +123,81 @@ def joining(head: HeadWeights, cfg: DrafterConfig, weights: Weights) -> Callable
 
 
 def measure(
-    dims: Dims, full: HeadWeights, base: int, batch: int, tails: Sequence[int], fp8: bool, rounds: int
+    full: HeadWeights, bare: DrafterConfig, cfg: DrafterConfig, tails: Sequence[int], rounds: int, record: Record
 ) -> dict[str, Any]:
-    """One row: microseconds of a draft by tail, and of joining."""
-    device, most = full.device, max(tails)
-    head = following(full, base, most)
-    bare, cfg = (configuration(dims, base, batch, room, full.dtype, fp8) for room in (0, most))
+    """One row: microseconds of a draft by tail, and of joining. ``bare`` is ``cfg`` without room for rows that join."""
+    head = following(full, cfg.draft_vocab, max(tails))
     weights = Weights.pack(head, cfg)
     faults: list[str] = []
-    print(f"base {base}, batch {batch}:", flush=True)
+    print(f"base {cfg.draft_vocab}, batch {cfg.num_slots}:", flush=True)
     runs = drafts(head, bare, [0], weights, faults) | drafts(head, cfg, tails, weights, faults)
     measured: dict[str, Any] = {
-        "base": base, "batch": batch, "weights": "fp8" if fp8 else "bf16", "faults": faults,
+        "base": cfg.draft_vocab, "batch": cfg.num_slots, "faults": faults,
         "row_bytes": cfg.hidden * cfg.weight_dtype.itemsize, "level_bytes": bare.level_bytes,
     }  # fmt: skip
     if not faults:
-        variants = {name: capture(run) for name, run in runs.items()} | {"join": capture(joining(head, cfg, weights))}
-        times = interleave(variants, device, rounds)
+        variants = {name: record(run) for name, run in runs.items()} | {"join": record(joining(head, cfg, weights))}
+        times = interleave(variants, full.device, rounds)
         measured["times"] = {name: asdict(value) for name, value in times.items()}
         print("  " + "  ".join(f"{name} {value.median_us:.1f} us" for name, value in times.items()), flush=True)
     return measured
 
 
+def bench(
+    dims: Dims, args: argparse.Namespace, device: torch.device, dtype: torch.dtype, record: Record = capture
+) -> dict[str, Any]:
+    """Check, then time all rows; ``record`` makes a graph of a draft. ``args``: those of the command line."""
+    started = time.perf_counter()
+    pairs = [
+        tuple(configuration(dims, base, batch, room, dtype, args.fp8) for room in (0, max(args.tails)))
+        for base in args.base
+        for batch in args.batch
+    ]
+    chip, cache = chip_of(device), default_cache()
+    jobs = [Job(dims, cfg, cache.lookup(cfg, chip)) for pair in pairs for cfg in pair]
+    done = compile_all(jobs, COMPILE_S) if device.type == "cuda" else []
+    print(f"{sum(done)} of {len(jobs)} kernels compiled ahead, {time.perf_counter() - started:.0f} s", flush=True)
+    full = random_head(dims, device, dtype)
+    result: dict[str, Any] = {
+        "machine": machine(device), "dims": args.dims, "weights": "fp8" if args.fp8 else str(dtype).split(".")[-1],
+        "tree": asdict(TREE), "prefix": PREFIX, "num_new": NUM_NEW, "rounds": args.rounds,
+        "copy_bytes_per_s": copy_bytes_per_s(device, rounds=args.rounds) if device.type == "cuda" else None,
+        "kernels": len(jobs), "kernels_compiled_ahead": sum(done), "rows": [],
+    }  # fmt: skip
+    for bare, cfg in pairs:
+        result["rows"].append(measure(full, bare, cfg, args.tails, args.rounds, record))
+        result["seconds"] = time.perf_counter() - started
+        if args.out:
+            write_json(result, args.out)
+    return result
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    options = argparse.ArgumentParser(
+        prog="python -m eagle_slim.runtime.bench.draft_tails", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    options.add_argument("--dims", default="llama-3.1-8b", choices=MODELS)
+    options.add_argument("--base", type=int, nargs="+", default=[2048, 32000])
+    options.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    options.add_argument("--tails", type=int, nargs="+", default=[0, 128, 512, 1024])
+    options.add_argument("--fp8", action="store_true", help="FP8 weights")
+    options.add_argument("--rounds", type=int, default=20)
+    options.add_argument("--out", type=Path, help="write the JSON here as well")
+    return options
+
+
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dims", default="llama-3.1-8b", choices=MODELS)
-    parser.add_argument("--base", type=int, nargs="+", default=[2048, 32000])
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--tails", type=int, nargs="+", default=[0, 128, 512, 1024])
-    parser.add_argument("--fp8", action="store_true", help="FP8 weights")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="write the JSON here as well")
-    args = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dims, started = MODELS[args.dims], time.perf_counter()
-    full = random_head(dims, device, dtype)
-    rows = [(base, batch) for base in args.base for batch in args.batch]
-    chip, cache = chip_of(device), default_cache()
-    jobs = []
-    for base, batch in rows:
-        for most in (0, max(args.tails)):
-            cfg = configuration(dims, base, batch, most, dtype, args.fp8)
-            jobs.append(Job(dims, cfg, cache.lookup(cfg, chip)))
-    done = compile_all(jobs, 90.0) if device.type == "cuda" else []
-    print(f"{sum(done)} of {len(jobs)} kernels compiled ahead, {time.perf_counter() - started:.0f} s", flush=True)
-    result = {
-        "machine": machine(device), "dims": args.dims, "tree": asdict(TREE), "prefix": PREFIX, "num_new": NUM_NEW,
-        "rounds": args.rounds, "copy_bytes_per_s": copy_bytes_per_s(device) if device.type == "cuda" else None,
-        "rows": [measure(dims, full, base, batch, args.tails, args.fp8, args.rounds) for base, batch in rows],
-        "seconds": time.perf_counter() - started,
-    }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    args = parser().parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs an NVIDIA GPU")
+    device = torch.device("cuda", torch.cuda.current_device())
+    result = bench(MODELS[args.dims], args, device, torch.bfloat16)
     print(json.dumps(result))
+    if any(row["faults"] for row in result["rows"]):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

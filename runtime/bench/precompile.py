@@ -1,13 +1,18 @@
 """Compile kernels in parallel processes before anything is timed; Triton's cache on disk hands them over.
 
+    python -m eagle_slim.runtime.bench.precompile --model smollm2-135m --sizes 49152 4096 2048 [--follow-rows 512]
+
+compiles what `eagle-compare` will need for these sizes of a head of the model's dimensions, one sequence at a time.
 Nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what Triton
 specialises on, are those of the launch to come.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -19,6 +24,7 @@ import torch
 from ..config import TreeConfig
 from ..drafter.buffers import Buffers
 from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
+from ..drafter.follow import UNIT_ROWS
 from ..kernels.launch_params import LaunchParams
 from .problem import MODELS, Dims, first_rows, random_head
 
@@ -35,17 +41,19 @@ class Job(NamedTuple):
 
 def job_of(
     model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device,
-    packed_vocab: int | None = None,
+    packed_vocab: int | None = None, follow_rows: int = 0,
 ) -> Job:  # fmt: skip
     """The compilation that a `BufferedDrafter` of these dimensions (`problem.MODELS`) on this device will need.
 
-    ``packed_vocab``: LM-head rows that are packed, where it drafts over fewer of them.
+    ``packed_vocab``: LM-head rows that are packed, where it drafts over fewer of them. ``follow_rows``: most rows that
+    join.
     """
     from ..kernels.host import chip_of
     from ..kernels.tuned_cache import default_cache
 
     head = first_rows(random_head(MODELS[model], torch.device("meta")), draft_vocab)
     cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
+    cfg = replace(cfg, tail_rows=-(-follow_rows // UNIT_ROWS) * UNIT_ROWS)
     return Job(MODELS[model], cfg, default_cache().lookup(cfg, chip_of(device)), packed_vocab)
 
 
@@ -91,3 +99,29 @@ def compile_all(jobs: Sequence[Job], seconds: float, processes: int | None = Non
         print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
     pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
     return done
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--sizes", type=int, nargs="+", required=True, help="the largest is what is packed")
+    parser.add_argument("--follow-rows", type=int, default=0, help="compile each but the largest with such a tail, too")
+    parser.add_argument("--tree", type=int, nargs=3, default=(5, 10, 60), metavar=("DEPTH", "TOP_K", "NODES"))
+    parser.add_argument("--seconds", type=float, default=120)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("compiling ahead needs the NVIDIA GPU that the kernels are for")
+    started, packed, tree = time.perf_counter(), max(args.sizes), TreeConfig(*args.tree)
+    device = torch.device("cuda", torch.cuda.current_device())
+    jobs = [
+        job_of(args.model, tree, 1, 2048, size, device, packed, rows)
+        for size in args.sizes
+        for rows in sorted({0, args.follow_rows if size < packed else 0})
+    ]
+    done = compile_all(jobs, args.seconds)
+    print(f"{sum(done)} of {len(jobs)} kernels compiled, {time.perf_counter() - started:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
