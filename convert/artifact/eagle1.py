@@ -1,9 +1,9 @@
-"""EAGLE-1 and EAGLE-2: the head unchanged but for two small repairs, to be used with `freq_N.pt`.
+"""EAGLE-1 and EAGLE-2: the head unchanged but for small repairs, to be used with `freq_N.pt`.
 
 No engine reads a slim LM head for these: SGLang and FR-Spec gather the rows named in `freq_N.pt` from the target, vLLM
 and SafeAILab use the whole vocabulary. The repairs: a zero `fc.bias` where there is none, since SGLang always has that
 parameter and would leave it uninitialised; and no `bias` key in config.json, which vLLM and SGLang take to mean
-attention biases.
+attention biases. A head that has biases in its layer gets the flags by which each engine loads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..head.draft_head import DraftHead
 from ..weights import names
 from ..weights.writer import TensorPlan, zeros_plan
-from .eagle3 import copy_plan
+from .eagle3 import copy_plan, zero_output_bias
 from .engines import flavoured_architecture
 
 if TYPE_CHECKING:
@@ -24,8 +24,11 @@ _DROPPED_KEYS = ("bias", "_name_or_path", "auto_map")
 
 
 def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
-    """The tensors of an EAGLE-1/2 head as they are, with a zero `fc.bias` [hidden] where it has none."""
-    plans = [copy_plan(head, name) for name in head.tensors]
+    """The tensors of an EAGLE-1/2 head as they are, with a zero `fc.bias` [hidden] where it has none.
+
+    With biases of q, k and v alone, which SafeAILab trains, the output projection gets one of zeros too.
+    """
+    plans = [copy_plan(head, name) for name in head.tensors] + zero_output_bias(head)
     if names.FC_BIAS not in head.tensors:
         plans.append(zeros_plan(names.FC_BIAS, head.dtype_name, head.hidden_size))
     return plans
@@ -34,6 +37,11 @@ def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
 def repaired_config(head: DraftHead, flavour: str = "default") -> dict[str, Any]:
     """config.json as it was, without the keys that no engine may read, and with the class name of the flavour."""
     config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
+    if head.config["attention_bias"]:
+        # vLLM and SGLang read the first, SafeAILab the second.
+        config |= {"attention_bias": True, "qkv_bias": True}
+    if head.config["mlp_bias"]:
+        config["mlp_bias"] = True
     found = config.get("architectures")
     architecture = str(found[0]) if isinstance(found, list) and found else "LlamaForCausalLM"
     written = flavoured_architecture("eagle", flavour, architecture)

@@ -131,8 +131,7 @@ def plan_tensors(
     ids = all_ids(head) if target_ids is None else target_ids
     gathered = gather_lm_head(head, lm_head, ids)
     plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
-    if needs_zero_output_bias(head):
-        plans.append(zeros_plan(names.EAGLE3_OUTPUT_BIAS, head.dtype_name, head.hidden_size))
+    plans += zero_output_bias(head)
     plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
     if target_ids is not None:
         plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
@@ -156,12 +155,15 @@ def plan_kept_rows(
     return [rows, array_plan(KEPT_IDS, kept_ids)], gathered
 
 
-def needs_zero_output_bias(head: DraftHead) -> bool:
-    """Whether the output projection lacks a bias that engines build: `attention_bias` is one switch for q, k, v and o.
+def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
+    """A bias of zeros where the output projection lacks one: `attention_bias` is one switch for q, k, v and o.
 
     vLLM, SGLang and TensorRT-LLM leave it uninitialised where the file has none, as in heads with Qwen2's attention.
     """
-    return bool(head.config.get("attention_bias")) and names.EAGLE3_OUTPUT_BIAS not in head.tensors
+    name = names.ATTENTION_BIASES[head.kind][-1]
+    if not head.config.get("attention_bias") or name in head.tensors:
+        return []
+    return [zeros_plan(name, head.dtype_name, head.hidden_size)]
 
 
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:

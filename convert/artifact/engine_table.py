@@ -28,7 +28,8 @@ def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
 
 _WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
 _TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
-_BIASED = frozenset({names.FC, names.EAGLE3_ATTENTION_BIASES[0]})
+_BIASED = frozenset({names.FC, names.ATTENTION_BIASES["eagle3"][0]})
+_MLP_BIASED = frozenset({names.FC, names.MLP_BIASES["eagle3"][0]})
 HEADS: dict[str, HeadFacts] = {
     "EAGLE-3 with a reduced vocabulary": EAGLE3,
     "… with its full vocabulary (`--draft-vocab full`)": replace(EAGLE3, draft_vocab=2048),
@@ -51,6 +52,7 @@ HEADS: dict[str, HeadFacts] = {
     "`norm_before_residual` (default of speculators' format)": with_config(EAGLE3, norm_before_residual=True),
     "`norm_output`": with_config(EAGLE3, norm_output=True),
     "biases in the attention": replace(EAGLE3, tensor_names=_BIASED),
+    "biases in the MLP": replace(EAGLE3, tensor_names=_MLP_BIASED),
     "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
     "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
     "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),

@@ -27,6 +27,7 @@ _TREE_TOP_K = 10
 # vLLM and SGLang pad a vocabulary to this many rows before they split it over tensor-parallel ranks.
 _VOCAB_PADDING = 64
 _OTHER_ACTIVATIONS = "draft with SafeAILab/EAGLE or eagle-generate"
+_TRAIN_WHERE_TRAINED = "train the head where it was trained before"
 _WATCH = "watch the accepted length of the first requests (docs/engines.md)"
 
 
@@ -272,6 +273,7 @@ def _vllm_known(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
 
 def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     yield from _activation_refused(head)
+    yield from _mlp_biases(head, "are dropped, so it drafts wrongly")
     if head.kind == "eagle":
         if head.architecture and not head.architecture.endswith("Eagle"):
             yield (
@@ -352,6 +354,7 @@ def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "serve it with vLLM or SGLang",
         )
     yield from _window_unknown(head)
+    yield from _mlp_biases(head, "are not loaded")
     if head.kind == "eagle":
         yield from _no_token_map(head)
         return
@@ -416,7 +419,8 @@ def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     if head.architecture not in ("LlamaForCausalLMEagle3", None):
         yield "error", f"architecture {head.architecture} is not registered", "convert without --for lmdeploy"
     if _attention_biases(head):
-        yield "error", "the biases of the attention are not loaded", "train the head where it was trained before"
+        yield "error", "the biases of the attention are not loaded", _TRAIN_WHERE_TRAINED
+    yield from _mlp_biases(head, "are not loaded", _TRAIN_WHERE_TRAINED)
     if head.flag("norm_before_residual"):
         yield (
             "error",
@@ -446,6 +450,7 @@ def _lmdeploy(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         yield "error", "the norms before fc raise KeyError", "serve it with vLLM or SGLang"
     if _attention_biases(head):
         yield "error", "the biases of the attention raise KeyError", "serve it with vLLM"
+    yield from _mlp_biases(head, "raise KeyError")
     yield from _activation_unread(head)
     yield from _window_unknown(head)
     yield from _residual_of_the_norm(head)
@@ -549,7 +554,14 @@ def _normed_output(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
 
 
 def _attention_biases(head: HeadFacts) -> bool:
-    return any(name in head.tensor_names for name in names.EAGLE3_ATTENTION_BIASES)
+    return any(name in head.tensor_names for name in names.ATTENTION_BIASES[head.kind])
+
+
+def _mlp_biases(
+    head: HeadFacts, what_happens: str, alternative: str = "serve it with vLLM or eagle-generate"
+) -> Iterator[tuple[Severity, str, str]]:
+    if any(name in head.tensor_names for name in names.MLP_BIASES[head.kind]):
+        yield "error", f"the biases of the MLP {what_happens}", alternative
 
 
 def _fc_norms(head: HeadFacts) -> bool:

@@ -62,7 +62,8 @@ class SourceChecks:
         source = self._source_head
         skipped = {names.LM_HEAD, *names.MAPS}
         # Zeros that a conversion adds where the source has none.
-        skipped |= {name for name in (names.FC_BIAS, names.EAGLE3_OUTPUT_BIAS) if name not in source.tensors}
+        added = (names.FC_BIAS, names.ATTENTION_BIASES[source.kind][-1])
+        skipped |= {name for name in added if name not in source.tensors}
         problems = []
         copied = [name for name in sorted(weights.tensors) if name not in skipped]
         for name in copied:

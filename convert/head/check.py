@@ -33,25 +33,34 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
             )
 
 
-def check_mlp_bias(config: Mapping[str, Any], where: str) -> None:
-    """Raise MismatchError where `mlp_bias` is set: a tensor of that kind is refused by its name, so there is none."""
-    if config.get("mlp_bias"):
-        raise MismatchError(
-            f"{where}: mlp_bias is set in config.json, but the file holds no such biases; vLLM and TensorRT-LLM would "
-            "build them and leave them uninitialised.\nSet it to false.",
-            path=where,
-            key="mlp_bias",
-        )
+def settle_biases(tensors: LazyTensors, config: dict[str, Any], kind: names.HeadKind, where: str) -> None:
+    """Settle `attention_bias` and `mlp_bias` by the biases in the file where config.json does not say.
+
+    Raises:
+        MismatchError: config.json says that there are biases where there are none or some only, or the other way.
+    """
+    attention, mlp = names.ATTENTION_BIASES[kind], names.MLP_BIASES[kind]
+    if kind == "eagle" and config.get("qkv_bias"):
+        # SafeAILab's key, the only one that its EAGLE-1/2 code reads; transformers writes attention_bias beside it.
+        config["attention_bias"] = True
+    # Qwen2's configuration has no key for either: its layers always have biases of q, k and v.
+    _settle_biases(tensors, config, "attention_bias", attention, attention[:3], where)
+    _settle_biases(tensors, config, "mlp_bias", mlp, mlp, where)
 
 
-def check_eagle(tensors: LazyTensors, config: Mapping[str, Any], where: str) -> None:
-    """Raise MismatchError where the tensors of an EAGLE-1/2 head have other shapes than config.json says."""
+def settle_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
+    """Check an EAGLE-1/2 head's first layer against its configuration, and put what is settled into the latter.
+
+    Raises:
+        MismatchError: shapes disagree.
+    """
     hidden = config["hidden_size"]
-    expected = {
+    _settle_intermediate(tensors, config, "layers.0.", where)
+    expected: dict[str, tuple[int, ...]] = {
         names.FC: (hidden, 2 * hidden),
         names.FC_BIAS: (hidden,),
         names.EMBEDDING: (config["vocab_size"], hidden),
-        "layers.0.self_attn.q_proj.weight": (config["num_attention_heads"] * config["head_dim"], hidden),
+        **_layer_shapes(config, "layers.0.", hidden),
     }
     _check_shapes(tensors, expected, where)
 
@@ -70,18 +79,7 @@ def settle_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> l
     if target_hidden == hidden:
         # Its mere presence stops SafeAILab from loading the target's embedding.
         config.pop("target_hidden_size", None)
-    middle = tensors.shape("midlayer.mlp.gate_proj.weight")[0]
-    if config.get("intermediate_size") is None:
-        config["intermediate_size"] = middle
-    if config["intermediate_size"] != middle:
-        raise MismatchError(
-            f"{where}: intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows.\n"
-            "Correct config.json, or fetch the head again.",
-            path=where,
-            key="intermediate_size",
-            expected=middle,
-            found=config["intermediate_size"],
-        )
+    _settle_intermediate(tensors, config, "midlayer.", where)
     _check_shapes(tensors, _eagle3_shapes(config), where)
     if target_hidden != hidden and names.EMBEDDING not in tensors:
         raise MismatchError(
@@ -90,7 +88,6 @@ def settle_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> l
             path=where,
             tensor=names.EMBEDDING,
         )
-    _check_attention_biases(tensors, config, where)
     warnings = []
     if config.get("num_hidden_layers") not in (None, 1):
         warnings.append(
@@ -165,50 +162,77 @@ def settle_taps(
 
 
 def _eagle3_shapes(config: Mapping[str, Any]) -> Shapes:
-    hidden, middle = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    layer = "midlayer.self_attn."
+    hidden = config["hidden_size"]
     return {
-        f"{layer}q_proj.weight": (queries, 2 * hidden),
-        f"{layer}k_proj.weight": (keys, 2 * hidden),
-        f"{layer}v_proj.weight": (keys, 2 * hidden),
-        f"{layer}o_proj.weight": (hidden, queries),
-        "midlayer.mlp.gate_proj.weight": (middle, hidden),
-        "midlayer.mlp.up_proj.weight": (middle, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, middle),
-        "midlayer.input_layernorm.weight": (hidden,),
+        **_layer_shapes(config, "midlayer.", 2 * hidden),
         "midlayer.hidden_norm.weight": (hidden,),
-        "midlayer.post_attention_layernorm.weight": (hidden,),
         "norm.weight": (hidden,),
         names.LM_HEAD: (config["draft_vocab_size"], hidden),
         names.EMBEDDING: (config["vocab_size"], hidden),
         names.FC_BIAS: (hidden,),
-        f"{layer}q_proj.bias": (queries,),
-        f"{layer}k_proj.bias": (keys,),
-        f"{layer}v_proj.bias": (keys,),
-        f"{layer}o_proj.bias": (hidden,),
     }
 
 
-def _check_attention_biases(tensors: LazyTensors, config: Mapping[str, Any], where: str) -> None:
-    present = [name for name in names.EAGLE3_ATTENTION_BIASES if name in tensors]
-    is_set = bool(config.get("attention_bias"))
+def _layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:
+    """Shapes of a decoder layer's tensors, all that it may have; `inputs`: width of what q, k and v take."""
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    matrices = {
+        "self_attn.q_proj": (queries, inputs),
+        "self_attn.k_proj": (keys, inputs),
+        "self_attn.v_proj": (keys, inputs),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (middle, hidden),
+        "mlp.up_proj": (middle, hidden),
+        "mlp.down_proj": (hidden, middle),
+    }
+    return {
+        **{f"{layer}{name}.weight": shape for name, shape in matrices.items()},
+        **{f"{layer}{name}.bias": shape[:1] for name, shape in matrices.items()},
+        f"{layer}input_layernorm.weight": (hidden,),
+        f"{layer}post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def _settle_intermediate(tensors: LazyTensors, config: dict[str, Any], layer: str, where: str) -> None:
+    middle = tensors.shape(f"{layer}mlp.gate_proj.weight")[0]
+    if config.get("intermediate_size") is None:
+        config["intermediate_size"] = middle
+    if config["intermediate_size"] != middle:
+        raise MismatchError(
+            f"{where}: intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows.\n"
+            "Correct config.json, or fetch the head again.",
+            path=where,
+            key="intermediate_size",
+            expected=middle,
+            found=config["intermediate_size"],
+        )
+
+
+def _settle_biases(
+    tensors: LazyTensors, config: dict[str, Any], flag: str, possible: Sequence[str], needed: Sequence[str], where: str
+) -> None:
+    present = [name for name in possible if name in tensors]
+    missing = [name for name in needed if name not in tensors]
+    if config.get(flag) is None:
+        config[flag] = bool(present)
+    is_set = bool(config[flag])
     if present and not is_set:
-        problem = "attention biases are in the file, but attention_bias is false in config.json"
-    elif is_set and not set(names.EAGLE3_ATTENTION_BIASES[:3]) <= set(present):
         problem = (
-            "attention_bias is set in config.json, or another bias in the file shows it, but the q, k and v biases are "
-            "missing"
+            f"{flag} is false in config.json, but {present[0]} is in the file; engines would leave it out.\n"
+            f"Set {flag} to true"
+        )
+    elif present and missing:
+        problem = f"{present[0]} is in the file, but {', '.join(missing)} missing.\nFetch the complete head"
+    elif is_set and missing:
+        problem = (
+            f"{flag} is set in config.json, but the file holds no such biases; engines would build them and leave them "
+            f"uninitialised.\nSet {flag} to false"
         )
     else:
         return
-    raise MismatchError(
-        f"{where}: {problem}.\nCorrect config.json, or fetch the complete head.",
-        path=where,
-        key="attention_bias",
-        found=present,
-    )
+    raise MismatchError(f"{where}: {problem}.", path=where, key=flag, found=present)
 
 
 def _check_norm_flag(config: Mapping[str, Any], flag: str, tensor: str, is_there: bool, where: str) -> None:

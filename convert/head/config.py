@@ -36,7 +36,7 @@ _SIZES = (
     "num_aux_hidden_states", "max_position_embeddings",
 )  # fmt: skip
 # What transformers' LlamaConfig takes where config.json says nothing.
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "mlp_bias": False}
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6}
 
 # Flags that change what the layer computes, each with the other names that trainers give it.
 _NORM_FLAGS = {
@@ -50,8 +50,8 @@ _NORM_FLAGS = {
 def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
 
-    What only the tensors tell (vocabularies, dtype, and `attention_bias`, None here where no key says it) `open_head`
-    adds. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that of the
+    What only the tensors tell (vocabularies, dtype, and `attention_bias` and `mlp_bias`, None here where no key says
+    them) `open_head` adds. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that of the
     flat form (false).
 
     Raises:

@@ -19,7 +19,7 @@ from ..sources.source import ResolvedSource, open_head_source
 from ..weights import names
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from . import config as head_config
-from .check import check_dtypes, check_eagle, check_mlp_bias, settle_eagle3, settle_taps
+from .check import check_dtypes, settle_biases, settle_eagle, settle_eagle3, settle_taps
 from .draft_head import DraftHead
 from .tensors import LazyTensors
 from .vocab_map import D2tForm, read_map, vocab_size
@@ -107,10 +107,7 @@ def head_from_checkpoint(
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
-    check_mlp_bias(flat, location)
-    if flat["attention_bias"] is None:
-        # Qwen2's configuration has no key for it: its layers always have biases of q, k and v.
-        flat["attention_bias"] = any(name in tensors for name in names.EAGLE3_ATTENTION_BIASES)
+    settle_biases(tensors, flat, table.kind, location)
     settle = _eagle if table.kind == "eagle" else _eagle3
     flat, ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)
     if table.kind == "eagle3" and names.FC_BIAS in tensors:
@@ -149,7 +146,7 @@ def _eagle(
             option="--tap-layers",
         )
     config["vocab_size"] = vocab_size(config, None, where)
-    check_eagle(tensors, config, where)
+    settle_eagle(tensors, config, where)
     warnings = []
     if tensors.is_nonzero(names.FC_BIAS):
         warnings.append("fc.bias is not zero: vLLM drops it, so drafts there are worse than elsewhere")

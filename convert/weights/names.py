@@ -7,7 +7,7 @@ Canonical names are SafeAILab's: `midlayer.` for the one decoder layer of an EAG
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,12 +30,22 @@ EAGLE3_LAYER = (
     "midlayer.post_attention_layernorm.weight",
 )
 EAGLE3_REQUIRED = (*EAGLE3_LAYER, "norm.weight")
-EAGLE3_ATTENTION_BIASES = tuple(f"midlayer.self_attn.{projection}_proj.bias" for projection in "qkvo")
-EAGLE3_OUTPUT_BIAS = EAGLE3_ATTENTION_BIASES[-1]
-_EAGLE3_OPTIONAL = (FC, FC_BIAS, LM_HEAD, EMBEDDING, "input_norm.weight", *EAGLE3_ATTENTION_BIASES, *MAPS)
+_LAYERS: Mapping[HeadKind, str] = {"eagle3": "midlayer.", "eagle": "layers.0."}
+ATTENTION_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
+    kind: tuple(f"{layer}self_attn.{projection}_proj.bias" for projection in "qkvo")
+    for kind, layer in _LAYERS.items()
+}
+"""Biases of the (first) layer's q, k, v and output projections."""
+MLP_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
+    kind: tuple(f"{layer}{name.removesuffix('weight')}bias" for name in _MLP) for kind, layer in _LAYERS.items()
+}
+"""Biases of the (first) layer's gate, up and down projections."""
+_EAGLE3_OPTIONAL = (
+    FC, FC_BIAS, LM_HEAD, EMBEDDING, "input_norm.weight", *ATTENTION_BIASES["eagle3"], *MLP_BIASES["eagle3"], *MAPS,
+)  # fmt: skip
 _FC_NORM = re.compile(r"fc_norm\.\d+\.weight")
 _EAGLE_LAYER = re.compile(
-    r"layers\.\d+\.(self_attn\.([qkvo]_proj\.weight|[qkv]_proj\.bias)|mlp\.(gate|up|down)_proj\.weight"
+    r"layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
     r"|(input|post_attention)_layernorm\.weight)"
 )
 
