@@ -295,6 +295,19 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
         )  # fmt: skip
 
 
+def check_drafter(drafter: Any, device: torch.device, names: Sequence[str] = DRAFTERS) -> None:
+    """Raise `UsageError` for a name that is none of ``names``, and `DrafterError` for "triton" without a GPU."""
+    if not callable(drafter) and drafter not in names:
+        raise UsageError(
+            f"drafter = {drafter!r} is unknown; expected one of {', '.join(names)}.", option="drafter", found=drafter
+        )
+    if drafter == "triton" and device.type != "cuda":
+        raise DrafterError(
+            f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference'.",
+            option="drafter", expected="cuda", found=device.type,
+        )  # fmt: skip
+
+
 def choose_drafter(
     drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto"
 ) -> tuple[Any, str]:
@@ -338,19 +351,11 @@ def build_drafter(
     "reference" is plain PyTorch on any device. "triton" is the persistent kernel (`runtime.TritonDrafter`). Raises
     `DrafterError` when the one asked for cannot run here, `UsageError` for an unknown name; there is no fallback.
     """
+    check_drafter(drafter, weights.device, DRAFTERS[1:])
     if callable(drafter):
         return drafter(weights, tree)
     if drafter == "reference":
         return ReferenceDrafter(weights, tree)
-    if drafter != "triton":
-        raise UsageError(
-            f"drafter = {drafter!r} is unknown; expected one of {', '.join(DRAFTERS)}.", option="drafter", found=drafter
-        )
-    if weights.device.type != "cuda":
-        raise DrafterError(
-            f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {weights.device}. Use drafter='reference'.",
-            option="drafter", expected="cuda", found=weights.device.type,
-        )  # fmt: skip
     try:
         from .kernels.launch import TritonDrafter  # type: ignore[import-not-found, unused-ignore]
     except ModuleNotFoundError as error:

@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from .config import SamplingConfig, TreeConfig
 from .draft_weights import NAMES, check_draft_weights, stored_dtype
+from .drafter.computable import check_computable
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
-from .drafter.reference import Drafter
+from .drafter.reference import Drafter, check_tree_fits
 from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
 from .generation.arguments import (
@@ -59,6 +60,7 @@ from .loading import (
     MapForm,
     OpenedHead,
     build_drafter,
+    check_drafter,
     check_dtype,
     check_loaded,
     choose_device,
@@ -193,7 +195,7 @@ class SpeculativeModel:
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
-                `build_drafter`, `check_draft_weights`.
+                `check_drafter`, `build_drafter`, `check_draft_weights`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
         tree = TreeConfig.of(depth, top_k, total_tokens)
@@ -207,8 +209,10 @@ class SpeculativeModel:
         else:
             check_dtype(dtype)
             place = choose_device(device)
+        check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place)
         opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
+        check_computable(opened.head, drafter)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -219,6 +223,7 @@ class SpeculativeModel:
         check_pairing(opened.head, text_config, name)
         loaded_tokenizer, tokenizer_source = None, None
         draft_ids = opened.choose(draft_vocab)
+        check_tree_fits(len(draft_ids), tree)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)

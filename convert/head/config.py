@@ -51,8 +51,8 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Flatten a head's configuration: nested speculators form, RoPE spelling, defaults made explicit.
 
     What only the tensors tell (vocabularies, dtype, and `attention_bias` and `mlp_bias`, None here where no key says
-    them) `open_head` adds. `norm_before_residual` is written out for the speculators form, whose default (true) differs from that of the
-    flat form (false).
+    them) `open_head` adds. `norm_before_residual` is written out for the speculators form, whose default (true) differs
+    from that of the flat form (false).
 
     Raises:
         UnsupportedHeadError: an architecture or quantisation that is not converted.

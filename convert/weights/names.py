@@ -32,8 +32,7 @@ EAGLE3_LAYER = (
 EAGLE3_REQUIRED = (*EAGLE3_LAYER, "norm.weight")
 _LAYERS: Mapping[HeadKind, str] = {"eagle3": "midlayer.", "eagle": "layers.0."}
 ATTENTION_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
-    kind: tuple(f"{layer}self_attn.{projection}_proj.bias" for projection in "qkvo")
-    for kind, layer in _LAYERS.items()
+    kind: tuple(f"{layer}self_attn.{projection}_proj.bias" for projection in "qkvo") for kind, layer in _LAYERS.items()
 }
 """Biases of the (first) layer's q, k, v and output projections."""
 MLP_BIASES: Mapping[HeadKind, tuple[str, ...]] = {

@@ -204,14 +204,7 @@ class DrafterConfig:
 
         Raises `UnsupportedModelError` for options of a head that the kernel does not compute; the reference does.
         """
-        if head.activation not in ACTIVATIONS:
-            raise UnsupportedModelError(
-                'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
-                f'{head.activation}. Use drafter="reference".',
-                option="activation",
-                found=head.activation,
-                expected=sorted(ACTIVATIONS),
-            )
+        check_kernel_activation(head.activation)
         return cls(
             **head_dimensions(head), draft_vocab=head.draft_vocab,
             depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
@@ -268,6 +261,18 @@ class DrafterConfig:
         fc = self.fc_in * self.hidden * self.weight_dtype.itemsize if self.kind == "eagle3" and self.has_fc else 0
         kv = sum(prefixes) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
         return fc + (self.depth + 1) * (self.level_bytes + kv)
+
+
+def check_kernel_activation(activation: str) -> None:
+    """Raise `UnsupportedModelError` for an activation that the persistent drafter does not compute."""
+    if activation not in ACTIVATIONS:
+        raise UnsupportedModelError(
+            'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
+            f'{activation}. Use drafter="reference".',
+            option="activation",
+            found=activation,
+            expected=sorted(ACTIVATIONS),
+        )
 
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class ReferenceDrafter:
     """
 
     def __init__(self, weights: HeadWeights, tree: TreeConfig) -> None:
-        check_tree_fits(weights, tree)
+        check_tree_fits(weights.draft_vocab, tree)
         self.weights = weights
         self.tree = tree
         self.lengths: list[int] = []
@@ -287,13 +287,13 @@ class ReferenceDrafter:
         return torch.tensor(lengths, dtype=torch.int64, device=self.weights.device)
 
 
-def check_tree_fits(weights: HeadWeights, tree: TreeConfig) -> None:
-    """Raise `UsageError` unless every node can have ``top_k`` children."""
-    if weights.draft_vocab < tree.top_k:
+def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
+    """Raise `UsageError` unless every node can have ``top_k`` children among ``draft_vocab`` rows."""
+    if draft_vocab < tree.top_k:
         raise UsageError(
-            f"top_k = {tree.top_k} children of a node cannot be drafted from {weights.draft_vocab} ids. Lower top_k, "
+            f"top_k = {tree.top_k} children of a node cannot be drafted from {draft_vocab} ids. Lower top_k, "
             "or draft over more ids.",
-            option="top_k", expected=weights.draft_vocab, found=tree.top_k,
+            option="top_k", expected=draft_vocab, found=tree.top_k,
         )  # fmt: skip
 
 

@@ -20,6 +20,9 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 
 _BY_LENGTH = ("dynamic", "longrope")
+# "mrope" gives images positions of their own: text has plain ones. "su" is longrope in the first Phi-3 models.
+# Both as transformers reads them (configuration_qwen2_vl.py, configuration_phi3.py).
+_OTHER_NAMES = {"mrope": "default", "su": "longrope"}
 _LONGEST = 1 << 20
 """Beyond every length at which a scaling changes: to see that it can be computed there."""
 
@@ -60,7 +63,11 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     scaling = dict(config.get("rope_scaling") or {})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
+    kind = _OTHER_NAMES.get(kind, kind)
+    if config.get("original_max_position_embeddings"):
+        # Where Phi-3 keeps it.
+        scaling.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
     if config.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedModelError(
             "The head rotates only a part of each attention head (partial_rotary_factor = "
@@ -83,7 +90,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             head_dim=head_dim,
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
             rope_theta=config["rope_theta"],
-            rope_scaling={**scaling, "rope_type": kind} if scaling else None,
+            rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
         )
         if kind in _BY_LENGTH:
 

@@ -248,7 +248,7 @@ def load_head_weights(
     device: torch.device,
     offline: bool = False,
 ) -> HeadWeights:
-    """Read a head's tensors for a target; `check_pairing` has passed before.
+    """Read a head's tensors for a target; `check_computable` and `check_pairing` have passed before.
 
     ``draft_ids``: int64 [draft_vocab], ascending target ids the head has rows for (its own, or the target's).
     ``offline``: fetch nothing.
@@ -256,22 +256,11 @@ def load_head_weights(
     config = head.config
     prefix = "midlayer." if head.kind == "eagle3" else "layers.0."
     own = {"embed_tokens.weight", "lm_head.weight"}
-    second_layer = [name for name in head.tensors.names if name.startswith("layers.1.")]
-    if second_layer:
-        raise UnsupportedModelError(
-            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here.",
-            tensor=second_layer[0],
-        )
     tensors = {
         name.removeprefix(prefix): head.tensors.get(name).to(device, dtype)
         for name in head.tensors.names
         if name not in own
     }
-    if "input_norm.weight" in tensors and "fc_norm.0.weight" in tensors:
-        raise UnsupportedModelError(
-            f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first.",
-            tensor="input_norm.weight",
-        )
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
         del tensors["self_attn.o_proj.bias"]

@@ -585,7 +585,7 @@ class TritonDrafter:
         order: Tensor | None = None,
         packing: SharedPacking | None = None,
     ) -> None:
-        check_tree_fits(weights, tree)
+        check_tree_fits(weights.draft_vocab, tree)
         self.weights = weights
         self.tree = tree
         self.lengths: list[int] = []
