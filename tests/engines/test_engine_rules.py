@@ -58,6 +58,7 @@ def test_the_table_of_the_docs_is_made_from_the_rules() -> None:
         ("`hidden_act: swish` (the same function: write `silu`)", "vllm", "the same function"),
         ("a sliding window in its own layer", "sglang", "--speculative-draft-window-size 2047"),
         ("a sliding window in its own layer", "speculators", '"sliding_window": 2048'),
+        ("biases in the MLP", "sglang", "are dropped, so it drafts wrongly; serve it with vLLM"),
         ("EAGLE-1/2 with a token map", "sglang", "--for sglang"),
         ("EAGLE-1/2 with a token map", "vllm", "--speculative-token-map"),
     ],

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
-from eagle_slim.runtime.errors import TargetError, UsageError
+from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
 from eagle_slim.runtime.target.transformers import check_supported
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -40,6 +41,32 @@ def test_wrong_pairs_are_refused_before_any_forward(
     target.forward = lambda *args, **kwargs: pytest.fail("the target ran")
     with raises(PairingError, **facts):
         SpeculativeModel.from_pretrained(target, write_head(tmp_path, **head))
+
+
+@pytest.mark.parametrize(
+    ("head", "options", "facts"),
+    [
+        ({"hidden_act": "geglu"}, {}, {"option": "activation", "found": "geglu"}),
+        ({"rope_scaling": {"rope_type": "unheard"}}, {}, {"field": "rope_scaling"}),
+        (
+            {"extra": {"input_norm.weight": torch.ones(3 * HIDDEN)}
+             | {f"fc_norm.{tap}.weight": torch.ones(HIDDEN) for tap in range(3)},
+             "fc_norm": True, "norm_before_fc": True},
+            {}, {"tensor": "input_norm.weight"},
+        ),
+        ({}, {"drafter": "quick"}, {"option": "drafter", "found": "quick"}),
+        ({}, {"drafter": "triton"}, {"option": "drafter", "found": "cpu"}),
+        ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, {"option": "top_k", "expected": 3, "found": 5}),
+    ],
+    ids=["activation", "rotation", "two norms", "no such drafter", "no GPU", "top_k"],
+)  # fmt: skip
+def test_what_cannot_run_is_refused_before_weights_are_loaded(
+    tmp_path: Path, head: dict[str, Any], options: dict[str, Any], facts: dict[str, Any]
+) -> None:
+    folder = tmp_path / "target"
+    tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
+    with raises(EagleSlimError, **facts):
+        SpeculativeModel.from_pretrained(folder, write_head(tmp_path / "head", **head), device="cpu", **options)
 
 
 def test_wrong_pairs_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
@@ -133,8 +160,6 @@ def test_rotary_scalings_a_cache_cannot_follow(
 
 
 def test_triton_is_never_replaced_silently(tmp_path: Path) -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("the drafter may run here")
     with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
@@ -146,11 +171,6 @@ def test_triton_is_never_replaced_silently(tmp_path: Path) -> None:
 def test_a_head_that_names_no_target_needs_one(tmp_path: Path) -> None:
     with raises(UsageError, missing="target"):
         SpeculativeModel.from_pretrained(head=write_head(tmp_path))
-
-
-def test_top_k_beyond_the_draft_vocabulary(tmp_path: Path) -> None:
-    with raises(UsageError, option="top_k", expected=3, found=5):
-        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, draft_ids=[3, 4, 9]), top_k=5)
 
 
 class TestDraftVocabulary:
@@ -178,7 +198,6 @@ class TestDraftVocabulary:
             choose_draft_ids(head, DraftVocab(np.array([9, 5]), 0, VOCAB, {}), None)
 
     def test_rows_belong_to_their_ids_whatever_the_order_of_the_file(self, tmp_path: Path) -> None:
-        import torch
         from safetensors.torch import load_file
 
         ids = [9, 4, 17, 2]
@@ -190,8 +209,6 @@ class TestDraftVocabulary:
         assert torch.equal(model.drafter.weights.lm_head, stored[[ids.index(4), ids.index(17)]])
 
     def test_rows_come_from_the_target_where_the_head_has_none(self, tmp_path: Path) -> None:
-        import torch
-
         target = tiny_target("llama")
         vocab = DraftVocab(np.array([20, 5, 6]), 0, VOCAB, {})
         model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), draft_vocab=vocab, depth=1, top_k=2)

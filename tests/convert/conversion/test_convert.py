@@ -455,6 +455,23 @@ def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     assert verify_artifact(done.folder, head=head, target=target).ok
 
 
+@pytest.mark.parametrize("said", [{"qkv_bias": True}, {"attention_bias": ...}])
+def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said):
+    sizes = {"self_attn.q": HIDDEN, "self_attn.k": 16, "self_attn.v": 16, "mlp.gate": 48, "mlp.up": 48, "mlp.down": 32}
+    biases = {f"layers.0.{name}_proj.bias": random((size,), size) for name, size in sizes.items()}
+    head = write_eagle1(tmp_path / "head", extra=biases, **said)
+    (done,) = convert_head(
+        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
+    )
+    found, config = written(done.folder), config_of(done.folder)
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    # vLLM and SGLang build one with those of q, k and v, and leave uninitialised what the file lacks.
+    assert torch.equal(found["layers.0.self_attn.o_proj.bias"], torch.zeros(HIDDEN, dtype=torch.bfloat16))
+    assert all(config[flag] is True for flag in ("attention_bias", "qkv_bias", "mlp_bias"))
+    assert verify_artifact(done.folder, head=head, target=target).ok
+    assert any("SGLang" in warning and "MLP are dropped" in warning for warning in done.warnings)
+
+
 def test_eagle1_with_its_full_vocabulary(tmp_path):
     head = write_eagle1(tmp_path / "head")
     (done,) = convert_head(head, draft_vocab="full", out=tmp_path / "out")

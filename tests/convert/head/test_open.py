@@ -305,6 +305,28 @@ def test_eagle1(tmp_path):
     assert any("vLLM drops it" in warning for warning in warned.warnings)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ({"num_key_value_heads": 4}, {"tensor": "layers.0.self_attn.k_proj.weight", "expected": (32, 32)}),
+        ({"intermediate_size": 47}, {"key": "intermediate_size", "found": 47, "expected": MIDDLE}),
+        ({"attention_bias": True}, {"key": "attention_bias", "found": []}),
+        ({"qkv_bias": True}, {"key": "attention_bias", "found": []}),
+        (
+            {"extra": {"layers.0.self_attn.o_proj.bias": random((HIDDEN,), 1)}, "attention_bias": None},
+            {"key": "attention_bias", "found": ["layers.0.self_attn.o_proj.bias"]},
+        ),
+        (
+            {"extra": {"layers.0.mlp.down_proj.bias": random((HIDDEN,), 1)}, "mlp_bias": False},
+            {"key": "mlp_bias", "found": ["layers.0.mlp.down_proj.bias"]},
+        ),
+    ],
+)
+def test_eagle1_that_is_not_what_its_configuration_says(tmp_path, arguments, facts):
+    with raises(MismatchError, **facts):
+        open_head(write_eagle1(tmp_path / "head", **arguments))
+
+
 def test_eagle1_has_no_tap_layers(tmp_path):
     with raises(MismatchError, option="--tap-layers"):
         open_head(write_eagle1(tmp_path / "head"), tap_layers=[2, 4, 5])
@@ -423,7 +445,17 @@ def ones(*shape):
             MismatchError,
             {"key": "attention_bias", "found": ["midlayer.self_attn.q_proj.bias"]},
         ),
-        ({"mlp_bias": True}, MismatchError, {"key": "mlp_bias"}),
+        ({"mlp_bias": True}, MismatchError, {"key": "mlp_bias", "found": []}),
+        (
+            {"extra": {"midlayer.mlp.up_proj.bias": ones(MIDDLE)}},
+            MismatchError,
+            {"key": "mlp_bias", "found": ["midlayer.mlp.up_proj.bias"]},
+        ),
+        (
+            {"extra": {f"midlayer.mlp.{name}_proj.bias": ones(MIDDLE) for name in ("gate", "up", "down")}},
+            MismatchError,
+            {"tensor": "midlayer.mlp.down_proj.bias", "found": (MIDDLE,), "expected": (HIDDEN,)},
+        ),
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
             MismatchError,

@@ -1,11 +1,7 @@
-"""The reference drafter against a drafter without any cache: each node's path run from scratch, word by word.
-
-That other drafter knows no slots, no mask and no scratch rows, so an error in any of them shows as another tree.
-"""
+"""The reference drafter against the definition (`support.naive_drafter`), which has no cache."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,7 @@ import pytest
 import torch
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.computable import check_computable
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter.rope import rotary_embedding
@@ -24,10 +21,10 @@ from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.target.transformers import TargetModel
 from eagle_slim.runtime.tree import DraftTree
 from support.drafting import with_options
+from support.naive_drafter import Naive
 from support.raising import raises
 from support.tiny_models import HIDDEN, LAYERS, VOCAB, tiny_target, write_head
 from torch import Tensor
-from transformers.masking_utils import sliding_window_overlay
 
 TREE = TreeConfig(depth=3, top_k=3, total_tokens=16)
 
@@ -36,124 +33,6 @@ def head_weights(folder: Path, target_seed: int = 0) -> HeadWeights:
     head = open_head(folder)
     target = TargetModel(tiny_target("llama", target_seed), resolve_tap_layers(head, LAYERS))
     return load_head_weights(head, target, choose_draft_ids(head, None, None), torch.float32, torch.device("cpu"))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)
-
-
-def rotate(x: Tensor, position: int, theta: float = 10000.0) -> Tensor:
-    """One head's vector [head_dim] at one position, as pairs (i, i + half) turned by position * theta^(-2i/d)."""
-    half = x.shape[-1] // 2
-    out = x.clone()
-    for i in range(half):
-        angle = position * theta ** (-2 * i / x.shape[-1])
-        a, b = x[..., i], x[..., i + half]
-        out[..., i] = a * math.cos(angle) - b * math.sin(angle)
-        out[..., i + half] = b * math.cos(angle) + a * math.sin(angle)
-    return out
-
-
-class Naive:
-    """The definition, one sequence of (hidden, token) pairs at a time: outputs of every pair, all recomputed."""
-
-    def __init__(self, weights: HeadWeights) -> None:
-        self.w, self.t = weights, weights.tensors
-
-    def first_hidden(self, features: Tensor) -> Tensor:
-        if self.w.kind == "eagle" or features.shape[-1] == self.w.hidden:
-            return features
-        if "input_norm.weight" in self.t:
-            features = rms_norm(features, self.t["input_norm.weight"], self.w.norm_eps)
-        if "fc_norm.0.weight" in self.t:
-            pieces = features.split(HIDDEN, -1)
-            features = torch.cat(
-                [rms_norm(p, self.t[f"fc_norm.{i}.weight"], self.w.norm_eps) for i, p in enumerate(pieces)], -1
-            )
-        return features @ self.t["fc.weight"].T
-
-    def outputs(self, hidden: list[Tensor], tokens: list[int]) -> list[Tensor]:
-        """Causal attention over the given pairs at positions 0, 1, 2 ...; outputs before the final norm."""
-        w, t, eps = self.w, self.t, self.w.norm_eps
-        residuals, queries, keys, values = [], [], [], []
-        for position, (h, token) in enumerate(zip(hidden, tokens, strict=True)):
-            e = w.embedding[token]
-            if w.kind == "eagle3":
-                normed = rms_norm(h, t["hidden_norm.weight"], eps)
-                x = torch.cat([rms_norm(e, t["input_layernorm.weight"], eps), normed])
-                residuals.append(normed if w.norm_before_residual else h)
-            else:
-                x = t["fc.weight"] @ torch.cat([e, h]) + t["fc.bias"]
-                residuals.append(x)
-
-            def heads(name: str, count: int, x: Tensor = x) -> Tensor:
-                return self.project(f"self_attn.{name}_proj", x).view(count, w.head_dim)
-
-            queries.append(rotate(heads("q", w.num_heads), position))
-            keys.append(rotate(heads("k", w.num_kv_heads), position))
-            values.append(heads("v", w.num_kv_heads))
-        results = []
-        for position, query in enumerate(queries):
-            mixed = []
-            window = sliding_window_overlay(w.sliding_window or len(queries))
-            seen = [j for j in range(position + 1) if window(0, 0, position, j)]
-            for head in range(w.num_heads):
-                shared = head // (w.num_heads // w.num_kv_heads)
-                scores = torch.stack([query[head] @ keys[j][shared] for j in seen])
-                weights = (scores / math.sqrt(w.head_dim)).softmax(0)
-                mixed.append(sum(weight * values[j][shared] for weight, j in zip(weights, seen, strict=True)))
-            y = residuals[position] + self.project("self_attn.o_proj", torch.cat(mixed))
-            z = rms_norm(y, t["post_attention_layernorm.weight"], eps)
-            gate = self.activate(self.project("mlp.gate_proj", z))
-            results.append(y + self.project("mlp.down_proj", gate * self.project("mlp.up_proj", z)))
-        return results
-
-    def project(self, name: str, x: Tensor) -> Tensor:
-        return self.t[f"{name}.weight"] @ x + self.t.get(f"{name}.bias", torch.zeros(()))
-
-    def activate(self, x: Tensor) -> Tensor:
-        if self.w.activation == "gelu":
-            return x * (1 + torch.erf(x / math.sqrt(2))) / 2
-        if self.w.activation == "gelu_new":
-            return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
-        assert self.w.activation == "silu"
-        return x * torch.sigmoid(x)
-
-    def children(self, output: Tensor, k: int) -> list[tuple[float, int]]:
-        normed = rms_norm(output, self.t["norm.weight"], self.w.norm_eps) if self.w.kind == "eagle3" else output
-        log_probs = (self.w.lm_head @ normed).log_softmax(0).tolist()
-        best = sorted(range(len(log_probs)), key=lambda row: (-log_probs[row], row))[:k]
-        return [(log_probs[row], int(self.w.draft_to_target[row])) for row in best]
-
-    def carry(self, output: Tensor) -> Tensor:
-        return rms_norm(output, self.t["norm.weight"], self.w.norm_eps) if self.w.norm_output else output
-
-    def draft(self, features: Tensor, tokens: list[int], tree: TreeConfig) -> tuple[list[int], list[int]]:
-        """Draft tokens and parents for a sequence: ``features`` [n, width] and the n tokens after them."""
-        base = list(self.first_hidden(features))
-        k = tree.top_k
-        # (score, token, parent candidate, hidden and tokens of the path after the sequence)
-        root_output = self.outputs(base, tokens)[-1]
-        level = [
-            (score, token, -1, [self.carry(root_output)], [token]) for score, token in self.children(root_output, k)
-        ]
-        candidates = list(level)
-        frontier = list(enumerate(level))
-        for _ in range(tree.depth):
-            offset = len(candidates)
-            level = []
-            for index, (score, _token, _parent, path_hidden, path_tokens) in frontier:
-                output = self.outputs(base + path_hidden, tokens + path_tokens)[-1]
-                for log_prob, child in self.children(output, k):
-                    path = ([*path_hidden, self.carry(output)], [*path_tokens, child])
-                    level.append((score + log_prob, child, index, *path))
-            candidates += level
-            best = sorted(range(len(level)), key=lambda i: (-level[i][0], i))[:k]
-            frontier = [(offset + i, level[i]) for i in best]
-        chosen = sorted(sorted(range(len(candidates)), key=lambda i: (-candidates[i][0], i))[: tree.total_tokens - 1])
-        place = {candidate: node + 1 for node, candidate in enumerate(chosen)}
-        parents = [-1] + [place.get(candidates[c][2], 0) for c in chosen]
-        return [tokens[-1]] + [candidates[c][1] for c in chosen], parents
 
 
 def feed(drafter: ReferenceDrafter, steps: list[tuple[Tensor, list[int]]], slot: int, num_slots: int) -> DraftTree:
@@ -195,16 +74,19 @@ HEADS: dict[str, dict[str, Any]] = {
     "one-tap": {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
     "window": {"layer_types": ["sliding_attention"], "sliding_window": 3},
     "window-of-one": {"layer_types": ["sliding_attention"], "sliding_window": 1},
+    "mlp-bias": {
+        "mlp_bias": True,
+        "extra": {f"midlayer.mlp.{name}_proj.bias": torch.linspace(-0.5, 0.5, size)
+                  for name, size in (("gate", 48), ("up", 48), ("down", HIDDEN))},
+    },
     "eagle-1": {"kind": "eagle"},
     "eagle-1-window": {"kind": "eagle", "layer_types": ["sliding_attention"], "sliding_window": 6},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("head", [*HEADS, "mlp-bias"])
+@pytest.mark.parametrize("head", HEADS)
 def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
-    weights = head_weights(write_head(tmp_path, **HEADS.get(head, {})))
-    if head == "mlp-bias":  # which no file may hold
-        weights = with_options(weights, mlp_bias=True)
+    weights = head_weights(write_head(tmp_path, **HEADS[head]))
     generator = torch.Generator().manual_seed(4)
     counts = [4, 1, 3, 2]
     features = torch.randn(sum(counts), weights.feature_width, generator=generator)
@@ -232,6 +114,9 @@ def test_the_persistent_drafter_takes_every_head(tmp_path: Path, head: str) -> N
 def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
     weights = head_weights(write_head(tmp_path, hidden_act="relu"))
     ReferenceDrafter(weights, TREE)
+    check_computable(open_head(tmp_path))
+    with raises(UnsupportedModelError, option="activation", found="relu"):
+        check_computable(open_head(tmp_path), "triton")
     with raises(UnsupportedModelError, option="activation", found="relu"):
         DrafterConfig.of(weights, TREE, num_slots=1, capacity=30)
 
@@ -333,6 +218,20 @@ def test_scalings_by_length_are_transformers_own_at_that_length(scaling: dict[st
     assert torch.equal(tables[limit - 1][0], tables[limit][0][:-1])
     assert not torch.equal(tables[limit][0], tables[2 * limit][0][:limit])
     assert torch.equal(ours.tables(limit)[0], tables[limit][0])
+
+
+def test_other_names_and_places_of_a_scaling() -> None:
+    """Text has plain positions under Qwen2-VL's; Phi-3 says "su" and keeps the length beside the scaling."""
+    sizes = {"head_dim": 4, "rope_theta": 1e4, "max_position_embeddings": 128}
+    for scaling in ({"type": "mrope", "mrope_section": [1, 1]}, {"rope_type": "default", "mrope_section": [1, 1]}):
+        plain = rotary_embedding({**sizes, "rope_scaling": None})
+        assert torch.equal(rotary_embedding({**sizes, "rope_scaling": scaling}).tables(9)[0], plain.tables(9)[0])
+    length = {"original_max_position_embeddings": LONGROPE["original_max_position_embeddings"]}
+    factors = {name: LONGROPE[name] for name in ("short_factor", "long_factor")}
+    ours = rotary_embedding({**sizes, **length, "rope_scaling": {"type": "su", **factors}})
+    expected = rotary_embedding({**sizes, "rope_scaling": LONGROPE})
+    for tokens in (64, 65):
+        assert torch.equal(ours.for_length(tokens).tables(9)[0], expected.for_length(tokens).tables(9)[0])
 
 
 def test_a_scaling_by_length_is_fixed_when_slots_are_allocated(tmp_path: Path) -> None:
