@@ -42,8 +42,13 @@ class Answer:
     steps: tuple[tuple[float, float, float], ...]
     token_ids: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
-    num_missed: int = 0
-    """Tokens that the draft vocabulary did not hold."""
+    missed: tuple[int, ...] = ()
+    """By prompt answered, tokens that the draft vocabulary did not hold; empty for plain decoding."""
+
+    @property
+    def num_missed(self) -> int:
+        """Tokens that the draft vocabulary did not hold, of all the answers."""
+        return sum(self.missed)
 
     @property
     def num_answers(self) -> int:
@@ -72,7 +77,7 @@ class Answer:
             tuple((draft / 1e6, verify / 1e6, host / 1e6) for draft, verify, host in value["steps"]),
             tuple(tuple(row) for row in value["token_ids"]),
             tuple(value["texts"]),
-            value["num_missed"],
+            tuple(value["missed"]),
         )
 
 

@@ -295,7 +295,7 @@ def _answer(key: AnswerKey, output: GenerationOutput, plain: Answer | None, cate
         tuple(tuple(step) for step in stats.steps),  # type: ignore[misc]
         tokens,
         tuple(text or "" for text in output.text),
-        stats.num_missed,
+        () if plain is None else tuple(result.stats.num_missed for result in output.results),
     )
 
 

@@ -15,25 +15,38 @@ def log_of_answers(
 ) -> MissLog:
     """Count plain decoding's answers, each text once: those of the first repeat and of the first batch size.
 
-    The provenance says what each draft vocabulary missed, where answers are of one category.
+    The provenance says of each draft vocabulary what it missed in its own answers to the same prompts, each once.
     """
     log = MissLog.of(model)
-    batch, names = plan.batches[0], {candidate.label: vocabulary_name(candidate.model) for candidate in candidates}
+    batch, names = plan.batches[0], _names(candidates)
     groups = {group[0]: group for group in plan.groups(batch)}
-    counted = set[tuple[str, int, int]]()
+    counted = set[tuple[str, str, int, int]]()
     for answer in answers:
         key = answer.key
         if (key.repeat, key.batch) != (0, batch):
             continue
-        if key.candidate == PLAIN:
-            places = [place for place in groups[key.group] if key.turn < len(plan.prompts[place].turns)]
-            for place, row in zip(places, answer.token_ids, strict=True):
-                # A group that is filled up holds prompts that were answered before, or a prompt several times.
-                if (key.mode, key.turn, place) not in counted:
-                    counted.add((key.mode, key.turn, place))
-                    log.add_tokens([row], source=plan.prompts[place].category)
-        elif answer.category is not None:
-            num_tokens = sum(len(row) for row in answer.token_ids)
-            figures = (num_tokens, answer.num_missed)
-            log.add_tokens([], {names[key.candidate]: figures}, plan.prompts[key.group].category)
+        is_plain = key.candidate == PLAIN
+        name = PLAIN if is_plain else names[key.candidate]
+        places = [place for place in groups[key.group] if key.turn < len(plan.prompts[place].turns)]
+        missed = answer.missed or (0,) * len(places)
+        for place, row, num_missed in zip(places, answer.token_ids, missed, strict=True):
+            # A group that is filled up holds prompts that were answered before, or a prompt several times; and one
+            # draft vocabulary may be compared with several trees.
+            if (name, key.mode, key.turn, place) in counted:
+                continue
+            counted.add((name, key.mode, key.turn, place))
+            category = plan.prompts[place].category
+            if is_plain:
+                log.add_tokens([row], source=category)
+            else:
+                log.add_tokens([], {name: (len(row), num_missed)}, category)
     return log
+
+
+def _names(candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Name each candidate's draft vocabulary; those of one name are one vocabulary."""
+    first = candidates[0].head if candidates else ""
+    return {
+        each.label: ("" if each.head == first else f"{each.head}: ") + vocabulary_name(each.model)
+        for each in candidates
+    }  # fmt: skip

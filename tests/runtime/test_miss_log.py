@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from eagle_slim.runtime import GenerationOutput, GenerationStats, MissLog, RequestOutput
 from eagle_slim.runtime.comparison.answers import Answer, AnswerKey
-from eagle_slim.runtime.comparison.compare import PLAIN, Mode, Plan
+from eagle_slim.runtime.comparison.compare import PLAIN, Candidate, Mode, Plan
 from eagle_slim.runtime.comparison.prompt_file import Prompt
 from eagle_slim.runtime.comparison.token_log import log_of_answers
 from eagle_slim.runtime.miss_log import check_log
@@ -123,7 +123,7 @@ def test_of_a_comparison_each_text_is_counted_once(monkeypatch: pytest.MonkeyPat
     plan = Plan(prompts, [Mode("greedy")], 4, repeats=2, batches=(2, 1))
 
     def answer(candidate: str, group: int, turn: int, rows: list[list[int]], category: str | None, *, repeat: int = 0,
-               batch: int = 2, missed: int = 0) -> Answer:  # fmt: skip
+               batch: int = 2, missed: tuple[int, ...] = ()) -> Answer:  # fmt: skip
         key = AnswerKey(repeat, batch, group, "greedy", turn, candidate)
         tokens = tuple(map(tuple, rows))
         return Answer(key, category, 0, 1, {1: 1}, 0.0, 0.0, (), tokens, ("",) * len(rows), missed)
@@ -132,25 +132,29 @@ def test_of_a_comparison_each_text_is_counted_once(monkeypatch: pytest.MonkeyPat
         answer(PLAIN, 0, 0, [[1], [2]], None),
         answer(PLAIN, 0, 1, [[3]], None),
         answer(PLAIN, 2, 0, [[4], [1]], "code"),  # filled up with the first prompt
-        answer("four", 2, 0, [[4], [1]], "code", missed=2),
+        answer("four", 0, 0, [[1], [2]], None, missed=(0, 1)),
+        answer("four", 0, 1, [[3]], None, missed=(0,)),
+        answer("four", 2, 0, [[4], [1]], "code", missed=(1, 0)),
+        answer("four, tree 1/2/3", 2, 0, [[4], [1]], "code", missed=(1, 0)),
+        answer("other", 2, 0, [[4], [1]], "code", missed=(1, 1)),
         answer(PLAIN, 0, 0, [[1], [2]], None, repeat=1),
         answer(PLAIN, 0, 0, [[1]], "code", batch=1),
     ]
 
-    class Four:
-        label = "four"
-
-        model = SimpleNamespace(
-            draft_vocab=4, drafter=SimpleNamespace(weights=SimpleNamespace(follow=SimpleNamespace(source="text")))
-        )
-
+    model = SimpleNamespace(
+        draft_vocab=4, drafter=SimpleNamespace(weights=SimpleNamespace(follow=SimpleNamespace(source="text")))
+    )
+    heads = {"four": "head", "four, tree 1/2/3": "head", "other": "second"}
+    candidates = [Candidate(label, model, head=head) for label, head in heads.items()]  # type: ignore[arg-type]
     monkeypatch.setattr(MissLog, "of", lambda _: new_log())
-    counts = log_of_answers(None, plan, answers, [Four]).to_counts()  # type: ignore[arg-type, list-item]
+    counts = log_of_answers(None, plan, answers, candidates).to_counts()  # type: ignore[arg-type]
     found = {source.name: np.flatnonzero(source.counts).tolist() for source in counts.sources}
     assert found == {"code": [1, 4], "chat": [2, 3]}
     assert counts.num_tokens == 4
     name = "4 and what joins from the text"
-    assert counts.sources[0].provenance["missed"] == {name: {"tokens": 2, "missed": 2}}
+    code, chat = (source.provenance["missed"] for source in counts.sources)
+    assert code == {name: {"tokens": 2, "missed": 1}, f"second: {name}": {"tokens": 2, "missed": 2}}
+    assert chat == {name: {"tokens": 2, "missed": 1}}
     # A batch larger than the file answers each prompt several times; another mode is another text.
     plan = Plan(prompts[:2], [Mode("greedy"), Mode("sampled")], 4, batches=(5,))
     first = answer(PLAIN, 0, 0, [[1], [2], [1], [2], [1]], None, batch=5)

@@ -263,7 +263,7 @@ def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) 
             answers.append(
                 Answer(
                     AnswerKey(0, 1, group, "greedy", 0, label), ("math", "</script><b>H")[group % 2], 1, 5, lengths,
-                    0.1, seconds * 10, (step,) * 10, ((1, 2, 3),), ("a",), int(label != PLAIN),
+                    0.1, seconds * 10, (step,) * 10, ((1, 2, 3),), ("a",), (1,) if label != PLAIN else (),
                 )
             )  # fmt: skip
     candidates: Sequence[Any] = [Fake(label, size) for label, (size, _, _) in speeds.items()]
