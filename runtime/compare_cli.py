@@ -329,11 +329,17 @@ def _ranking(
     offline: bool,
     wanted: tuple[int | str, ...] | None,
 ) -> Ranking | None:
-    """Make the ranking that sizes are cut from; None where only `full` is asked for and the head has no ranking."""
+    """Make the ranking that sizes are cut from; None where only `full` is asked for and the head has no ranking.
+
+    Rows that an artifact keeps beyond its draft vocabulary are ranked too where a size, or another ranking, wants them.
+    """
     from eagle_slim.convert.conversion.vocab_choice import VocabRequest, make_ranking
+    from eagle_slim.convert.head.kept_rows import with_kept_rows
     from eagle_slim.convert.sources.builtin import embedded_target_folder
     from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+
+    from .drafter.weights import rank_with_kept
 
     assert model.opened is not None
     opened = model.opened
@@ -345,8 +351,10 @@ def _ranking(
             "first; --sizes full needs no ranking.",
             option="--sizes", missing="ranking",
         )  # fmt: skip
-    tokenizer = None
+    tokenizer, head = None, opened.head
     request = VocabRequest(counts=counts, token_map=token_map)
+    if not request.is_default or any(isinstance(size, int) and size > head.draft_vocab for size in wanted or ()):
+        head = with_kept_rows(head, offline)
     if not request.is_default or is_embedded:
         source = embedded_target_folder() if is_embedded else model.tokenizer_source
         if source is None and request.needs_tokenizer:
@@ -356,15 +364,14 @@ def _ranking(
             )  # fmt: skip
         tokenizer = None if source is None else load_tokenizer(source, offline=offline)
     elif opened.rank_order is not None:
-        own = DraftVocab(opened.rank_order, opened.num_forced, opened.head.target_vocab)
+        order = opened.rank_order if head is opened.head else rank_with_kept(head, opened.rank_order)
+        own = DraftVocab(order, opened.num_forced, head.target_vocab)
         request = VocabRequest(token_map=own, force_ids=tuple(opened.rank_order[: opened.num_forced].tolist()))
 
     def never_count(*_args: Any) -> Any:
         raise AssertionError("a ranking is given")
 
-    return make_ranking(
-        opened.head, request, tokenizer, embedded=is_embedded, offline=True, count=never_count, say=note
-    )
+    return make_ranking(head, request, tokenizer, embedded=is_embedded, offline=True, count=never_count, say=note)
 
 
 def _candidates(
@@ -387,7 +394,9 @@ def _candidates(
         smallest = ranking.cut(None).num_forced
         if wanted is None:
             wanted = ("full", *(size for size in _DEFAULT_SIZES if smallest <= size < everything))
-        sizes = [None if size in ("full", everything) else ranking.cut(int(size)) for size in wanted]
+        # With kept rows, another ranking may take other ids than the artifact's own, as many as it drafts over.
+        whole = ("full", everything) if ranking.head.draft_vocab == everything else ("full",)
+        sizes = [None if size in whole else ranking.cut(int(size)) for size in wanted]
     found = []
     cuts = cut_sizes(model, sizes, head)
     if follows != (None,):

@@ -61,7 +61,7 @@ def check_keep_rows(
     if keep > num_rankable and not is_all_trained:
         why = f"was trained on {len(trained)}" if trained is not None else f"has rows for {head.target_vocab}"
         raise UsageError(
-            f"{_OPTION} {keep}: the head {head.location} {why} ids, {num_rankable} of which are tokens. Give at most "
+            f"{_OPTION} {keep}: {head.location} {why} ids, {num_rankable} of which are tokens. Give at most "
             f"{num_rankable}, or full.",
             option=_OPTION,
             found=keep,

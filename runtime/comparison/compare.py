@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ..config import TreeConfig
 from ..errors import PromptError, UsageError
@@ -115,13 +116,17 @@ def size_name(model: SpeculativeModel) -> str:
 
 
 def cut_sizes(model: SpeculativeModel, sizes: Sequence[int | DraftVocab | None], head: str = "") -> list[Candidate]:
-    """Return a candidate for each size: a number of rows, a `DraftVocab`, or None for all; equal sizes are one."""
-    found: dict[int, Candidate] = {}
+    """Return a candidate for each size: a number of rows, a `DraftVocab`, or None for all; equal ones are one."""
+    everything = model.drafter.weights.draft_to_target
+    found: list[Candidate] = []
     for size in sizes:
         cut = model.with_draft_vocab(size)
-        name = size_name(cut) if cut.draft_vocab == model.draft_vocab else f"{cut.draft_vocab:,}"
-        found.setdefault(cut.draft_vocab, Candidate(name, cut, name, head))
-    return list(found.values())
+        ids = cut.drafter.weights.draft_to_target
+        if any(torch.equal(ids, other.model.drafter.weights.draft_to_target) for other in found):
+            continue
+        name = size_name(cut) if torch.equal(ids, everything) else f"{cut.draft_vocab:,}"
+        found.append(Candidate(name, cut, name, head))
+    return found
 
 
 def follow_each(

@@ -159,9 +159,9 @@ def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
     """Say of each size that follows a text what that gained or lost against the same size as it is."""
     reasons = []
     for row in measured:
-        same = (row.draft_vocab, row.head, row.tree)
         for other in measured:
-            if row.follow is None or other.follow is not None or (other.draft_vocab, other.head, other.tree) != same:
+            is_base = (f"{other.size} + {row.follow}", other.head, other.tree) == (row.size, row.head, row.tree)
+            if row.follow is None or other.follow is not None or not is_base:
                 continue
             assert row.measured is not None
             assert other.measured is not None

@@ -44,9 +44,12 @@ def log_of_answers(
 
 
 def _names(candidates: Sequence[Candidate]) -> dict[str, str]:
-    """Name each candidate's draft vocabulary; those of one name are one vocabulary."""
-    first = candidates[0].head if candidates else ""
-    return {
-        each.label: ("" if each.head == first else f"{each.head}: ") + vocabulary_name(each.model)
-        for each in candidates
-    }  # fmt: skip
+    """Name each candidate's draft vocabulary; those of one name are one vocabulary, with whatever tree."""
+    names, sizes = dict[str, str](), dict[str, str]()
+    for each in candidates:
+        name = vocabulary_name(each.model)
+        name = name if each.head == candidates[0].head else f"{each.head}: {name}"
+        # An artifact's own ids, and as many by another ranking.
+        is_other = sizes.setdefault(name, each.size) != each.size
+        names[each.label] = f"{name} ({each.size})" if is_other else name
+    return names

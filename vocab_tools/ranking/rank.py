@@ -233,7 +233,7 @@ def _follow(
     usable = order[np.isin(order, pool.ids)]
     if len(usable) < len(order):
         gone = order[~np.isin(order, pool.ids)].tolist()
-        why = "belong to no token" if pool.trained is None else "were never trained in this head or belong to no token"
+        why = "belong to no token" if pool.trained is None else "have no row in this head or belong to no token"
         warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]
     if len(missing):

@@ -126,6 +126,21 @@ def test_kept_rows_follow_by_their_rank_in_a_comparison(tmp_path: Path) -> None:
         assert follow.ids.tolist() == RANKED[4:9]
 
 
+def test_a_comparison_takes_the_sizes_that_an_artifact_keeps_rows_for(tmp_path: Path) -> None:
+    artifact = converted(tmp_path, write_head(tmp_path / "head", draft_ids=TRAINED), draft_vocab=4, keep_rows=9)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), artifact, depth=2, top_k=2)
+
+    def compared(token_map: str | None, *sizes: int | str) -> dict[str, list[int]]:
+        ranking = _ranking(model, False, (), token_map, True, sizes)
+        found = _candidates(model, ranking, sizes, [], "head", False, (None,), 512)
+        return {each.label: each.model.drafter.weights.draft_to_target.tolist() for each in found}
+
+    own = f"all 4 of {VOCAB}"
+    assert compared(None, "full", 4, 7) == {own: sorted(RANKED[:4]), "7": sorted(RANKED[:7])}
+    other = write_freq(tmp_path / "other.pt", RANKED[::-1])
+    assert compared(str(other), "full", 4) == {own: sorted(RANKED[:4]), "4": sorted(RANKED[5:9])}
+
+
 def test_offline_nothing_is_fetched_later_either(tmp_path: Path) -> None:
     model, tree = tiny_target("llama"), {"depth": 2, "top_k": 2}
     artifact = converted(tmp_path, write_head(tmp_path / "head", draft_ids=TRAINED), draft_vocab=4, keep_rows=9)
