@@ -385,7 +385,7 @@ def _candidates(
     follow_rows: int,
 ) -> list[Candidate]:
     """Return every size of a head with every tree and every way to follow; sizes that are the same are one."""
-    from .comparison.compare import Candidate, cut_sizes, follow_each
+    from .comparison.compare import Candidate, cut_sizes
 
     everything = model.draft_vocab
     if ranking is None:
@@ -400,18 +400,28 @@ def _candidates(
     found = []
     cuts = cut_sizes(model, sizes, head)
     if follows != (None,):
-        order = None if ranking is None else _follow_order(model, ranking)
-        cuts = [
-            one
-            for cut in cuts
-            for one in follow_each(cut, follows, follow_rows, order, cut.model.draft_vocab == everything)
-        ]
+        cuts = _follow_all(cuts, follows, follow_rows, None if ranking is None else _follow_order(model, ranking))
     for cut in cuts:
         for tree in trees or [model.drafter.tree]:
             shape = f", tree {tree.depth}/{tree.top_k}/{tree.total_tokens}" if len(trees) > 1 else ""
             label = (f"{head}: " if name_head else "") + cut.size + shape
             found.append(Candidate(label, cut.model.with_tree(tree), cut.size, head))
     return found
+
+
+def _follow_all(
+    cuts: list[Candidate], follows: tuple[str | None, ...], rows: int, order: NDArray[np.int64] | None
+) -> list[Candidate]:
+    """Return every size with every way to follow; where nothing can join any of them, what is wrong is raised."""
+    from .comparison.compare import follow_each
+
+    found = [(cut, follow_each(cut, follows, rows, order)) for cut in cuts]
+    alone = [cut for cut, each in found if not any(one.follow for one in each)]
+    if len(alone) == len(cuts):
+        cuts[0].model.with_follow(next(filter(None, follows)), rows, order)
+    for cut in alone:
+        note(f"{cut.size}: no id is left that could join it; it is compared as it is")
+    return [one for _, each in found for one in each]
 
 
 def _follow_order(model: SpeculativeModel, ranking: Ranking) -> NDArray[np.int64]:

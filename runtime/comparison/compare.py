@@ -134,9 +134,8 @@ def follow_each(
     follows: Sequence[str | None],
     rows: int,
     rank_order: NDArray[np.int64] | None = None,
-    is_whole: bool = False,
 ) -> list[Candidate]:
-    """Return a size once for each way to follow; a size that ``is_whole``, to which nothing can join, as it is.
+    """Return a size once for each way to follow; a size that nothing can join as it is.
 
     ``rank_order``: target ids best first, as in `SpeculativeModel.with_follow`. Raises `UsageError` as that does.
     """
@@ -148,7 +147,7 @@ def follow_each(
         try:
             model = cut.model.with_follow(follow, rows, rank_order)
         except UsageError as error:
-            if error.facts.get("missing") != "rows" or not is_whole:
+            if error.facts.get("missing") != "rows":
                 raise
             continue
         name = f"{cut.size} + {follow}"

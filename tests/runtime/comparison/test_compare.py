@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare_cli import _follow_all
 from eagle_slim.runtime.comparison.answers import Answer, AnswerKey, AnswerLog
 from eagle_slim.runtime.comparison.charts import png_bytes, series
 from eagle_slim.runtime.comparison.compare import (
@@ -114,17 +115,20 @@ def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path
     assert [candidate.label for candidate in cut_sizes(slim, [None])] == ["all 3 of 24"]
 
 
-def test_sizes_that_follow_a_text(model: SpeculativeModel) -> None:
+def test_sizes_that_follow_a_text(model: SpeculativeModel, capsys: pytest.CaptureFixture[str]) -> None:
     """Each size as it is and following; one that holds every id has nothing to follow with."""
     full, few = cut_sizes(model, [None, vocab_of(model, 40)])
     follows = (None, "prompt", "text")
-    candidates = [*follow_each(full, follows, 12, is_whole=True), *follow_each(few, follows, 12)]
+    candidates = [*follow_each(full, follows, 12), *follow_each(few, follows, 12)]
     assert [one.label for one in candidates] == [full.label, "40", "40 + prompt", "40 + text"]
-    assert [one.label for one in follow_each(full, ("text",), 12, is_whole=True)] == [full.label]
+    assert [one.label for one in follow_each(full, ("text",), 12)] == [full.label]
     assert [(one.follow, one.follow_rows) for one in candidates[1:]] == [(None, 0), ("prompt", 12), ("text", 12)]
     assert candidates[2].draft_bytes - few.draft_bytes == 12 * few.model.drafter.weights.hidden * 4 * 3
+    again = _follow_all([full, few], follows, 12, None)
+    assert [one.label for one in again] == [one.label for one in candidates]
+    assert f"{full.size}: no id is left" in capsys.readouterr().err
     with raises(UsageError, option="follow", missing="rows"):
-        follow_each(full, ("text",), 12)
+        _follow_all([full], (None, "text"), 12, None)
     plan = Plan([Prompt(("one two three",)), Prompt(("four five six",))], [GREEDY], 10)
     report = build_report(candidates, plan, compare(candidates, plan))
     assert all(row.num_identical == row.num_answers for row in report.rows)
