@@ -2,11 +2,11 @@
 
 One step is four phases, none of which waits for the host or allocates::
 
-    draft    the persistent kernel: trees of the active slots, from last step's tokens and features
+    draft    what joins the draft vocabulary; the persistent kernel: trees of the active slots, from last step's tokens
+             and features
     verify   rows of all nodes, then the target's forward over them
     accept   the target's choice at every node, then the walk: path, tokens, lengths, ends
-    commit   the path's keys, values and features to their places; what joins the draft vocabulary; the list of slots
-             that still run
+    commit   the path's keys, values and features to their places; the list of slots that still run
 
 On a GPU a step is replayed from one graph for each bucket of active slots (or one graph a phase, to be timed); on the
 CPU the same phases run one after another with the PyTorch twins.
@@ -314,13 +314,12 @@ class DeviceDecoder:
             ops.commit_kv(state, self.cache.keys, self.cache.values)
             if self.drafter is not None:
                 ops.commit_features(state, bufs.features, nodes, self._first_row, self.drafter.features)
-                self._follow_text(state)
             if rules.has_penalty:
                 ops.mark_seen(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
             ops.list_active(state)
 
         phases = (("verify", verify), ("accept", accept), ("commit", commit))
-        return phases if self.drafter is None else (("draft", self.drafter.draft), *phases)
+        return phases if self.drafter is None else (("draft", self._draft), *phases)
 
     def _chunk(self, nodes: int, rules: ChoiceRules) -> None:
         ops, entering = self.ops, self.entering
@@ -344,15 +343,16 @@ class DeviceDecoder:
         ops.walk(choice, root[0], root[1], 1, entering, self._error)
         if self.drafter is not None:
             ops.commit_features(entering, bufs.features, nodes, chunk.first_row, self.drafter.features)
-            self._follow_text(entering)
         if rules.has_penalty:
             ops.mark_seen(entering.new_tokens, entering.active_slots, entering.active_count, self.choice.seen)
 
-    def _follow_text(self, state: SlotState) -> None:
-        """Let the last step's tokens join the draft vocabularies of their slots, where these follow the text."""
+    def _draft(self) -> None:
+        """Draft, over what the newest tokens have let join where the text is followed."""
+        assert self.drafter is not None
         if self.follow is not None and self.follow.source == "text":
-            self.ops.join_tokens(state, self.follow, self.tails)
+            self.ops.join_tokens(self.state, self.follow, self.tails)
             self.ops.gather_rows(self.follow, self.tails)
+        self.drafter.draft()
 
     @cached_property
     def _entering_root(self) -> tuple[Tensor, Tensor, Tensor]:
