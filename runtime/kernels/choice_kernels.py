@@ -65,10 +65,19 @@ def load_distances(
 
 
 @triton.jit
-def is_too_short(slot, node, positions_ptr, num_generated_ptr, numbers_ptr, NODES: tl.constexpr):
-    """Whether the token after a node may not yet end the text."""
-    number = tl.load(num_generated_ptr + slot) + tl.load(positions_ptr + slot.to(tl.int64) * NODES + node)
-    return number < tl.load(numbers_ptr + MINIMUM).to(tl.int64)
+def is_row_too_short(
+    row, active_slots_ptr, positions_ptr, num_generated_ptr, numbers_ptr,
+    NODES: tl.constexpr, HAS_MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """Whether the token after a row's node may not yet end the text."""
+    too_short = False
+    if HAS_MINIMUM:
+        slot = tl.load(active_slots_ptr + row // NODES)
+        node = row % NODES
+        number = tl.load(num_generated_ptr + slot)
+        number += tl.load(positions_ptr + slot.to(tl.int64) * NODES + node)
+        too_short = number < tl.load(numbers_ptr + MINIMUM).to(tl.int64)
+    return too_short
 
 
 @triton.jit
@@ -77,6 +86,25 @@ def largest_of(best_score_ptr, row, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
     part = tl.arange(0, BLOCK_P)
     best = tl.load(best_score_ptr + row * PARTS + part, mask=part < PARTS, other=float("-inf"))
     return tl.max(best, axis=0)
+
+
+@triton.jit
+def load_part(
+    logits_ptr, active_slots_ptr, positions_ptr, num_generated_ptr, penalised_ptr, suppressed_ptr, eos_ptr,
+    numbers_ptr, best_score_ptr, row,
+    NODES: tl.constexpr, VOCAB: tl.constexpr, WORDS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr, HAS_PENALTY: tl.constexpr, HAS_SUPPRESSED: tl.constexpr, HAS_MINIMUM: tl.constexpr,
+):  # fmt: skip
+    """`load_distances` of a row's part with this program's number: int32 [PART]."""
+    too_short = is_row_too_short(
+        row, active_slots_ptr, positions_ptr, num_generated_ptr, numbers_ptr, NODES, HAS_MINIMUM
+    )  # fmt: skip
+    part = tl.program_id(1)
+    return load_distances(
+        logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short,
+        largest_of(best_score_ptr, row, PARTS, BLOCK_P), part * PART + tl.arange(0, PART),
+        VOCAB, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -112,10 +140,9 @@ def best_kernel(
     place = row // NODES
     if place >= tl.load(active_count_ptr):
         return
-    too_short = False
-    if HAS_MINIMUM:
-        slot = tl.load(active_slots_ptr + place)
-        too_short = is_too_short(slot, row % NODES, positions_ptr, num_generated_ptr, numbers_ptr, NODES)
+    too_short = is_row_too_short(
+        row, active_slots_ptr, positions_ptr, num_generated_ptr, numbers_ptr, NODES, HAS_MINIMUM
+    )  # fmt: skip
     ids = tl.program_id(1) * PART + tl.arange(0, PART)
     score = load_scores(
         logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short, ids,
@@ -164,16 +191,12 @@ def mass_kernel(
     place = row // NODES
     if place >= tl.load(active_count_ptr):
         return
-    too_short = False
-    if HAS_MINIMUM:
-        slot = tl.load(active_slots_ptr + place)
-        too_short = is_too_short(slot, row % NODES, positions_ptr, num_generated_ptr, numbers_ptr, NODES)
-    part = tl.program_id(1)
-    distance = load_distances(
-        logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short,
-        largest_of(best_score_ptr, row, PARTS, BLOCK_P), part * PART + tl.arange(0, PART),
-        VOCAB, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
+    distance = load_part(
+        logits_ptr, active_slots_ptr, positions_ptr, num_generated_ptr, penalised_ptr, suppressed_ptr, eos_ptr,
+        numbers_ptr, best_score_ptr, row,
+        NODES, VOCAB, WORDS, PART, PARTS, BLOCK_P, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
     )  # fmt: skip
+    part = tl.program_id(1)
     threshold = FAR
     if HAS_CUT:
         threshold = tl.load(threshold_ptr + row)

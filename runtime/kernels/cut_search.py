@@ -17,7 +17,7 @@ within its width. Everything is added up in whole numbers, and the order of the 
 import triton
 import triton.language as tl
 
-from .choice_kernels import TOP_K, TOP_P, is_too_short, largest_of, load_distances
+from .choice_kernels import TOP_K, TOP_P, is_row_too_short, largest_of, load_distances, load_part
 from .token_weights import FAR, distance_weight
 
 BINS = tl.constexpr(64)
@@ -91,16 +91,12 @@ def survey_kernel(
             return
         low = tl.load(interval_ptr + row * 4 + LOW).to(tl.int32)
         high = tl.load(interval_ptr + row * 4 + HIGH).to(tl.int32)
-    too_short = False
-    if HAS_MINIMUM:
-        slot = tl.load(active_slots_ptr + place)
-        too_short = is_too_short(slot, row % NODES, positions_ptr, num_generated_ptr, numbers_ptr, NODES)
-    part = tl.program_id(1)
-    distance = load_distances(
-        logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short,
-        largest_of(best_score_ptr, row, PARTS, BLOCK_P), part * PART + tl.arange(0, PART),
-        VOCAB, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
+    distance = load_part(
+        logits_ptr, active_slots_ptr, positions_ptr, num_generated_ptr, penalised_ptr, suppressed_ptr, eos_ptr,
+        numbers_ptr, best_score_ptr, row,
+        NODES, VOCAB, WORDS, PART, PARTS, BLOCK_P, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
     )  # fmt: skip
+    part = tl.program_id(1)
     measure = distance_weight(distance) if WEIGHTED else tl.full([PART], 1, tl.int64)
     end = high + 1 if FIRST else low
     tl.store(mass_ptr + row * PARTS + part, tl.sum(tl.where(distance < end, measure, 0), axis=0))
@@ -166,16 +162,12 @@ def collect_kernel(
         return
     low = tl.load(interval_ptr + row * 4 + LOW).to(tl.int32)
     high = tl.load(interval_ptr + row * 4 + HIGH).to(tl.int32)
-    too_short = False
-    if HAS_MINIMUM:
-        slot = tl.load(active_slots_ptr + place)
-        too_short = is_too_short(slot, row % NODES, positions_ptr, num_generated_ptr, numbers_ptr, NODES)
-    part = tl.program_id(1)
-    distance = load_distances(
-        logits_ptr + row * VOCAB, penalised_ptr + row * WORDS, suppressed_ptr, eos_ptr, numbers_ptr, too_short,
-        largest_of(best_score_ptr, row, PARTS, BLOCK_P), part * PART + tl.arange(0, PART),
-        VOCAB, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
+    distance = load_part(
+        logits_ptr, active_slots_ptr, positions_ptr, num_generated_ptr, penalised_ptr, suppressed_ptr, eos_ptr,
+        numbers_ptr, best_score_ptr, row,
+        NODES, VOCAB, WORDS, PART, PARTS, BLOCK_P, HAS_PENALTY, HAS_SUPPRESSED, HAS_MINIMUM,
     )  # fmt: skip
+    part = tl.program_id(1)
     is_listed = distance <= high
     if WEIGHTED:
         is_listed = is_listed & (distance >= low)
@@ -262,10 +254,9 @@ def cut_kernel(
     place = row // NODES
     if place >= tl.load(active_count_ptr):
         return
-    too_short = False
-    if HAS_MINIMUM:
-        slot = tl.load(active_slots_ptr + place)
-        too_short = is_too_short(slot, row % NODES, positions_ptr, num_generated_ptr, numbers_ptr, NODES)
+    too_short = is_row_too_short(
+        row, active_slots_ptr, positions_ptr, num_generated_ptr, numbers_ptr, NODES, HAS_MINIMUM
+    )  # fmt: skip
     largest = largest_of(best_score_ptr, row, PARTS, BLOCK_P)
     low = tl.load(interval_ptr + row * 4 + LOW).to(tl.int32)
     high = tl.load(interval_ptr + row * 4 + HIGH).to(tl.int32)
