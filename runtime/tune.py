@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .bench.arguments import check_output, output_file, whole_from
 from .bench.problem import MODELS, Dims, draft_config
 from .config import TreeConfig
 from .drafter.config import DrafterConfig
@@ -43,6 +44,9 @@ LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
 """Cached pairs while timing."""
+
+_SHAPE = {"batch": [1], "dtype": "bfloat16", "fp8": False, "depth": 5, "top_k": 10, "total_tokens": 60}
+"""Of the configurations to tune, where neither a record of them nor an option says."""
 
 Measure = Callable[["DrafterConfig", "LaunchParams", "LaunchParams"], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
@@ -283,9 +287,10 @@ def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, Draf
     shapes = read_shapes(path)
     mine = [cfg for name, cfg in shapes if name == chip]
     if not mine:
+        others = ", ".join(sorted({name for name, _ in shapes}))
         raise UsageError(
-            f"{path} holds no shape recorded on {chip}, only on {sorted({name for name, _ in shapes})}. Record with "
-            "EAGLE_SLIM_SHAPES on the GPU that is tuned.",
+            f"{path} holds no shape" + (f" recorded on {chip}, only on {others}" if shapes else "") + ". Record with "
+            "EAGLE_SLIM_SHAPES on the GPU that is tuned; what has tuned parameters is not recorded.",
             path=path, chip=chip,
         )  # fmt: skip
     left_out = len(shapes) - len(mine)
@@ -339,19 +344,26 @@ def main(argv: list[str] | None = None) -> None:
     what.add_argument("--all", action="store_true", help="all configurations of bench.draft, with FP8")
     what.add_argument("--from-shapes", type=Path, metavar="FILE", help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--draft-vocab", type=int, nargs="+", help="default: all the head has, or 32000")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="slots")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="what it computes in")
-    parser.add_argument("--fp8", action="store_true", help="FP8 weights too")
-    parser.add_argument("--depth", type=int, default=5)
-    parser.add_argument("--top-k", type=int, default=10)
-    parser.add_argument("--total-tokens", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
+    parser.add_argument("--batch", type=int, nargs="+", help="slots; default 1")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="what it computes in; default bfloat16")
+    parser.add_argument("--fp8", action="store_true", default=None, help="FP8 weights too")
+    parser.add_argument("--depth", type=int, help="of the tree; default 5")
+    parser.add_argument("--top-k", type=int, help="children of a node; default 10")
+    parser.add_argument("--total-tokens", type=int, help="nodes of the tree; default 60")
+    parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
-    parser.add_argument("--out", type=Path, help="the cache to add to; default the one that launches read")
+    parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
     parser.add_argument("--missing", action="store_true", help="only what the cache does not hold yet")
-    parser.add_argument("--variants", type=int, help="most variants to try of each; 0 only checks what is derived")
+    parser.add_argument(
+        "--variants", type=whole_from(0), help="most variants to try of each; 0 only checks what is derived"
+    )
     parser.add_argument("--layout", action="store_true", help="tune stored layouts again too, where there is one slot")
     args = parser.parse_args(argv)
+    for source, settled in (("from_shapes", [*_SHAPE, "draft_vocab"]), ("all", ["batch", "fp8", "draft_vocab"])):
+        for name in settled:
+            if getattr(args, source) and getattr(args, name) is not None:
+                parser.error(f"--{source.replace('_', '-')} says itself what --{name.replace('_', '-')} would say")
+    vars(args).update({name: value for name, value in _SHAPE.items() if getattr(args, name) is None})
     try:
         run(args)
     except EagleSlimError as error:
@@ -366,14 +378,19 @@ def run(args: argparse.Namespace) -> None:
 
     from .bench.precompile import Job, compile_all
     from .kernels.host import chip_of
+    from .kernels.shape_records import read_shapes
     from .kernels.tuned_cache import TunedCache, cache_key, default_cache, layout_key
 
+    if args.from_shapes is not None:
+        # What is wrong with the file is told on any machine.
+        read_shapes(args.from_shapes)
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
     wanted = configurations(args, chip.name)
     cache: TunedCache = TunedCache(args.out) if args.out else default_cache()
+    check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
     budget: float = args.budget
 
     def left() -> float:

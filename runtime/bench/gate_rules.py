@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,13 +24,16 @@ from ..errors import UsageError
 
 THRESHOLDS = Path(__file__).with_name("gates.json")
 FEWEST_NODES = 16
+_MICRO = re.compile(r"draft|verify|accept|commit|attention at [1-9]\d*")
 
 
 @dataclass(frozen=True)
 class MicroGates:
     """What the micro gates measure, how much worse than its reference each may be, and the references by device.
 
-    ``references``: device name to {"ratios": {gate: ratio}, and what was measured with}.
+    ``tolerances``: gate to a share of its reference; a gate is a phase of a step, or "attention at" a number of tokens.
+    ``references``: device name to {"ratios": {gate: ratio}, and what was measured with}. Raises `UsageError` for gates
+    that nothing measures, and where there is none.
     """
 
     model: str
@@ -40,6 +44,20 @@ class MicroGates:
     accepted_length: int
     tolerances: dict[str, float]
     references: dict[str, dict[str, Any]]
+
+    def __post_init__(self) -> None:
+        wrong = [name for name, share in self.tolerances.items() if not (_MICRO.fullmatch(name) and 0 < share < 1e12)]
+        if wrong or not self.tolerances:
+            raise UsageError(
+                f"micro.tolerances: expected shares above 0 of draft, verify, accept, commit or attention at N, found "
+                f"{wrong or 'none'}.",
+                gate=wrong, found=self.tolerances,
+            )  # fmt: skip
+
+    @property
+    def prefixes(self) -> list[int]:
+        """Tokens before the attention that is measured alone."""
+        return [int(name.split()[-1]) for name in self.tolerances if name.startswith("attention at ")]
 
 
 @dataclass(frozen=True)
@@ -108,6 +126,8 @@ class Gates:
                 f"{THRESHOLDS.name} beside bench/gates.py.",
                 path=str(path),
             ) from error
+        if not gates.full:
+            raise UsageError(f"{path}: no full gates, so there is nothing to be green.", path=str(path), gate=[])
         if not 1 <= gates.green_rounds <= gates.most_rounds:
             raise UsageError(
                 f"{path}: green_rounds = {gates.green_rounds} and most_rounds = {gates.most_rounds}; expected 1 or "

@@ -31,14 +31,15 @@ import torch
 
 from ..config import TreeConfig
 from ..drafter.config import MAX_NEW_TOKENS
-from ..errors import EagleSlimError
+from ..errors import EagleSlimError, UsageError
 from ..kernels.choose_tokens import ChoiceRules
 from ..kernels.tree_rows import ForwardRows
+from .arguments import check_output, output_file
 from .baseline import capture
 from .drawn_verdicts import NUM_LENGTHS, DrawnVerdicts, draw_lengths
 from .gate_rules import THRESHOLDS, FullGate, FullRecord, Gates, MicroGates, judge, median_ratios
 from .precompile import compile_all, job_of
-from .random_decoding import RandomModel, fill
+from .random_decoding import LAYERS, RandomModel, fill
 from .timing import machine, time_queued_us
 from .variants import Variant
 
@@ -54,8 +55,7 @@ class Micro:
     def __init__(self, gates: MicroGates, model: RandomModel, samples: int = SAMPLES) -> None:
         self.gates, self.model, self.samples = gates, model, samples
         self.device = model.target.device
-        self.prefixes = [int(name.split()[-1]) for name in gates.tolerances if name.startswith("attention at ")]
-        longest = max([gates.prefix, *self.prefixes])
+        longest = max([gates.prefix, *gates.prefixes])
         # The walk is timed by repeating it, and each time moves on.
         room = (samples + 2) * _TIMES["accept"] * MAX_NEW_TOKENS
         cache = model.new_cache(1, longest + gates.nodes + room)
@@ -73,7 +73,7 @@ class Micro:
         for name, run in decoder.timed_step(1, ChoiceRules()):
             run()
             found[name] = self._ratio(run, self.phase_bytes[name], _TIMES[name])
-        for prefix in self.prefixes:
+        for prefix in self.gates.prefixes:
             name = f"attention at {prefix}"
             found[name] = self._ratio(self._attention(prefix), self.model.kv_bytes(prefix), _TIMES["attention"])
         return found
@@ -208,6 +208,15 @@ def run(gates: Gates, path: Path, models: Models, is_recording: bool = False, sa
     return {"machine": described, "thresholds": path.name, **measured}
 
 
+def check_models(gates: Gates) -> None:
+    """Raise `UsageError` for a gate over dimensions that nobody knows."""
+    for model in (gates.micro.model, *(gate.model for gate in gates.full)):
+        if model not in LAYERS:
+            raise UsageError(
+                f"{model!r} is no known model; expected one of {', '.join(LAYERS)}.", model=model, expected=list(LAYERS)
+            )
+
+
 def compile_ahead(gates: Gates, device: torch.device) -> int:
     """Compile the drafters of all gates side by side; how many."""
     micro = gates.micro
@@ -230,10 +239,13 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     parser.add_argument("--thresholds", type=Path, default=THRESHOLDS, help="default: gates.json beside this program")
     parser.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
-    parser.add_argument("--out", type=Path, help="write the report here")
+    parser.add_argument("--out", type=output_file, help="write the report here")
     args = parser.parse_args(argv)
     try:
         gates = Gates.load(args.thresholds)
+        check_models(gates)
+        if args.record:
+            check_output(args.thresholds, "--thresholds")
         if not torch.cuda.is_available():
             parser.exit(2, "these gates need an NVIDIA GPU\n")
         device = torch.device("cuda", torch.cuda.current_device())

@@ -33,13 +33,15 @@ from typing import Any
 
 import torch
 
+from ..comparison.prompt_file import load_prompts
 from ..config import TreeConfig
-from ..errors import UsageError
+from ..errors import EagleSlimError, UsageError
 from ..generation.decoder import PHASES, DeviceDecoder
 from ..kernels.choose_tokens import ChoiceRules
 from .acceptance_loss import FR_SPEC, AcceptanceLoss, measured_loss
 from .answers import PROMPTS, call_transformers, load_model
 from .answers import measure as measure_answers
+from .arguments import output_file, whole_from
 from .drawn_verdicts import DrawnVerdicts, draw_lengths
 from .gains_table import gains_table
 from .precompile import Job, compile_all, job_of
@@ -101,6 +103,10 @@ class Settings:
     transformers_tokens: int = 6
     seed: int = 0
 
+    def rows_of(self, vocab: int) -> list[int]:
+        """The sizes in rows of a model's vocabulary, each once; what is larger than it is all of it."""
+        return list(dict.fromkeys(min(size or vocab, vocab) for size in self.sizes))
+
     def capacity(self, point: Point) -> int:
         """Rows of a slot that no run of steps fills: each begins at the prefix anew."""
         most_steps = max(self.steps, 64)
@@ -113,18 +119,11 @@ def variants_of(
     """Plain decoding, the whole vocabulary, and each smaller one once for each loss; all over one cache."""
     cache = model.new_cache(point.batch, settings.capacity(point))
     variants = [Variant(model.decoder(cache, None), {"variant": "plain", "draft_vocab": None})]
-    for size in settings.sizes:
-        rows = min(size or model.dims.vocab, model.dims.vocab)
+    for rows in settings.rows_of(model.dims.vocab):
         is_full = rows == model.dims.vocab
         decoder = model.decoder(cache, point.tree, rows)
         verdicts = DrawnVerdicts(decoder)
-        sources = [("the length asked for", 1.0)] if is_full else [(loss.source, loss.factor(rows)) for loss in losses]
-        if not sources:
-            raise UsageError(
-                f"{point.name}: nothing tells what {rows} rows lose. Take the full vocabulary alone, or --smollm2.",
-                option="sizes", found=rows,
-            )  # fmt: skip
-        for source, factor in sources:
+        for source, factor in factors_of(point, rows, losses):
             drawn = settings.accepted * factor
             facts = {
                 "variant": "drafted", "draft_vocab": rows, "is_full": is_full, "is_verdict_drawn": True,
@@ -133,6 +132,38 @@ def variants_of(
             lengths = draw_lengths(drawn, verdicts.longest, settings.seed)
             variants.append(Variant(decoder, facts, verdicts, lengths))
     return variants
+
+
+def factors_of(point: Point, rows: int, losses: Sequence[AcceptanceLoss]) -> list[tuple[str, float]]:
+    """What is accepted over ``rows`` as a share of what the whole vocabulary accepts, each with who says so.
+
+    Raises `UsageError` where nothing tells, or a source knows no vocabulary as small.
+    """
+    if rows == MODELS[point.model].vocab:
+        return [("the length asked for", 1.0)]
+    if not losses:
+        raise UsageError(
+            f"{point.name}: nothing tells what {rows} rows lose. Take the full vocabulary alone, or --smollm2.",
+            option="sizes", found=rows,
+        )  # fmt: skip
+    return [(loss.source, loss.factor(rows)) for loss in losses]
+
+
+def losses_of(point: Point, losses: Sequence[AcceptanceLoss]) -> list[AcceptanceLoss]:
+    """``losses``, which hold for all models, and what FR-Spec prints for this one."""
+    return [*losses, *([FR_SPEC[point.model]] if point.model in FR_SPEC else [])]
+
+
+def check_point(point: Point, settings: Settings, losses: Sequence[AcceptanceLoss]) -> None:
+    """Raise `UsageError` for a row that could not be drawn, before anything is built for it."""
+    for rows in settings.rows_of(MODELS[point.model].vocab):
+        if rows < TOP_K:
+            raise UsageError(
+                f"A tree with {TOP_K} children a node cannot be drafted from {rows} rows.",
+                option="sizes", found=rows, expected=TOP_K,
+            )  # fmt: skip
+        for _, factor in factors_of(point, rows, losses_of(point, losses)):
+            draw_lengths(settings.accepted * factor, point.tree.path_width, settings.seed)
 
 
 @torch.inference_mode()
@@ -241,7 +272,7 @@ def jobs_of(points: Sequence[Point], settings: Settings, with_examples: bool, de
     jobs: dict[object, Job] = {}
     for point, capacity, is_packing_shared in shapes:
         vocab = MODELS[point.model].vocab
-        for rows in (min(size or vocab, vocab) for size in settings.sizes):
+        for rows in settings.rows_of(vocab):
             packed = vocab if is_packing_shared else rows
             # The length is no constant of a kernel.
             jobs.setdefault(
@@ -307,8 +338,7 @@ def run(
             model = None
             gc.collect()
             model = RandomModel(point.model, device)
-        published = [FR_SPEC[point.model]] if point.model in FR_SPEC else []
-        keep(result, measure_point(model, point, settings, [*losses, *published]), point.name, begin, out)
+        keep(result, measure_point(model, point, settings, losses_of(point, losses)), point.name, begin, out)
         longest = max(longest, time.perf_counter() - begin)
     if result["left_out"]:
         print(f"out of time, left out: {' '.join(result['left_out'])}", flush=True)
@@ -339,26 +369,26 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=240, help="stop by then, and name the rows left out")
     parser.add_argument("--sizes", default="full,32000,16000,8192", help="draft vocabularies, as full,32000")
     parser.add_argument("--accepted", type=float, default=3.0, help="tokens a pass drawn for the full vocabulary")
-    parser.add_argument("--steps", type=int, default=60, help="steps of a run")
-    parser.add_argument("--rounds", type=int, default=4, help="runs of each variant")
+    parser.add_argument("--steps", type=whole_from(1), default=60, help="steps of a run")
+    parser.add_argument("--rounds", type=whole_from(1), default=4, help="runs of each variant")
     parser.add_argument("--seed", type=int, default=0, help="of the drawn lengths")
     parser.add_argument(
         "--transformers-tokens",
-        type=int,
+        type=whole_from(0),
         default=6,
         help="new tokens of transformers' generate, 2 or more; 0: without it",
     )
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="for the built-in model")
-    parser.add_argument("--limit", type=int, help="only the first prompts")
-    parser.add_argument("--new", type=int, default=128, help="new tokens a prompt")
+    parser.add_argument("--limit", type=whole_from(1), help="only the first prompts")
+    parser.add_argument("--new", type=whole_from(2), default=128, help="new tokens a prompt")
     parser.add_argument("--smollm2", type=Path, metavar="FILE", help="earlier result whose loss to take")
-    parser.add_argument("--out", type=Path, help="write JSON here, a table and a plot beside it")
+    parser.add_argument("--out", type=output_file, help="write JSON here, a table and a plot beside it")
     args = parser.parse_args(argv)
     try:
         points = [point for point in all_points() if re.search(args.rows, point.name)]
         with_examples = re.search(args.rows, EXAMPLES) is not None
-        sizes = tuple(0 if size == "full" else int(size) for size in args.sizes.split(","))
-    except (re.error, ValueError) as error:
+        sizes = tuple(0 if size == "full" else whole_from(1)(size) for size in args.sizes.split(","))
+    except (re.error, argparse.ArgumentTypeError) as error:
         parser.error(f"--rows is a regular expression, --sizes numbers or full: {error}")
     if args.list:
         print("\n".join([EXAMPLES] * with_examples + [point.name for point in points]))
@@ -376,14 +406,19 @@ def main(argv: list[str] | None = None) -> None:
         if loss is None:
             parser.error(f"argument --smollm2: {args.smollm2} holds no answers over two sizes of SmolLM2's vocabulary")
         earlier.append(loss)
-    if not torch.cuda.is_available():
-        parser.exit(1, "this benchmark needs an NVIDIA GPU\n")
     settings = Settings(sizes, args.accepted, args.steps, args.rounds, args.transformers_tokens, args.seed)
     examples = {"prompts": args.prompts, "limit": args.limit, "new_tokens": args.new} if with_examples else None
-    device = torch.device("cuda", torch.cuda.current_device())
-    result = run(
-        points, settings, device, args.seconds, started, earlier, examples, args.out
-    )  # fmt: skip
+    try:
+        if examples is not None:
+            load_prompts(args.prompts, args.limit)
+        for point in points:
+            check_point(point, settings, earlier)
+        if not torch.cuda.is_available():
+            parser.exit(1, "this benchmark needs an NVIDIA GPU\n")
+        device = torch.device("cuda", torch.cuda.current_device())
+        result = run(points, settings, device, args.seconds, started, earlier, examples, args.out)
+    except EagleSlimError as error:
+        parser.error(str(error))
     if args.out:
         draw(result, args.out)
     print(json.dumps(result))

@@ -117,6 +117,7 @@ class TunedCache:
 
     def save(self) -> None:
         """Write the file whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
         values = {"layouts": self.layouts, "launches": self.launches}
         temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")

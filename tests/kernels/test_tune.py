@@ -121,6 +121,10 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
         assert cfg.tree == recorded.tree
     with raises(UsageError, path=path, chip="other"):
         tune.recorded_configurations(path, "other")
+    path.write_text("")
+    with raises(UsageError, path=path) as empty:
+        tune.recorded_configurations(path, CHIP.name)
+    assert str(empty.value).startswith(f"{path} holds no shape. Record")
 
 
 def test_variants_fit_and_differ() -> None:
@@ -159,6 +163,23 @@ def test_types() -> None:
     )  # fmt: skip
     types = [(cfg.dtype, cfg.weight_dtype) for _, _, cfg in tune.configurations(wanted)]
     assert types == [(torch.float16, torch.float16), (torch.float16, torch.float8_e4m3fn)]
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "shapes.json"
+    broken.write_text('{"chip": "sm_90", "hid')
+    for arguments, words in (
+        (["--from-shapes", str(broken)], "line 1: no shape of a draft"),
+        (["--from-shapes", str(tmp_path / "missing")], "shapes cannot be read"),
+        (["--from-shapes", str(broken), "--batch", "4"], "--from-shapes says itself what --batch would say"),
+        (["--all", "--fp8"], "--all says itself what --fp8 would say"),
+        (["--dims", "llama-3.1-8b", "--variants", "-1"], "no whole number from 0 on"),
+        (["--dims", "llama-3.1-8b", "--out", str(tmp_path)], "cannot be written"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            tune.main(arguments)
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err
 
 
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:

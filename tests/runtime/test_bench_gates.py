@@ -136,9 +136,13 @@ def test_the_file_of_thresholds(tmp_path: Path) -> None:
     GATES.save(path)
     assert Gates.load(path) == GATES
     values = json.loads(path.read_text())
-    for change in ({"green_rounds": 0}, {"green_rounds": 7}, {"micro": {}}, {"more": 1}):
+    for change in ({"green_rounds": 0}, {"green_rounds": 7}, {"micro": {}}, {"more": 1}, {"full": []}):
         path.write_text(json.dumps(values | change))
         with raises(UsageError, path=str(path)):
+            Gates.load(path)
+    for tolerances in ({}, {"draught": 0.1}, {"attention at 0": 0.1}, {"draft": 0}, {"draft": float("nan")}):
+        path.write_text(json.dumps(values | {"micro": values["micro"] | {"tolerances": tolerances}}))
+        with raises(UsageError, gate=list(tolerances)):
             Gates.load(path)
     path.write_text(json.dumps(values | {"full": [values["full"][0] | {"nodes": 15}]}))
     with raises(UsageError, gate="toy", found=15, expected=16):
@@ -173,7 +177,12 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     again = command.run(Gates.load(path), path, models, samples=1)
     assert not again["is_green"]
     assert "RED" in capsys.readouterr().out
-    for arguments in (["--thresholds", str(tmp_path)], []):
+    unknown = replace(GATES, micro=replace(MICRO, model="gpt"))
+    unknown.save(tmp_path / "unknown.json")
+    for arguments in (
+        ["--thresholds", str(tmp_path)], ["--thresholds", str(tmp_path / "missing")], ["--out", str(tmp_path)],
+        ["--thresholds", str(tmp_path / "unknown.json")], [],
+    ):  # fmt: skip
         if arguments or not torch.cuda.is_available():
             with pytest.raises(SystemExit) as stopped:
                 command.main(arguments)

@@ -131,7 +131,11 @@ def test_rows_and_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     other.write_text('{"rows": []}')
     for arguments in (
         ["--rows", "gpt"], ["--rows", "("], ["--sizes", "all"], ["--transformers-tokens", "1"],
-        ["--smollm2", str(other)], ["--smollm2", str(tmp_path)],
+        ["--smollm2", str(other)], ["--smollm2", str(tmp_path)], ["--out", str(tmp_path)],
+        ["--out", str(other / "deep")],
+        ["--sizes", "0"], ["--sizes=full,-5"], ["--rows", "8b", "--sizes", "full,8191"], ["--steps", "0"],
+        ["--rounds", "0"], ["--new", "1"], ["--limit", "0"], ["--rows", "8b", "--accepted", "7.1"],
+        ["--rows", "8b", "--accepted", "1.1"], ["--prompts", str(tmp_path / "missing")],
     ):  # fmt: skip
         with pytest.raises(SystemExit) as stopped:
             generate.main(arguments)
