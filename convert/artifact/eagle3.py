@@ -198,5 +198,4 @@ def copy_plan(head: DraftHead, name: str) -> TensorPlan:
 def _kept(head: DraftHead, name: str) -> bool:
     if name == names.LM_HEAD:
         return False
-    # All engines share the target's embedding, except where its width is not the head's.
-    return name != names.EMBEDDING or head.target_hidden_size != head.hidden_size
+    return name != names.EMBEDDING or head.has_own_embedding

@@ -53,6 +53,9 @@ HEADS: dict[str, HeadFacts] = {
     "`norm_output`": with_config(EAGLE3, norm_output=True),
     "biases in the attention": replace(EAGLE3, tensor_names=_BIASED),
     "biases in the MLP": replace(EAGLE3, tensor_names=_MLP_BIASED),
+    "an embedding that was trained (`embed_requires_grad`)": with_config(
+        replace(EAGLE3, tensor_names=frozenset({names.FC, names.EMBEDDING})), embed_requires_grad=True
+    ),
     "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
     "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
     "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),

@@ -303,6 +303,7 @@ def _sglang(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         )
     if _attention_biases(head):
         yield "error", "the biases of q, k and v are dropped, so it drafts wrongly", "serve it with vLLM"
+    yield from _embedding_unread(head)
     # SGLang counts the tokens before the current one.
     yield from _window_unknown(head, "serve it with --speculative-draft-window-size {before}")
     yield from _residual_of_the_norm(head)
@@ -334,6 +335,7 @@ def _tensorrt_llm(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "convert without --for lmdeploy",
         )
     yield from _activation_unread(head)
+    yield from _embedding_unread(head)
     yield from _window_unknown(head)
     yield from _residual_of_the_norm(head)
     if head.has_other_taps:
@@ -367,6 +369,7 @@ def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"head_dim is ignored, and {heads} heads of {head_dim} do not make the hidden size {hidden}",
             "serve it with vLLM or SGLang",
         )
+    yield from _embedding_unread(head)
     if _fc_norms(head):
         yield "error", "the norms before fc are not loaded", "serve it with vLLM or SGLang"
     if _attention_biases(head):
@@ -421,6 +424,7 @@ def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
     if _attention_biases(head):
         yield "error", "the biases of the attention are not loaded", _TRAIN_WHERE_TRAINED
     yield from _mlp_biases(head, "are not loaded", _TRAIN_WHERE_TRAINED)
+    yield from _embedding_unread(head, _TRAIN_WHERE_TRAINED)
     if head.flag("norm_before_residual"):
         yield (
             "error",
@@ -550,6 +554,17 @@ def _normed_output(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "error",
             "norm_output is not known: a draft reads the hidden state before the norm, so later drafts are wrong",
             "serve it with vLLM or SGLang",
+        )
+
+
+def _embedding_unread(
+    head: HeadFacts, alternative: str = "serve it with vLLM or eagle-generate"
+) -> Iterator[tuple[Severity, str, str]]:
+    if names.EMBEDDING in head.tensor_names and head.flag(head_config.EMBEDDING_TRAINED_KEY):
+        yield (
+            "warning",
+            "the head's embedding was trained, and the target's is read in its place, so fewer drafts are accepted",
+            alternative,
         )
 
 

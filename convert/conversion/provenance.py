@@ -143,7 +143,7 @@ def _tokenizer(tokenizer: LoadedTokenizer | None) -> dict[str, Any] | None:
 
 def _dropped(head: DraftHead) -> dict[str, str]:
     dropped = dict(head.dropped)
-    if head.kind == "eagle3" and names.EMBEDDING in head.tensors and head.target_hidden_size == head.hidden_size:
+    if head.kind == "eagle3" and names.EMBEDDING in head.tensors and not head.has_own_embedding:
         dropped[head.tensors.stored[names.EMBEDDING]] = "every engine shares the target's embedding"
     return dict(sorted(dropped.items()))
 

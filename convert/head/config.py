@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import MismatchError, UnsupportedHeadError
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
+EMBEDDING_TRAINED_KEY = "embed_requires_grad"
 
 # Keys that must not reach the output: paths of the machine that trained the head, code references, and the EAGLE-1/2
 # flag `bias` that makes vLLM and SGLang build attention biases and leave them uninitialised.

@@ -11,6 +11,7 @@ import numpy as np
 from ..manifest import Manifest
 from ..sources.source import ResolvedSource
 from ..weights import names
+from .config import EMBEDDING_TRAINED_KEY
 from .tensors import LazyTensors
 
 if TYPE_CHECKING:
@@ -77,6 +78,15 @@ class DraftHead:
     def has_lm_head(self) -> bool:
         """Whether the rows come from the head itself rather than from the target."""
         return names.LM_HEAD in self.tensors
+
+    @property
+    def has_own_embedding(self) -> bool:
+        """Whether it reads tokens through an embedding of its own: of another width than the target's, or trained.
+
+        All others hold a copy of the target's. That it was trained only speculators' format says.
+        """
+        is_other = self.target_hidden_size != self.hidden_size or bool(self.config.get(EMBEDDING_TRAINED_KEY))
+        return is_other and names.EMBEDDING in self.tensors
 
     @property
     def dtype(self) -> torch.dtype:

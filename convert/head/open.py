@@ -164,6 +164,11 @@ def _eagle3(
             "leaves zeros too, and there is no t2d that shows which it is"
         )
     warnings += settle_eagle3(tensors, config, where)
+    if config.get(head_config.EMBEDDING_TRAINED_KEY) and names.EMBEDDING not in tensors:
+        warnings.append(
+            f"{head_config.EMBEDDING_TRAINED_KEY} says that the embedding was trained, but the file has none: the "
+            "target's is used, so fewer drafts may be accepted"
+        )
     if ids is not None and ids.size and not bool(np.all(np.diff(ids) > 0)):
         warnings.append("the map was not in ascending order; rows and map are sorted together")
     if tensors.is_nonzero(names.FC_BIAS):

@@ -267,7 +267,7 @@ def load_head_weights(
     if head.kind == "eagle":
         # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
         tensors.pop("input_layernorm.weight", None)
-    if "embed_tokens.weight" in head.tensors and head.target_hidden_size != head.hidden_size:
+    if head.kind == "eagle3" and head.has_own_embedding:
         embedding = head.tensors.get("embed_tokens.weight").to(device, dtype)
     else:
         embedding = target.embedding.detach().to(device, dtype)

@@ -75,9 +75,11 @@ FORMS = {
     "speculators": Form(
         {
             "draft_ids": sorted(IDS), "fc_norm": True, "attention_bias": True, "mlp_bias": True,
+            "embed_requires_grad": True,
             "layer_types": ["sliding_attention"], "sliding_window": 4, "hidden_act": "gelu_pytorch_tanh",
             "extra": {**biases("midlayer.mlp.", **MLP), **biases("midlayer.self_attn.", o=HIDDEN), **TAP_NORMS,
-                      "verifier_norm.weight": line(HIDDEN)},
+                      "verifier_norm.weight": line(HIDDEN),
+                      "embed_tokens.weight": random((VOCAB, HIDDEN), 6, torch.float32)},
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}, "rope_theta": 1e4,
         },
         {"midlayer.": "layers.0."}, is_nested=True,
@@ -179,9 +181,12 @@ def read(folder: Path, form: Form, target: Any) -> tuple[SimpleNamespace, tuple[
     lm_head = tensors.pop("lm_head.weight", target.lm_head.weight)
     if settings.get("tie_word_embeddings"):
         lm_head = tensors["embed_tokens.weight"]
+    embedding = (
+        tensors["embed_tokens.weight"] if "embed_requires_grad" in settings else target.model.embed_tokens.weight
+    )
     head = SimpleNamespace(
         kind=kind, tensors={name: tensor.float() for name, tensor in tensors.items()}, hidden=HIDDEN,
-        embedding=target.model.embed_tokens.weight, lm_head=lm_head.float(), num_heads=4, num_kv_heads=2,
+        embedding=embedding, lm_head=lm_head.float(), num_heads=4, num_kv_heads=2,
         draft_to_target=torch.arange(VOCAB) if ids is None else ids.long(), head_dim=settings.get("head_dim", 8),
         norm_eps=1e-5, sliding_window=settings.get("sliding_window"), norm_before_residual=form.is_nested,
         activation={"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}.get(

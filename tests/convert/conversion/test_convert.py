@@ -275,6 +275,19 @@ def test_full_writes_no_map(tmp_path):
     assert verify_artifact(done.folder, head=head).ok
 
 
+def test_an_embedding_that_was_trained_is_kept(tmp_path):
+    tensors = eagle3_tensors(rows=VOCAB, embedding=True)
+    head = write_eagle3(tmp_path / "head", tensors=tensors, spelling="speculators", embed_requires_grad=True)
+    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    assert torch.equal(written(done.folder)["embed_tokens.weight"], tensors["embed_tokens.weight"])
+    assert config_of(done.folder)["embed_requires_grad"] is True
+    assert verify_artifact(done.folder, head=head).ok
+    assert any("SGLang" in warning and "embedding was trained" in warning for warning in done.warnings)
+    del tensors["embed_tokens.weight"]
+    without = open_head(write_eagle3(tmp_path / "without", tensors=tensors, embed_requires_grad=True))
+    assert any("the file has none" in warning for warning in without.warnings)
+
+
 def test_embedding_is_kept_only_where_widths_differ(tmp_path):
     same = write_eagle3(tmp_path / "same", tensors=eagle3_tensors(rows=VOCAB, embedding=True))
     other = write_eagle3(
