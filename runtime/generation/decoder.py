@@ -202,8 +202,7 @@ class DeviceDecoder:
         The slot's tail has been set before.
         """
         self.ops.begin_prompt(self.box, self.state)
-        if self.follow is not None:
-            self.ops.gather_rows(self.follow, self.tails)
+        self._gather_rows()
         left = num_tokens
         while left > 0:
             nodes = chunk_of(left)
@@ -230,7 +229,7 @@ class DeviceDecoder:
         if not missing:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.graph_bytes
-        self._practise(missing.values())
+        self._practise([*missing.values(), self._gather_rows])
         compiled = time.perf_counter()
         for key, run in missing.items():
             self._graphs[key] = self._record(run)
@@ -351,8 +350,13 @@ class DeviceDecoder:
         assert self.drafter is not None
         if self.follow is not None and self.follow.source == "text":
             self.ops.join_tokens(self.state, self.follow, self.tails)
-            self.ops.gather_rows(self.follow, self.tails)
+            self._gather_rows()
         self.drafter.draft()
+
+    def _gather_rows(self) -> None:
+        """Bring rows that have joined to where the drafter reads them."""
+        if self.follow is not None:
+            self.ops.gather_rows(self.follow, self.tails)
 
     @cached_property
     def _entering_root(self) -> tuple[Tensor, Tensor, Tensor]:
