@@ -12,7 +12,19 @@ from types import ModuleType
 import pytest
 
 SCRIPTS = Path(__file__).parent / "gpu"
-NAMES = ("fatbin", "measure", "pack", "recipes", "results", "run", "starts", "unpack")
+NAMES = (
+    "fatbin",
+    "measure",
+    "pack",
+    "recipes",
+    "results",
+    "run",
+    "serve_start",
+    "starts",
+    "unpack",
+    "sglang_start",
+    "vllm_start",
+)
 
 FAKE_START = """\
 import json, time
@@ -138,6 +150,32 @@ def test_every_start_has_a_name_a_job_and_a_script(scripts: dict[str, ModuleType
         job = json.loads(json.dumps(start.job(Path("models"))))
         assert job["dummy"] == ("8b" in start.model)
         assert (SCRIPTS / f"{start.engine}_start.py").exists()
+        assert set(start.packs or (start.engine,)) <= set(scripts["recipes"].RECIPES)
+
+
+def test_a_server_is_started_with_what_its_job_says(scripts: dict[str, ModuleType]) -> None:
+    serve, waves = scripts["serve_start"], scripts["starts"].WAVES
+    for start in waves["serve"]:
+        line = serve.command_line(json.loads(json.dumps(start.job(Path("models")))) | {"port": 1234})
+        assert line[line.index("--port") + 1] == "1234"
+        assert any(Path(word) == Path("models/smollm2/target") for word in line)
+        assert "models/smollm2/16384" in " ".join(line)
+        assert not {"None", "True", "False", "--disable-custom-all-reduce"} & set(line)
+    vllm = line
+    assert json.loads(vllm[vllm.index("--speculative-config") + 1])["num_speculative_tokens"] == 3
+    assert "--no-enable-prefix-caching" in vllm
+
+
+def test_starts_go_to_the_gpus_that_there_are(
+    scripts: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, waves = scripts["run"], scripts["starts"].WAVES
+    starts = [*waves["vllm-8b"], *waves["two-ranks"], *waves["older-vllm"]]
+    assert run.waves_for(starts, 2) == [[(start, start.gpus) for start in starts]]
+    assert run.waves_for(waves["vllm"], 1) == [[(start, (0,)) for start in waves["vllm"]]]
+    one = run.waves_for(starts, 1)
+    assert one == [[(start, (0,)) for start in waves["older-vllm"]], [(start, (0,)) for start in waves["vllm-8b"]]]
+    assert capsys.readouterr().out.count("left out") == len(waves["two-ranks"])
 
 
 def test_every_start_leaves_a_line_and_a_failed_one_does_not_stop_the_others(

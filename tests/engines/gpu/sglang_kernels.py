@@ -14,7 +14,7 @@ from pathlib import Path
 KERNELS = [
     "activation._jit_activation_module(torch.bfloat16)",
     "norm._jit_fused_add_rmsnorm_module(False, torch.bfloat16)",
-    *(f"kvcache._jit_kvcache_module({row_bytes})" for row_bytes in (384, 512, 1024)),
+    *(f"kvcache._jit_kvcache_module({row_bytes})" for row_bytes in (256, 384, 512, 1024)),
     "rope._jit_fused_rope_module(True, 64, torch.bfloat16)",
     "clamp_position._jit_clamp_position_module(torch.int64)",
     "resolve_future_token_ids._jit_resolve_future_token_ids_module(torch.int64)",

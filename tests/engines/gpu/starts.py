@@ -23,6 +23,9 @@ class Start:
         model: folder below the models' folder.
         head: folder below ``model``; None decodes plainly.
         options: what `vllm_start.py` or `sglang_start.py` understand beyond that.
+        gpus: those that it uses, where there are as many; two are ranks of one engine.
+        served: through the engine's own server, with `serve_start.py`.
+        packs: what it is imported from, the first first; None for the engine's own.
     """
 
     name: str
@@ -30,6 +33,9 @@ class Start:
     model: str
     head: str | None
     options: Json = field(default_factory=dict)
+    gpus: tuple[int, ...] = (0,)
+    served: bool = False
+    packs: tuple[str, ...] | None = None
 
     def job(self, models: Path) -> Json:
         """The job of the start's process."""
@@ -41,6 +47,7 @@ class Start:
         if "broken" in options:
             options["broken"] = {how: str(folder / f"{self.head}-{how}") for how in options["broken"]}
         return {
+            "engine": self.engine,
             **{name: str(path) for name, path in paths.items()},
             "head": None if self.head is None else str(folder / self.head),
             "dummy": dummy,
@@ -48,6 +55,7 @@ class Start:
             "max_tokens": SPEED_TOKENS,
             "batches": BATCHES,
             "synthetic_length": SYNTHETIC_LENGTH,
+            "tensor_parallel": len(self.gpus),
             **options,
         }
 
@@ -60,24 +68,35 @@ WAVES: dict[str, list[Start]] = {
         Start("vllm 4096, 3 drafts, then its broken maps", "vllm", "smollm2", "4096", {"broken": BROKEN}),
         Start("vllm 16384, 5 drafts", "vllm", "smollm2", "16384", {"k": 5}),
     ],
-    "vllm-8b": [
-        Start("vllm llama-8b full", "vllm", "llama-8b", "full"),
-        Start("vllm llama-8b 32000", "vllm", "llama-8b", "32000"),
-        Start("vllm llama-8b 16000", "vllm", "llama-8b", "16000"),
-    ],
-    # The oracle needs no weights to be carried, and its drafts are all accepted exactly if everything is read right.
-    "sglang-oracle": [
-        Start("sglang oracle EAGLE-3, chain of 3", "sglang", "oracle", "eagle3"),
-        Start("sglang oracle EAGLE-3, tree, topk 8", "sglang", "oracle", "eagle3", TOPK_8),
-        Start("sglang oracle EAGLE-2 with a token map, tree, topk 4", "sglang", "oracle", "eagle2", EAGLE2_TOPK_4),
-    ],
+    "sglang-plain": [Start("sglang plain", "sglang", "smollm2", None)],
     "sglang": [
-        Start("sglang plain", "sglang", "smollm2", None),
         Start("sglang 16384, chain of 3", "sglang", "smollm2", "16384"),
         Start("sglang 16384, tree, topk 8", "sglang", "smollm2", "16384", TOPK_8),
+        # The oracle needs no weights to be carried; its drafts are all accepted exactly if everything is read right.
+        Start("sglang oracle EAGLE-2 with a token map, tree, topk 4", "sglang", "oracle", "eagle2", EAGLE2_TOPK_4),
+    ],
+    "sglang-broken": [
+        Start("sglang 4096, chain of 3, its map missing", "sglang", "smollm2", "4096-missing", {"batches": (16,)}),
+    ],
+    "older-vllm": [
+        Start("vllm 0.20.2, 16384, 3 drafts", "vllm", "smollm2", "16384", packs=("older-vllm", "vllm")),
+    ],
+    "vllm-8b": [
+        Start("vllm llama-8b full", "vllm", "llama-8b", "full", gpus=(1,)),
+        Start("vllm llama-8b 32000", "vllm", "llama-8b", "32000", gpus=(1,)),
+        Start("vllm llama-8b 16000", "vllm", "llama-8b", "16000", gpus=(1,)),
     ],
     "vllm-qwen3": [
         Start("vllm qwen3-8b full", "vllm", "qwen3-8b", "full"),
         Start("vllm qwen3-8b 16000", "vllm", "qwen3-8b", "16000"),
+    ],
+    "serve": [
+        Start("sglang server, 16384, chain of 3", "sglang", "smollm2", "16384", served=True),
+        Start("vllm server, 16384, 3 drafts", "vllm", "smollm2", "16384", gpus=(1,), served=True),
+    ],
+    # Two tensor-parallel ranks; the 9 attention heads of SmolLM2 cannot be shared by two.
+    "two-ranks": [
+        Start("sglang oracle EAGLE-3, chain of 3, two ranks", "sglang", "oracle", "eagle3", gpus=(0, 1)),
+        Start("vllm llama-8b 16000, two ranks", "vllm", "llama-8b", "16000", gpus=(0, 1)),
     ],
 }  # fmt: skip

@@ -31,7 +31,7 @@ def unpack(pieces: list[Path], site: Path) -> str:
 def main(pieces: Path, site: Path) -> None:
     """Unpack all archives found in ``pieces``, and compile their modules, which no wheel carries compiled."""
     began = time.monotonic()
-    found = sorted(pieces.rglob("*.tar.xz*"))
+    found = sorted(pieces.rglob("*.tar.xz*"), key=lambda path: path.name)
     archives = [list(group) for _, group in itertools.groupby(found, key=lambda path: path.name.split(".tar.xz")[0])]
     if not archives:
         sys.exit(f"There is no *.tar.xz below {pieces}.")
