@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -142,6 +141,5 @@ def _speedup(row: Row) -> str:
 
 def _with_error(estimate: Estimate, digits: int) -> str:
     """Format a value with the relative half-width of its interval; a question mark where that says nothing."""
-    width = estimate.high / estimate.value - 1 if math.isfinite(estimate.high) else math.inf
-    error = f"{width:.0%}" if width < 10 else "?"
+    error = "?" if estimate.error is None else f"{estimate.error:.0%}"
     return f"{estimate.value:.{digits}f} ±{error}"

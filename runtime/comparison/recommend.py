@@ -94,7 +94,10 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     close = [row for row in measured if row in same or row in open_ones]
     chosen = min(close, key=lambda row: row.draft_bytes)
     too_few = best.num_prompts < _FEWEST_PROMPTS and len(measured) > 1
-    more = max([_more_prompts(others[row.candidate], best.num_prompts) for row in open_ones], default=0)
+    more = max(
+        [prompts_needed(others[row.candidate], best.num_prompts, _MARGIN, len(measured) - 1) for row in open_ones],
+        default=0,
+    )
     if too_few:
         more = max(more, _FEWEST_PROMPTS - best.num_prompts)
     plain = report.find(PLAIN, mode, batch=batch)
@@ -113,10 +116,6 @@ def _compare(row: Row, best: Row, comparisons: int) -> Estimate:
 
 def _is_as_fast(speed: Estimate) -> bool:
     return speed.value >= 1 - _MARGIN and speed.low >= 1 - 2 * _MARGIN
-
-
-def _more_prompts(speed: Estimate, num_prompts: int) -> int:
-    return prompts_needed(speed, num_prompts, _MARGIN)
 
 
 def _beats(speedup: Estimate | None) -> bool | None:
@@ -188,4 +187,6 @@ def _cost(row: Row) -> str:
 def _interval(estimate: Estimate) -> str:
     if not math.isfinite(estimate.high):
         return f"{estimate.value:.2f} (one prompt gives no interval)"
+    if estimate.error is None:
+        return f"{estimate.value:.2f} (so few prompts give no interval)"
     return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"

@@ -9,6 +9,7 @@ bootstrap's standard error of the logarithm times Student's t for the number of 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,10 @@ CONFIDENCE = 0.95
 _STALL = 4.0
 # Verifying costs the same for every candidate; a candidate whose median differs by this factor ran on a busier machine.
 _DISTURBED = 1.25
+# From here on Student's t is as good as constant.
+_MANY_PROMPTS = 200
+# An interval that reaches further than this many times the value says nothing.
+_WIDEST = 10.0
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,12 @@ class Estimate:
         error = float(np.log(resampled).std() * math.sqrt(num_prompts / (num_prompts - 1)))
         factor = math.exp(min(700.0, student_t(1 - (1 - CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
         return cls(value, value / factor, value * factor)
+
+    @property
+    def error(self) -> float | None:
+        """By which share of the value the interval reaches beyond it; None where that is too wide to say anything."""
+        error = self.high / self.value - 1 if math.isfinite(self.high) else math.inf
+        return error if error < _WIDEST else None
 
 
 @dataclass(frozen=True)
@@ -209,17 +220,30 @@ def _weighted_medians(
     return medians
 
 
-def prompts_needed(difference: Estimate, num_prompts: int, smallest: float) -> int:
-    """Return about how many more prompts would decide: the interval shrinks with the root of their number.
+def prompts_needed(difference: Estimate, num_prompts: int, smallest: float, comparisons: int = 1) -> int:
+    """Return about how many more prompts would decide, were they as different from each other as those measured.
 
-    ``difference``: a ratio of speeds; decided is a ratio whose interval leaves 1 outside, or, where the difference is
-    below ``smallest``, one that is known that well.
+    The interval shrinks with the root of their number, and with Student's t, which is wide for a few.
+
+    ``difference``: a ratio of speeds, widened for ``comparisons``; decided is a ratio whose interval leaves 1 outside,
+    or, where the difference is below ``smallest``, one that is known that well.
     """
     if not math.isfinite(difference.high):
         return max(1, 8 - num_prompts)
+    probability = 1 - (1 - CONFIDENCE) / (2 * comparisons)
     half = math.log(difference.high / difference.value)
     wanted = max(abs(math.log(difference.value)), smallest)
-    needed = math.ceil(num_prompts * (half / wanted) ** 2)
+    # How far the logarithm differs between two prompts, in units of what is wanted.
+    spread = half / wanted * math.sqrt(num_prompts) / student_t(probability, num_prompts - 1)
+
+    def is_enough(total: int) -> bool:
+        return student_t(probability, total - 1) * spread <= math.sqrt(total)
+
+    if is_enough(_MANY_PROMPTS):
+        candidates = range(num_prompts + 1, _MANY_PROMPTS)
+        needed = num_prompts + 1 + bisect_left(candidates, True, key=is_enough)
+    else:
+        needed = math.ceil((student_t(probability, _MANY_PROMPTS - 1) * spread) ** 2)
     more = max(1, needed - num_prompts)
     magnitude: int = 10 ** max(0, len(str(more)) - 2)
     return math.ceil(more / magnitude) * magnitude

@@ -10,10 +10,12 @@ from eagle_slim.runtime.comparison.compare import ALL, PLAIN
 from eagle_slim.runtime.comparison.recommend import Advice, recommend
 from eagle_slim.runtime.comparison.report import CompareReport, Row
 from eagle_slim.runtime.comparison.statistics import (
+    Estimate,
     Timings,
     find_disturbed,
     find_stalls,
     measure,
+    prompts_needed,
     ratio,
     student_t,
 )
@@ -202,3 +204,22 @@ def test_a_candidate_that_made_no_step_is_left_out() -> None:
     empty = Timings(none, none, none, none.astype(np.int64), np.zeros(24), np.zeros(24), 60)
     assert list(measure({"a": timings(0.02, 2.5), "b": empty})) == ["a"]
     assert measure({"b": empty}) == {}
+
+
+def test_prompts_needed_are_those_whose_interval_decides() -> None:
+    # Logarithms of the speed with a deviation of 0.1 between prompts, and a ratio of 0.9.
+    def half(num_prompts: int, comparisons: int = 1) -> float:
+        quantile = scipy_t.ppf(1 - 0.025 / comparisons, num_prompts - 1)
+        return float(0.1 * quantile / np.sqrt(num_prompts))
+
+    for num_prompts, comparisons in ((2, 1), (3, 1), (2, 4)):
+        factor = np.exp(half(num_prompts, comparisons))
+        found = prompts_needed(Estimate(0.9, 0.9 / factor, 0.9 * factor), num_prompts, 0.02, comparisons)
+        wanted = -np.log(0.9)
+        assert half(num_prompts + found, comparisons) <= wanted < half(num_prompts + found - 1, comparisons)
+
+
+def test_an_interval_that_says_nothing_is_not_printed() -> None:
+    plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
+    found = advise({"a": timings(0.02, 2.0, 2, difficulty=np.array([0.5, 1.5]))}, {"a": 2}, plain)
+    assert any("(so few prompts give no interval) times that: not told apart" in reason for reason in found.reasons)
