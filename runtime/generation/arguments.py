@@ -45,7 +45,7 @@ def read_id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
 
 def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> tuple[str, ...]:
     """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
     if stops and not has_tokenizer:
         raise UsageError("Stop strings need a tokenizer. Load the model with one.", option="stop", missing="tokenizer")
     if not all(isinstance(text, str) and text for text in stops):

@@ -166,7 +166,7 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"temperature": "0.5"}, {"option": "temperature", "found": "0.5"}),
      ({"assistant_model": "x"}, {"option": "assistant_model"}), ({"max_time": 0}, {"option": "max_time"}),
      ({"stopping_criteria": [3]}, {"option": "stopping_criteria"}), ({"inputs": [3]}, {"option": "inputs"}),
-     ({"eos_token_id": "5"}, {"found": "5"}), ({"stop": [2]}, {"option": "stop"}),
+     ({"eos_token_id": "5"}, {"found": "5"}), ({"stop": [2]}, {"option": "stop"}), ({"stop": 2}, {"option": "stop"}),
      ({"temprature": None}, {"option": "temprature"}), ({"validate": None}, {"option": "validate"}),
      ({"generation_config": GenerationConfig(output_attentions=True)}, {"option": "output_attentions"}),
      ({"generation_config": GenerationConfig(do_sample=True, temperature=0.0)}, {"option": "temperature"}),
