@@ -125,7 +125,7 @@ Example:
 )
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
 @_tokenizer_options
-@click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
+@click.option("--size", "-n", type=WholeNumber(1), metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
     "--order",
@@ -150,7 +150,7 @@ Example:
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
 @click.option(
-    "--force-id", "force_ids", type=WholeNumber(), multiple=True, metavar="ID", help="A further id that must be in."
+    "--force-id", "force_ids", type=WholeNumber(0), multiple=True, metavar="ID", help="A further id that must be in."
 )
 @_target_vocab_option
 @click.option(
@@ -346,7 +346,7 @@ Example:
     type=click.Choice(FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
-@click.option("--size", "-n", type=WholeNumber(), metavar="N", help="Take the first N ids of the ranking.")
+@click.option("--size", "-n", type=WholeNumber(1), metavar="N", help="Take the first N ids of the ranking.")
 @click.option(
     "--target-vocab",
     type=WholeNumber(1),

@@ -66,7 +66,7 @@ _CORPUS_OPTIONS = (
     click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
     click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
     click.option(
-        "--seed", type=WholeNumber(), default=0, show_default=True, help="Decides sampling and what is held out."
+        "--seed", type=WholeNumber(0), default=0, show_default=True, help="Decides sampling and what is held out."
     ),
     click.option(
         "--held-out",

@@ -262,6 +262,7 @@ def test_help_ends_in_an_example(run) -> None:
         shown = run(name, "--help")
         assert shown.code == 0
         assert f"eagle-vocab {name} " in shown.out.split("Example:")[1]
+        assert "None" not in shown.out
     assert "[NAME=]LOCATION[,KEY=VALUE...]" in run("count", "--help").out
     assert list(vocab.commands) == list(EXAMPLE_COMMANDS)
     assert "Usage" in run().err
