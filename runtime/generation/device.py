@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..config import TreeConfig
 from ..drafter.buffered import BufferedDrafter, allocate_cache
-from ..drafter.config import MAX_NEW_TOKENS
+from ..drafter.config import MAX_NEW_TOKENS, DrafterConfig
 from ..drafter.reference import Drafter, ReferenceDrafter
+from ..errors import UnsupportedModelError, UsageError
 from ..kernels.choose_tokens import ChoiceRules
 from ..kernels.launch import SharedPacking, TritonDrafter
 from ..target.captured import CapturedTarget
@@ -126,5 +127,11 @@ def _backend_of(drafter: Drafter) -> str | None:
     if isinstance(drafter, TritonDrafter):
         return "triton"
     # PyTorch's drafting waits for the device at every turn: on a GPU the step would gain nothing from it.
-    is_on_cpu = isinstance(drafter, ReferenceDrafter) and drafter.weights.device.type == "cpu"
-    return "reference" if is_on_cpu else None
+    if not isinstance(drafter, ReferenceDrafter) or drafter.weights.device.type != "cpu":
+        return None
+    try:
+        DrafterConfig.of(drafter.weights, drafter.tree, 1, 1)
+    except (UnsupportedModelError, UsageError):
+        # Heads and trees beyond what the buffers are made for.
+        return None
+    return "reference"

@@ -180,6 +180,15 @@ def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
         assert model.generate(prompts, max_new_tokens=4, **options).stats.path.startswith("steps in pieces")
 
 
+def test_a_tree_beyond_the_buffers_is_drafted_in_pieces(tmp_path: Path) -> None:
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=0, top_k=3, total_tokens=4)
+    prompt = random_prompts([9])[0]
+    output = model.generate([prompt], max_new_tokens=12)
+    assert output.stats.path.startswith("steps in pieces")
+    assert output.token_ids == [plain_greedy(target, prompt, 12)]
+
+
 def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts() -> None:
     assert [capacity_for(rows) for rows in (1, 1024, 1025, 70_000, 131_072)] == [1024, 1024, 2048, 131_072, 131_072]
     assert capacity_for(131_072 + 61) == 131_133
