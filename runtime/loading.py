@@ -269,12 +269,16 @@ def hash_of_source(tokenizer: Any) -> str | None:
 
 def check_dtype(dtype: torch.dtype | str) -> None:
     """Raise `UsageError` unless ``dtype`` is "auto", or (the name of) a float type that transformers loads in."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype not in (None, "auto") and found not in _DTYPES:
+    if dtype not in (None, "auto") and named_dtype(dtype) not in _DTYPES:
         raise UsageError(
             f"dtype = {dtype!r}: a target cannot be loaded in it; expected 'auto', {', '.join(map(str, _DTYPES))}.",
             option="dtype", found=dtype,
         )  # fmt: skip
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """The type that ``dtype`` names; None for "auto"."""
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torch.device | None) -> None:

@@ -69,6 +69,7 @@ from .loading import (
     load_target,
     load_target_config,
     load_tokenizer_and_hash,
+    named_dtype,
     open_any_head,
     read_device_map,
     target_location,
@@ -210,7 +211,7 @@ class SpeculativeModel:
             check_dtype(dtype)
             place = choose_device(device)
         check_drafter(drafter, place)
-        check_draft_weights(draft_weights, drafter, place)
+        check_draft_weights(draft_weights, drafter, place, named_dtype(dtype))
         opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
         check_computable(opened.head, drafter)
         if isinstance(target, nn.Module):

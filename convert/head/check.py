@@ -24,9 +24,13 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
         dtype = tensors.info(name).dtype
         if name not in names.MAPS and dtype not in FLOATS:
             found = LONG_NAMES.get(dtype, dtype)
+            advice = (
+                "Store it as float32, or in the type that the target has."
+                if dtype == "F64"
+                else "A quantised head is not converted: convert the unquantised one, then quantise the result."
+            )
             raise UnsupportedHeadError(
-                f"{where}: {name} is {found}; expected bfloat16, float16 or float32.\n"
-                "A quantised head is not converted: convert the unquantised one, then quantise the result.",
+                f"{where}: {name} is {found}; expected bfloat16, float16 or float32.\n{advice}",
                 path=where,
                 tensor=name,
                 found=found,

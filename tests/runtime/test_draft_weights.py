@@ -64,8 +64,11 @@ def test_a_head_that_the_kernel_cannot_take_is_no_reason_to_leave_fp8(sm_89: Non
 
 
 def test_refused_before_anything_is_loaded() -> None:
-    with raises(DrafterError, option="draft_weights"):
-        SpeculativeModel.from_pretrained("no/such-target", "no/such-head", draft_weights="fp8", device="cpu")
+    for draft_weights, error in (("fp8", DrafterError), ("bf16", UsageError)):
+        with raises(error, option="draft_weights"):
+            SpeculativeModel.from_pretrained(
+                "no/such-target", "no/such-head", draft_weights=draft_weights, dtype="float32", device="cpu"
+            )
 
 
 def test_kept_by_other_trees_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

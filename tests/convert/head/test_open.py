@@ -511,9 +511,11 @@ def test_missing_tensor_and_other_models_are_refused(tmp_path):
     with raises(UnsupportedHeadError, found=["model.layers.0.mlp.up_proj.weight"]):
         open_head(write_eagle3(tmp_path / "other", tensors={"model.layers.0.mlp.up_proj.weight": ones(4, 4)}))
     quantised = eagle3_tensors(rows=VOCAB)
-    quantised["fc.weight"] = quantised["fc.weight"].to(torch.float8_e4m3fn)
-    with raises(UnsupportedHeadError, tensor="fc.weight", found="float8_e4m3fn"):
-        open_head(write_eagle3(tmp_path / "fp8", tensors=quantised))
+    for dtype, advice in ((torch.float8_e4m3fn, "A quantised head"), (torch.float64, "Store it as float32")):
+        tensors = quantised | {"fc.weight": quantised["fc.weight"].to(dtype)}
+        with raises(UnsupportedHeadError, tensor="fc.weight", found=str(dtype).removeprefix("torch.")) as refused:
+            open_head(write_eagle3(tmp_path / advice, tensors=tensors))
+        assert advice in str(refused.value)
 
 
 def test_null_quantisation_file_is_no_quantisation(tmp_path):
