@@ -62,15 +62,19 @@ _FOREIGN = (
     (re.compile(r".*\.(q_norm|k_norm)\.weight"), "a head with query/key norms (Qwen3 attention)"),
     (
         re.compile(
-            r".*\.(weight_scale|weight_scale_inv|input_scale|weight_scale_2|qweight|qzeros|scales|weight_packed)"
+            r".*\.(weight_(scale|scale_inv|scale_2|global_scale|zero_point|packed|shape|g_idx)|qweight|qzeros|scales|g_idx"
+            r"|input_(scale|global_scale|zero_point)|[kv]_scale|SCB|weight\.(absmax|quant_map|nested_.*|quant_state.*))"
         ),
         "a quantised head",
     ),
     (re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"), "a Medusa head"),
-    (re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"), "a multi-token-prediction (MTP) head"),
+    (
+        re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"),
+        "a multi-token-prediction (MTP) head, or eh_proj before attention",
+    ),
     (re.compile(r"(.*\.)?mlp\.(experts|gate\.weight|shared_expert).*"), "a mixture-of-experts head"),
-    (re.compile(r"midlayer\.[1-9]\d*\..*|layers\.[1-9]\d*\.hidden_norm\.weight"), "an EAGLE-3 head of several layers"),
 )
+_SECOND_LAYER = re.compile(r"(midlayer|layers)\.[1-9]\d*\..*")
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,10 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     ordered = sorted(names)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
     kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
+    # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
+    several = ((_SECOND_LAYER, "an EAGLE-3 head of several layers"),) if kind == "eagle3" else ()
     for name, short in bare.items():
-        for pattern, meaning in _FOREIGN:
+        for pattern, meaning in (*_FOREIGN, *several):
             if pattern.fullmatch(short):
                 raise UnsupportedHeadError(
                     f"{where}: tensor {name} marks {meaning}, which is not converted.\n"
@@ -151,9 +157,12 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     required = EAGLE3_REQUIRED if kind == "eagle3" else (FC, *_eagle_layer("layers.0."))
     missing = [name for name in required if name not in stored]
     if missing:
+        advice = "Fetch the checkpoint again."
+        if all(name.endswith("norm.weight") for name in missing):
+            advice += " A head that was trained without these norms is not converted."
         raise CheckpointError(
             f"{where}: incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing.\n"
-            "Fetch the checkpoint again.",
+            f"{advice}",
             path=where,
             missing=missing,
         )

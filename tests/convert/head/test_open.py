@@ -365,6 +365,16 @@ def ones(*shape):
             UnsupportedHeadError,
             {"tensor": "midlayer.1.hidden_norm.weight", "found": "an EAGLE-3 head of several layers"},
         ),
+        (
+            {"extra": {"layers.1.self_attn.q_proj.weight": ones(HIDDEN, HIDDEN)}},
+            UnsupportedHeadError,
+            {"tensor": "layers.1.self_attn.q_proj.weight", "found": "an EAGLE-3 head of several layers"},
+        ),
+        (
+            {"extra": {"midlayer.mlp.up_proj.g_idx": ones(4)}},
+            UnsupportedHeadError,
+            {"tensor": "midlayer.mlp.up_proj.g_idx", "found": "a quantised head"},
+        ),
         ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, {"tensor": "surprise"}),
         (
             {"extra": {"lm_head.weight_scale": ones(1)}},
