@@ -124,7 +124,10 @@ class FollowRows:
     def join(self, tail: Sequence[int], token_ids: Iterable[int]) -> tuple[int, ...]:
         """Return a tail's ranks, ascending, after a sequence has shown more token ids."""
         ranks = self._rank_on_host[np.fromiter(token_ids, np.int64)]
-        return tuple(np.union1d(np.asarray(tail, np.int64), ranks[ranks >= 0])[: self.most].astype(int).tolist())
+        joined = np.zeros(len(self.ids), dtype=np.bool_)
+        joined[ranks[ranks >= 0]] = True
+        joined[np.array(tail, dtype=np.int64)] = True
+        return tuple(np.flatnonzero(joined)[: self.most].tolist())
 
     def holds(self, tail: Sequence[int], token_id: int) -> bool:
         """Whether a target id has joined."""
@@ -176,10 +179,10 @@ class Tails:
 
     def set_slot(self, slot: int, tail: Sequence[int], follow: FollowRows) -> None:
         """Write a slot's tail from the host, without waiting for the device."""
-        size, width = len(tail), self.ranks.shape[1]
-        blank = [-1] * (width - size)
-        ids = follow.ids_on_host[list(tail)].tolist()
-        packed = torch.tensor([[*tail, *blank], [*ids, *blank], [size] * width], dtype=torch.int32)
+        size, ranks = len(tail), np.array(tail, dtype=np.int64)
+        values = np.full((3, self.ranks.shape[1]), -1, dtype=np.int32)
+        values[0, :size], values[1, :size], values[2] = ranks, follow.ids_on_host[ranks], size
+        packed = torch.from_numpy(values)
         packed = (packed.pin_memory() if self.ranks.is_cuda else packed).to(self.ranks.device, non_blocking=True)
         self.ranks[slot], self.ids[slot] = packed[0], packed[1]
         self.sizes[slot : slot + 1] = packed[2, :1]
