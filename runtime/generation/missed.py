@@ -43,11 +43,12 @@ class MissedTokens:
     def add(self, tokens: Sequence[int]) -> None:
         """Take the tokens of one step, in order."""
         base, follow = self.held.base, self.held.follow
-        for token in tokens:
-            if not base[token] and not (follow is not None and follow.holds(self._joined, token)):
+        outside = [token for token in tokens if not base[token]]
+        for token in outside:
+            if follow is None or not follow.holds(self._joined, token):
                 self.counts[token] += 1
-        if follow is not None and follow.source == "text":
-            self._joined = follow.join(self._joined, tokens)
+        if outside and follow is not None and follow.source == "text":
+            self._joined = follow.join(self._joined, outside)
 
 
 def most_missed_first(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
