@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime.bench import draft_tails, follow_table, problem, timing
+from eagle_slim.runtime.bench import draft_tails, follow_table, precompile, problem, timing
 from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.config import MAX_NEW_TOKENS, DrafterConfig
 
 TINY = problem.Dims(32, 32, 2, 1, 16, 100)
 
@@ -63,3 +64,15 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "| --- | --- | --- | --- | --- |",
         "| 2,048 | 4 | 200.0 | 210.0 (+5.0%) | 5.0 |",
     ]
+
+
+def test_the_kernels_of_a_comparison_are_those_that_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration of its own with rows that join, as a drafter over that head has it."""
+    monkeypatch.setitem(problem.MODELS, "tiny", TINY)
+    cpu, tree = torch.device("cpu"), TreeConfig(1, 2, 4)
+    full = problem.random_head(TINY, cpu)
+    for rows in (0, 20):
+        head = draft_tails.following(full, 40, rows) if rows else problem.first_rows(full, 40)
+        job = precompile.job_of("tiny", tree, 1, 64, 40, cpu, 100, rows)
+        assert job.cfg == DrafterConfig.of(head, tree, 1, 64 + MAX_NEW_TOKENS)
+        assert job.packed_vocab == 100
