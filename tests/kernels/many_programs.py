@@ -22,6 +22,7 @@ from eagle_slim.runtime.kernels import host, persistent
 from eagle_slim.runtime.kernels.compile_check import flatten
 from eagle_slim.runtime.kernels.launch_params import Chip
 from kernels.cases import CASES, draft
+from support.interpreter import patch_once
 from triton.runtime.interpreter import interpreter_builder
 
 FORK = multiprocessing.get_context("fork")
@@ -68,6 +69,7 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    patch_once()
     host.launch = launch
     for name in names or CASES:
         case = CASES[name]
