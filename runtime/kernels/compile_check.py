@@ -111,9 +111,21 @@ def compile_to_ptx(cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> Comp
     constants |= {} if cfg.tail_rows else {"tails": None}
     by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
-    target = GPUTarget("cuda", chip.capability, 32)
-    options = {**compile_options(params), "launch_cooperative_grid": True}
-    return triton.compile(source, target=target, options=options)
+    return to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
+
+
+def to_ptx(source: ASTSource, chip: Chip, options: dict[str, Any]) -> CompiledKernel:
+    """Compile for ``chip`` as far as ``asm["ptx"]``: `assembler_report` assembles it, and once is enough."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _without_assembling
+        return triton.compile(source, target=GPUTarget("cuda", chip.capability, 32), options=options)
+
+
+def _without_assembling(_backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) -> tuple[str, str]:
+    """Triton calls it with its stages, and with nothing for a key under which the result is kept."""
+    if stages is not None:
+        stages["cubin"] = lambda ptx, metadata: b""
+    return "without assembling", "without assembling"
 
 
 def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:

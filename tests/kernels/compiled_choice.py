@@ -11,11 +11,9 @@ import argparse
 import json
 from typing import Any
 
-import triton
 from eagle_slim.runtime.kernels import choice_kernels, cut_search
-from eagle_slim.runtime.kernels.compile_check import assembler_report
+from eagle_slim.runtime.kernels.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 POINTERS = {
@@ -62,7 +60,7 @@ def compile_report(name: str, chip: Chip) -> dict[str, int]:
     places = {parameter: (place,) for place, parameter in enumerate(kernel.arg_names)}
     aligned = {places[parameter]: [["tt.divisibility", 16]] for parameter in types if parameter.endswith("_ptr")}
     source = ASTSource(kernel, types, {places[parameter]: value for parameter, value in constants.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", chip.capability, 32), options={"num_warps": WARPS[name]})
+    compiled = to_ptx(source, chip, {"num_warps": WARPS[name]})
     report, _ = assembler_report(compiled.asm["ptx"], chip)
     return {"shared_bytes": compiled.metadata.shared, **report}
 

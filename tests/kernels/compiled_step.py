@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from eagle_slim.runtime.bench.draw_paths import draw_paths
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
 from eagle_slim.runtime.kernels import (
@@ -28,12 +27,11 @@ from eagle_slim.runtime.kernels import (
     tree_rows,
 )
 from eagle_slim.runtime.kernels.acceptance import SlotState
-from eagle_slim.runtime.kernels.compile_check import assembler_report
+from eagle_slim.runtime.kernels.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
 from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.kernels.tree_rows import ForwardRows
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -68,8 +66,7 @@ class Compiler:
             if types[name].startswith("*") or (types[name] == "i32" and values[name] % 16 == 0)
         }
         source = ASTSource(kernel, types, constants, aligned)
-        target = GPUTarget("cuda", self.chip.capability, 32)
-        compiled = triton.compile(source, target=target, options=options)
+        compiled = to_ptx(source, self.chip, options)
         report, _ = assembler_report(compiled.asm["ptx"], self.chip)
         name = f"{kernel.__name__} {self.variant}".strip()
         self.reports[name] = {
