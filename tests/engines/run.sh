@@ -4,15 +4,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 venv=.venv-engines
-lock=tests/engines/requirements.lock
-if ! cmp -s "$lock" "$venv/.installed.lock"; then
-    rm -rf "$venv"
-    "${PYTHON:-python3}" -m venv "$venv"
-    # --no-deps: the lock is complete, and the engines' own pins exclude each other.
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --requirement "$lock"
-    "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --editable .
-    cp "$lock" "$venv/.installed.lock"
-fi
+tests/engines/install.sh
+# Not in install.sh, which may run beside `make check`: two installations of one folder would be in each other's way.
+[ -x "$venv/bin/eagle-convert" ] ||
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+# Engines import thousands of files, which are compiled once.
+unset PYTHONDONTWRITEBYTECODE
 # Threads that wait must sleep: spinning, they take the cores from the processes they wait for.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_ENGINES=1
 exec "$venv/bin/python" -m pytest -o testpaths=tests/engines "$@"
