@@ -355,6 +355,7 @@ def _safeailab(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             f"rope_scaling {kind!r} raises ValueError (only null, 'linear' and 'dynamic' are known)",
             "serve it with vLLM or SGLang",
         )
+    yield from _partial_rotation(head, "is not read", "serve it with vLLM or SGLang")
     yield from _window_unknown(head)
     yield from _mlp_biases(head, "are not loaded")
     if head.kind == "eagle":
@@ -400,6 +401,9 @@ def _speculators(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "tap layers of the head are not carried over by speculators convert",
             f"give them: --algorithm-kwargs '{{\"{AUX_LAYERS_KEY}\": [{_comma(head.taps)}]}}'",
         )
+    yield from _partial_rotation(
+        head, "is not carried over by speculators convert", "add it to the transformer_layer_config that it writes"
+    )
     if head.flag("norm_before_residual"):
         yield (
             "warning",
@@ -425,6 +429,7 @@ def _specforge(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
         yield "error", "the biases of the attention are not loaded", _TRAIN_WHERE_TRAINED
     yield from _mlp_biases(head, "are not loaded", _TRAIN_WHERE_TRAINED)
     yield from _embedding_unread(head, _TRAIN_WHERE_TRAINED)
+    yield from _partial_rotation(head, "is not read", _TRAIN_WHERE_TRAINED)
     if head.flag("norm_before_residual"):
         yield (
             "error",
@@ -555,6 +560,12 @@ def _normed_output(head: HeadFacts) -> Iterator[tuple[Severity, str, str]]:
             "norm_output is not known: a draft reads the hidden state before the norm, so later drafts are wrong",
             "serve it with vLLM or SGLang",
         )
+
+
+def _partial_rotation(head: HeadFacts, what_happens: str, alternative: str) -> Iterator[tuple[Severity, str, str]]:
+    factor = head.config.get("partial_rotary_factor")
+    if factor not in (None, 1):
+        yield "error", f"partial_rotary_factor {factor} {what_happens}, so it rotates other values", alternative
 
 
 def _embedding_unread(

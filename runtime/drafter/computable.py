@@ -20,12 +20,14 @@ def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
     second_layer = [name for name in head.tensors.names if name.startswith("layers.1.")]
     if second_layer:
         raise UnsupportedModelError(
-            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here.",
+            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here. Serve it with "
+            "vLLM or SGLang.",
             tensor=second_layer[0],
         )
     if "input_norm.weight" in head.tensors and "fc_norm.0.weight" in head.tensors:
         raise UnsupportedModelError(
-            f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first.",
+            f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first. Take "
+            "out the tensors and the flag of the one that it was trained without.",
             tensor="input_norm.weight",
         )
     activation = str(head.config["hidden_act"])

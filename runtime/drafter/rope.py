@@ -6,6 +6,11 @@ Two scalings depend on the length of the text: "dynamic" (NTK) has another base 
 ``max_position_embeddings``, "longrope" (arXiv:2402.13753) other factors beyond ``original_max_position_embeddings``.
 Where transformers changes them in the middle of a text, keys already cached keep the old ones. A drafter fixes them
 once, for as many tokens as its cache has room for (`RotaryEmbedding.for_length`), so all keys of a text agree.
+
+A head that rotates a part of each attention head (`partial_rotary_factor`) rotates its first values, as speculators
+trains it and vLLM serves it: value i with value i + part / 2. Scores do not depend on the order of values, so queries
+and keys are put in one (`rotated_first`) in which these are value i and value i + head_dim / 2, and what stays as it is
+has frequency 0.
 """
 
 from __future__ import annotations
@@ -55,39 +60,42 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     """Initialise from a head's ``config.json`` (``rope_theta``, ``rope_scaling``, ``head_dim``).
 
     A scaling that depends on the length is that of short texts; `RotaryEmbedding.for_length` gives the others. Raises
-    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, and for partial
-    rotation.
+    `UnsupportedModelError` for a scaling that transformers does not know or that lacks a parameter, for a part to
+    rotate that is no even number of values, and for such a part with a scaling that changes sizes.
     """
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     scaling = dict(config.get("rope_scaling") or {})
+    # At top level too, where `normalise_config` puts it.
+    scaling.pop("partial_rotary_factor", None)
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     kind = _OTHER_NAMES.get(kind, kind)
     if config.get("original_max_position_embeddings"):
         # Where Phi-3 keeps it.
         scaling.setdefault("original_max_position_embeddings", config["original_max_position_embeddings"])
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModelError(
-            "The head rotates only a part of each attention head (partial_rotary_factor = "
-            f"{config['partial_rotary_factor']}); draft heads of the Llama kind rotate all of it.",
-            field="partial_rotary_factor", found=config["partial_rotary_factor"],
-        )  # fmt: skip
-    head_dim = config["head_dim"]
+    head_dim, rotated = config["head_dim"], rotary_dim(config)
     if head_dim % 2:
         raise UnsupportedModelError(
             f"The head's head_dim = {head_dim} is odd; RoPE rotates two values together.",
             field="head_dim",
             found=head_dim,
         )
+
+    def whole(frequencies: Tensor, factor: float) -> RotaryEmbedding:
+        if rotated < head_dim and factor != 1.0:
+            raise ValueError("it changes the size of what is rotated, which is a part")
+        still = torch.zeros((head_dim - rotated) // 2)
+        return RotaryEmbedding(torch.cat((frequencies.float().cpu(), still)).to(device), factor)
+
     try:
         # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
         llama = LlamaConfig(
-            hidden_size=head_dim,
+            hidden_size=rotated,
             num_attention_heads=1,
             num_key_value_heads=1,
-            head_dim=head_dim,
+            head_dim=rotated,
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
             rope_theta=config["rope_theta"],
             rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
@@ -96,19 +104,46 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
 
             def for_length(num_tokens: int) -> RotaryEmbedding:
                 frequencies, factor = ROPE_INIT_FUNCTIONS[kind](llama, None, seq_len=num_tokens)
-                return RotaryEmbedding(frequencies.float().to(device), float(factor))
+                return whole(frequencies, float(factor))
 
             for_length(_LONGEST)
             short = for_length(1)
             return RotaryEmbedding(short.inverse_frequencies, short.scaling, for_length)
         rotary = LlamaRotaryEmbedding(llama)
+        return whole(rotary.inv_freq, float(rotary.attention_scaling))
     except (KeyError, TypeError, ValueError) as error:
         raise UnsupportedModelError(
             f"The head's RoPE scaling {scaling or None} with rope_theta = {config['rope_theta']} cannot be initialised "
             f"({type(error).__name__}: {error}). Correct rope_scaling in the head's config.json.",
             field="rope_scaling", found=kind,
         ) from error  # fmt: skip
-    return RotaryEmbedding(rotary.inv_freq.float().to(device), float(rotary.attention_scaling))
+
+
+def rotary_dim(config: Mapping[str, Any]) -> int:
+    """How many values of each attention head are rotated, by its ``config.json``. Raises `UnsupportedModelError`."""
+    factor, head_dim = config.get("partial_rotary_factor"), config["head_dim"]
+    if factor is None or factor == 1:
+        return int(head_dim)
+    is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+    rotated = int(head_dim * factor) if is_number and 0 < factor < 1 else 0
+    if rotated < 2 or rotated % 2:
+        raise UnsupportedModelError(
+            f"The head's partial_rotary_factor = {factor!r} rotates {rotated} of {head_dim} values; expected an even "
+            "number of them. Correct it in the head's config.json.",
+            field="partial_rotary_factor", found=factor,
+        )  # fmt: skip
+    return rotated
+
+
+def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
+    """Put rows [heads * head_dim, ...] of q or k in the order in which value i is rotated with value i + head_dim / 2.
+
+    ``rotated``: of each head's values the first so many are, value i with value i + rotated / 2.
+    """
+    order = torch.arange(head_dim, device=rows.device)
+    pairs = order[:rotated].view(2, -1), order[rotated:].view(2, -1)
+    heads: Tensor = rows.unflatten(0, (-1, head_dim))
+    return heads[:, torch.cat(pairs, 1).flatten()].flatten(0, 1)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import HeadWarning, UnsupportedModelError, UsageError
 from .follow import FollowRows
-from .rope import RotaryEmbedding, rotary_embedding
+from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -264,6 +264,11 @@ def load_head_weights(
     if "self_attn.o_proj.bias" in tensors and not tensors["self_attn.o_proj.bias"].any():
         # Written for engines that build one whenever q, k and v have theirs.
         del tensors["self_attn.o_proj.bias"]
+    head_dim, rotated = int(config["head_dim"]), rotary_dim(config)
+    if rotated < head_dim:
+        for name in tensors:
+            if name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")):
+                tensors[name] = rotated_first(tensors[name], head_dim, rotated)
     if head.kind == "eagle":
         # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.
         tensors.pop("input_layernorm.weight", None)
@@ -283,7 +288,7 @@ def load_head_weights(
         hidden=head.hidden_size,
         num_heads=int(config["num_attention_heads"]),
         num_kv_heads=int(config["num_key_value_heads"]),
-        head_dim=int(config["head_dim"]),
+        head_dim=head_dim,
         norm_eps=float(config["rms_norm_eps"]),
         activation=str(config["hidden_act"]),
         feature_width=target.feature_width,

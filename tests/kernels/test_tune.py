@@ -165,6 +165,18 @@ def test_types() -> None:
     assert types == [(torch.float16, torch.float16), (torch.float16, torch.float8_e4m3fn)]
 
 
+def test_options_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[argparse.Namespace] = []
+    monkeypatch.setattr(tune, "run", found.append)
+    tune.main(["--dims", "llama-3.1-8b"])
+    tune.main(["--all", "--depth", "3"])
+    tune.main(["--from-shapes", "shapes.json", "--rounds", "2"])
+    ((_, _, cfg),) = tune.configurations(found[0])
+    assert cfg == CFG
+    assert {cfg.depth for _, _, cfg in tune.configurations(found[1])} == {3}
+    assert (found[2].batch, found[2].rounds) == ([1], 2)
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "shapes.json"
     broken.write_text('{"chip": "sm_90", "hid')

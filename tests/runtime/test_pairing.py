@@ -148,9 +148,17 @@ def test_supported_models_pass(kind: str) -> None:
         ({"rope_scaling": {"rope_type": "unheard"}}, "rope_scaling", "unheard"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling", "llama3"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "four"}}, "rope_scaling", "linear"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", 0.5),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor", 0.1),
+        (
+            {
+                "partial_rotary_factor": 0.5,
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            "rope_scaling",
+            "yarn",
+        ),
     ],
-    ids=["dynamic", "longrope", "unknown", "incomplete", "not a number", "partial"],
+    ids=["dynamic", "longrope", "unknown", "incomplete", "not a number", "partial", "partial of another size"],
 )
 def test_rotary_scalings_a_cache_cannot_follow(
     tmp_path: Path, config: dict[str, Any], field: str, found: object

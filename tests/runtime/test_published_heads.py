@@ -80,10 +80,13 @@ FORMS = {
             "extra": {**biases("midlayer.mlp.", **MLP), **biases("midlayer.self_attn.", o=HIDDEN), **TAP_NORMS,
                       "verifier_norm.weight": line(HIDDEN),
                       "embed_tokens.weight": random((VOCAB, HIDDEN), 6, torch.float32)},
-            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}, "rope_theta": 1e4,
+            "rope_parameters": {
+                "rope_type": "linear", "factor": 2.0, "rope_theta": 1e6, "partial_rotary_factor": 0.5,
+            },
+            "rope_theta": 1e4,
         },
         {"midlayer.": "layers.0."}, is_nested=True,
-        frequencies=[1e6 ** (-2 * pair / 8) / 2 for pair in range(4)],
+        frequencies=[1e6 ** (-2 * pair / 4) / 2 for pair in range(2)],
     ),
     "SGLang, tap norms by their older names": Form(
         {

@@ -19,8 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, position: int, frequencies: list[float]) -> Tensor:
-    """One head's vector [head_dim] at one position, as pairs (i, i + half) turned by position * frequency i."""
-    half = x.shape[-1] // 2
+    """One head's vector [head_dim] at one position: pairs (i, i + their number) turned by position * frequency i."""
+    half = len(frequencies)
     out = x.clone()
     for i in range(half):
         angle = position * frequencies[i]

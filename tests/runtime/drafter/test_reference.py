@@ -13,7 +13,7 @@ from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.computable import check_computable
 from eagle_slim.runtime.drafter.config import DrafterConfig
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
-from eagle_slim.runtime.drafter.rope import rotary_embedding
+from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
 from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from eagle_slim.runtime.pairing import resolve_tap_layers
@@ -232,6 +232,24 @@ def test_other_names_and_places_of_a_scaling() -> None:
     expected = rotary_embedding({**sizes, "rope_scaling": LONGROPE})
     for tokens in (64, 65):
         assert torch.equal(ours.for_length(tokens).tables(9)[0], expected.for_length(tokens).tables(9)[0])
+
+
+def test_a_part_of_each_head_is_rotated_as_transformers_does() -> None:
+    """Scores of rotated queries and keys are those of GPT-NeoX's code, which rotates the first values alone."""
+    from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb
+
+    config = {"head_dim": 12, "rope_theta": 1e4, "partial_rotary_factor": 0.7}  # 8 of 12 values
+    query, key = torch.randn(2, 3, 12, 5, generator=torch.Generator().manual_seed(3))  # 3 heads, 5 positions
+    ours = rotary_embedding({**config, "rope_scaling": None})
+    plain = rotary_embedding({**config, "head_dim": 8, "partial_rotary_factor": None, "rope_scaling": None})
+    cos, sin = ours.tables(5)
+    rotated = [
+        apply_rotary(rotated_first(rows.flatten(0, 1), 12, 8).view(1, 3, 12, 5).transpose(2, 3), cos[None], sin[None])
+        for rows in (query, key)
+    ]
+    expected = apply_rotary_pos_emb(query.mT[None], key.mT[None], *(table[None] for table in plain.tables(5)))
+    scores, theirs = (found[0] @ found[1].mT for found in (rotated, expected))
+    torch.testing.assert_close(scores, theirs, rtol=0, atol=1e-5)
 
 
 def test_a_scaling_by_length_is_fixed_when_slots_are_allocated(tmp_path: Path) -> None:
