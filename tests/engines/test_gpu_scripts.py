@@ -245,3 +245,14 @@ def test_results_say_how_texts_differ_and_what_is_void(scripts: dict[str, Module
     table = scripts["results"].tables(list(entries.values()))
     assert "| slim | 1.75 | 1.8 | 1 of 2 | 100 | 10.00 |" in table
     assert "| … its map missing | 1.0 | | 1 of 2 | | |" in table
+
+
+def test_results_of_a_server_name_no_folder_of_the_machine(scripts: dict[str, ModuleType]) -> None:
+    row = line("server", "16384", [], served={"1": {"tokens_per_s": 250.4, "accepted_length": 1.75}})
+    row["job"] = {**dict(row["job"]), "target": "/made/up/smollm2/target", "port": 1}  # type: ignore[call-overload]
+    row["facts"] = {"command": ["python", "serve", "/made/up/smollm2/target", '{"model": "/made/up/smollm2/16384"}']}
+    row["result"] = {**dict(row["result"]), "text": None, "speeds": []}  # type: ignore[call-overload]
+    (entry,) = scripts["results"].condense([row], [])
+    assert entry["facts"]["command"] == ["python", "serve", "smollm2/target", '{"model": "smollm2/16384"}']
+    assert "/made/up" not in json.dumps(entry)
+    assert "| … by engine_speed.py, 1 at a time | 1.750 | | | 250 | |" in scripts["results"].tables([entry])

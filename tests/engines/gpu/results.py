@@ -47,7 +47,7 @@ def condense(rows: list[Json], chains: list[Json]) -> list[Json]:
         job = row["job"]
         model = Path(job["target"]).parent.name
         head = None if job["head"] is None else Path(job["head"]).name
-        dropped = ("target", "head", "prompts", "token_map", "broken")
+        dropped = ("engine", "target", "head", "prompts", "token_map", "broken", "port")
         entry = {
             "name": row["name"],
             "engine": row["engine"],
@@ -66,6 +66,10 @@ def condense(rows: list[Json], chains: list[Json]) -> list[Json]:
             continue
         result = row["result"]
         entry["speeds"] = result["speeds"]
+        if "served" in result:
+            entry["served"] = result["served"]
+            folder = f"{Path(job['target']).parents[1]}/"
+            entry["facts"]["command"] = [word.replace(folder, "") for word in row["facts"]["command"]]
         for name, text in {"text": result["text"], **result.get("broken", {})}.items():
             if text is None:
                 continue
@@ -97,12 +101,19 @@ def tables(entries: list[Json]) -> str:
         same = ""
         if "differ_from_plain_at" in text:
             same = f"{text['answers'] - len(text['differ_from_plain_at'])} of {text['answers']}"
-        length = text.get("accepted_length") or next((s["accepted_length"] for s in entry["speeds"]), None) or ""
+        length = text.get("accepted_length") or ""
+        if entry["options"]["dummy"]:
+            length = entry["speeds"][0]["accepted_length"]
         speeds = ", ".join(f"{speed['tokens_per_s']:.0f}" for speed in entry["speeds"])
         steps = ", ".join(f"{speed['ms_per_step']:.2f}" for speed in entry["speeds"])
         lines.append(
             f"| {entry['name']} | {length} | {text.get('reference_chain') or ''} | {same} | {speeds} | {steps} |"
         )
+        for concurrency, served in entry.get("served", {}).items():
+            lines.append(
+                f"| … by engine_speed.py, {concurrency} at a time | {served['accepted_length']:.3f} | | | "
+                f"{served['tokens_per_s']:.0f} | |"
+            )
         for how, shown in entry.get("broken", {}).items():
             same = f"{shown['answers'] - len(shown['differ_from_plain_at'])} of {shown['answers']}"
             lines.append(f"| … its map {how} | {shown['accepted_length']} | | {same} | | |")
