@@ -254,7 +254,7 @@ def _chosen(folder: Path) -> str:
         found = [str(path.relative_to(folder)) for path in inside]
         raise CheckpointError(
             f"{folder}: no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
-            "Name one with --subfolder.",
+            "Name one with --subfolder of eagle-convert, or --head-subfolder of eagle-generate and eagle-compare.",
             path=str(folder),
             subfolders=found,
         ) from error

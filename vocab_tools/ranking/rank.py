@@ -247,7 +247,7 @@ def _follow(
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
         raise UsageError(
-            f"A draft vocabulary of {size} was asked for, but the token map has {len(ranked)} usable ids.",
+            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked.",
             size=size,
             usable=len(ranked),
         )
