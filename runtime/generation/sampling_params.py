@@ -24,6 +24,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (None,),
     "structured_outputs": (None,),
     "guided_decoding": (None,),
+    "thinking_token_budget": (None,),
+    "logits_processors": (None, []),
+    "extra_args": (None, {}),
+    "truncate_prompt_tokens": (None,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "detokenize": (True,),
 }
 
 
@@ -36,13 +43,14 @@ def read_sampling_params(params: Any, keywords: Mapping[str, Any], eos_ids: froz
     given = {} if params is None else dict(params) if isinstance(params, Mapping) else _fields(params)
     given |= {name: value for name, value in keywords.items() if value is not None}
     options: dict[str, Any] = {}
+    if stop_ids := read_id_set(given.pop("stop_token_ids", None)):
+        # As in vLLM, ignore_eos is about the target's own ends alone.
+        own = frozenset() if given.pop("ignore_eos", False) else eos_ids
+        options["eos_token_id"] = sorted(own | stop_ids)
     for name, value in given.items():
         if name in _NEUTRAL:
             if value not in _NEUTRAL[name]:
                 raise UsageError(f"chat() cannot serve {name}.", option=name)
-        elif name == "stop_token_ids":
-            if value:
-                options["eos_token_id"] = sorted(eos_ids | read_id_set(value))
         elif value is not None:
             options[_RENAMED.get(name, name)] = value
     # vLLM turns top_k off by -1, and both penalties and stop strings by an empty value.

@@ -213,8 +213,12 @@ def test_10_chats_as_in_vllm(chatty: SpeculativeModel) -> None:
     assert first.logprobs[0][first.token_ids[0]] == pytest.approx(float(logits[first.token_ids[0]]), abs=1e-4)
     ended = chatty.chat(hello, max_tokens=8, stop_token_ids=[one.token_ids[0][2]])
     assert ended.token_ids[0] == one.token_ids[0][: one.token_ids[0].index(one.token_ids[0][2]) + 1]
+    stopped = chatty.chat(hello, max_tokens=8, stop_token_ids=[one.token_ids[0][2]], ignore_eos=True)
+    assert stopped.token_ids == ended.token_ids
     with raises(UsageError, option="presence_penalty"):
         chatty.chat(hello, presence_penalty=0.5)
+    with raises(UsageError, option="include_stop_str_in_output"):
+        chatty.chat(hello, SimpleNamespace(temperature=0.0, include_stop_str_in_output=True))
 
 
 def test_padding_after_an_answer_is_what_transformers_pads_with(model: SpeculativeModel) -> None:
