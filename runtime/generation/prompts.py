@@ -130,7 +130,14 @@ def encode_conversation(tokenizer: Any | None, messages: str | Messages) -> list
             found=messages,
         )
     if not tokenizer.chat_template:
-        return encode_text(tokenizer, str(messages[-1].get("content")))
+        content = messages[-1].get("content")
+        if not isinstance(content, str):
+            raise UsageError(
+                f"Without a chat template the content of the last message is the prompt, and has to be text; got "
+                f"{content!r}.",
+                found=content,
+            )
+        return encode_text(tokenizer, content)
     try:
         text = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except (TemplateError, TypeError, ValueError) as error:

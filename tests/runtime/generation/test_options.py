@@ -256,6 +256,9 @@ def test_what_is_no_conversation(model: SpeculativeModel, tmp_path: Path, messag
     assert set(error.value.facts) == ({"template_error"} if is_conversation else {"found"})
     if messages == [{"role": "system", "content": "Hi"}]:
         assert error.value.facts["template_error"] == "no system here"
+    model.tokenizer.chat_template = None
+    with raises(UsageError, found=None):
+        model.encode_chat([{"role": "user", "content": None}])
 
 
 @pytest.mark.parametrize("eos", [5, np.int64(5), torch.tensor(5), torch.tensor([5]), [5], (5, 30), {5}], ids=repr)
