@@ -129,7 +129,7 @@ def sampling_config(
     if do_sample is None:
         if temperature is None and given:
             raise UsageError(
-                f"{', '.join(given)} only matters when sampling. Give do_sample=True or a temperature as well.",
+                f"{', '.join(given)} only matters when sampling. Give a temperature (or do_sample=True) as well.",
                 option=next(iter(given)),
             )
         do_sample = bool(temperature)
