@@ -558,7 +558,9 @@ class SpeculativeModel:
             )
         results, stats = loop.run()
         tree = "plain decoding" if drafter is None else f"trees of {size.num_nodes} nodes"
-        path = f"{loop.path}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
+        # The reason for a target's forward is told with it.
+        why = "" if isinstance(rules, DeviceRules) or rules == self.target.backend.reason else f" ({rules})"
+        path = f"{loop.path}{why}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
         stats = replace(stats, num_nodes=size.num_nodes, path=path)
         if streamer is not None:
             streamer.end()

@@ -176,8 +176,12 @@ def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path) -> None:
 def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), target_backend="fused")
     prompts = random_prompts([5])
-    for options in ({"typical_p": 0.9, "temperature": 1.0}, {"no_repeat_ngram_size": 2}):
-        assert model.generate(prompts, max_new_tokens=4, **options).stats.path.startswith("steps in pieces")
+    for options, reason in (
+        ({"typical_p": 0.9, "temperature": 1.0}, "typical_p runs on the host"),
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor runs on the host"),
+    ):
+        path = model.generate(prompts, max_new_tokens=4, **options).stats.path
+        assert path.startswith(f"steps in pieces ({reason}); target fused")
 
 
 def test_a_tree_beyond_the_buffers_is_drafted_in_pieces(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_a_tree_beyond_the_buffers_is_drafted_in_pieces(tmp_path: Path) -> None:
     model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=0, top_k=3, total_tokens=4)
     prompt = random_prompts([9])[0]
     output = model.generate([prompt], max_new_tokens=12)
-    assert output.stats.path.startswith("steps in pieces")
+    assert output.stats.path.startswith("steps in pieces (ReferenceDrafter drafts on the host)")
     assert output.token_ids == [plain_greedy(target, prompt, 12)]
 
 
