@@ -46,7 +46,9 @@ class OracleFiles:
             "mapped_bin": lambda folder: oracle.build_eagle3_head(folder, trained, BIN_FILE),
             "target_rows": lambda folder: oracle.build_eagle3_head(folder, own_lm_head=False),
             "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
+            "biased": lambda folder: oracle.build_eagle3_head(folder, is_biased=True),
             "eagle1": oracle.build_eagle1_head,
+            "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
         }
         return build[name](self.folder / f"head-{name}")
 

@@ -11,7 +11,8 @@ only if all of these are:
   marker of its layer;
 * **hidden state and embedding**: the head outputs ``e + 4 (R f - e)`` with ``e`` the embedding's code (through an
   attention that looks at its own position) and ``f`` the feature's, so a draft survives only if the two agree;
-* **attention and MLP**: the MLP doubles the output that the next step's residual takes away again.
+* **attention and MLP**: the MLP doubles the output that the next step's residual takes away again;
+* **biases**, where the head has any: each takes away what another adds, or stands for a weight.
 
 All weights are small integers or powers of two, exact in bf16 and fp16. Nothing is random beyond a fixed seed.
 """
@@ -204,6 +205,32 @@ def eagle3_tensors(taps: Sequence[int] = DEFAULT_TAPS, sign: float = -1.0) -> di
     }
 
 
+def with_biases(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch.Tensor]:
+    """The same head with biases in all projections of its layer, without which it drafts wrongly."""
+    shift = 8 * torch.randint(1, 3, (HIDDEN,), generator=torch.Generator().manual_seed(15)).float()
+    biases = {"self_attn.q": torch.zeros(HIDDEN), "self_attn.k": torch.zeros(HIDDEN), "self_attn.v": shift}
+    changed = {
+        name: tensors[f"{layer}{name}_proj.weight"].clone() for name in ("self_attn.v", "self_attn.o", "mlp.gate")
+    }
+    if changed["mlp.gate"].any():
+        # The constant coordinate, 1 in the embedding and -1 in the values, takes away what the biases add.
+        changed["self_attn.v"][:, CONST] -= shift
+        changed["self_attn.o"][:, CONST] += shift
+        # silu(8) * (x / 8 + 1 / 4) - 2 is x in bf16; the 8 comes from the bias instead of the constant coordinate.
+        changed["mlp.gate"].zero_()
+        biases |= {"self_attn.o": shift, "mlp.up": torch.full((HIDDEN,), 0.25), "mlp.down": torch.full((HIDDEN,), -2.0)}
+    else:
+        # A layer that adds nothing: silu(8) * 1 + 8 is 16 in bf16, which the attention takes away before.
+        changed["self_attn.o"] = changed["mlp.down"] = torch.eye(HIDDEN)
+        biases |= {"self_attn.o": -shift - 16, "mlp.up": torch.ones(HIDDEN), "mlp.down": torch.full((HIDDEN,), 8.0)}
+    biases["mlp.gate"] = torch.full((HIDDEN,), 8.0)
+    return (
+        tensors
+        | {f"{layer}{name}_proj.weight": tensor for name, tensor in changed.items()}
+        | {f"{layer}{name}_proj.bias": tensor for name, tensor in biases.items()}
+    )
+
+
 def build_eagle3_head(
     folder: Path,
     ids: Sequence[int] | None = None,
@@ -211,6 +238,7 @@ def build_eagle3_head(
     taps: Sequence[int] | None = None,
     own_lm_head: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    is_biased: bool = False,
 ) -> Path:
     """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in a given spelling.
 
@@ -219,6 +247,8 @@ def build_eagle3_head(
     """
     spelling = spelling or Spelling()
     tensors = eagle3_tensors(taps or DEFAULT_TAPS, sign=-1.0 if own_lm_head else 1.0)
+    if is_biased:
+        tensors = with_biases(tensors, "midlayer.")
     if not own_lm_head:
         del tensors["lm_head.weight"]
     draft_vocab = VOCAB
@@ -240,6 +270,8 @@ def build_eagle3_head(
         "num_hidden_layers": 1,
         "num_key_value_heads": HEADS,
         "draft_vocab_size": draft_vocab if own_lm_head else None,
+        "attention_bias": is_biased,
+        "mlp_bias": is_biased,
     }
     if taps is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(taps)
@@ -247,8 +279,11 @@ def build_eagle3_head(
     return folder
 
 
-def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write an EAGLE-1/2 head: its ``fc`` does the whole step, the decoder layer adds nothing; no ``fc.bias``."""
+def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16, is_biased: bool = False) -> Path:
+    """Write an EAGLE-1/2 head: its ``fc`` does the whole step, the decoder layer adds nothing; no ``fc.bias``.
+
+    Of biases its config.json says nothing, which is left to the conversion.
+    """
     identity = torch.eye(HIDDEN)
     fc = torch.cat([(1 - DISAGREEMENT) * identity, DISAGREEMENT * identity[_shuffle()]], dim=1)
     zeros = torch.zeros(HIDDEN, HIDDEN)
@@ -257,6 +292,8 @@ def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path
         tensors[f"layers.0.self_attn.{matrix}.weight"] = zeros
     for matrix in ("gate_proj", "up_proj", "down_proj"):
         tensors[f"layers.0.mlp.{matrix}.weight"] = zeros
+    if is_biased:
+        tensors = with_biases(tensors, "layers.0.")
     folder.mkdir(parents=True)
     _write_tensors(folder / "model.safetensors", {k: v.to(dtype) for k, v in tensors.items()})
     config = _common_config(dtype) | {
@@ -264,6 +301,7 @@ def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path
         "num_hidden_layers": 1,
         "num_key_value_heads": HEADS,
         "bias": True,
+        **({"attention_bias": None, "mlp_bias": None} if is_biased else {}),
     }
     _write_json(folder / "config.json", config)
     return folder

@@ -31,7 +31,9 @@ CASES = {
     "pytorch_model.bin, model. prefix, to 128": ("mapped_bin", 128),
     "rows from the target, to 640": ("target_rows", 640),
     "tap layers 1, 3, 6, to 640": ("other_taps", 640, "--tap-layers", ",".join(map(str, TAPS))),
+    "biases of attention and MLP, to 640": ("biased", 640),
     "EAGLE-1, unchanged head": ("eagle1", 320),
+    "EAGLE-1 with biases of attention and MLP": ("eagle1_biased", 320),
 }
 
 
@@ -52,7 +54,7 @@ def served(oracle_files: OracleFiles) -> dict[str, Json]:
     """Results of every case, and of plain decoding, from one vLLM process."""
     jobs = {"plain": job(oracle_files, None, prompts=[*PROMPTS, RARE_PROMPT])}
     for name, (head, draft_vocab, *options) in CASES.items():
-        method = "eagle" if head == "eagle1" else "eagle3"
+        method = "eagle" if head.startswith("eagle1") else "eagle3"
         jobs[name] = job(oracle_files, oracle_files.artifact(head, draft_vocab, *options), method=method)
     jobs["rare"] = job(oracle_files, oracle_files.artifact("full", 640), prompts=[RARE_PROMPT])
     for how in ("missing", "absolute", "order"):
