@@ -19,7 +19,7 @@ from starts import TEXT_TOKENS
 
 Json = dict[str, Any]
 NUM_PROMPTS = 16
-_EXCEPTION = re.compile(r"^\w+(?:\.\w+)*(?:Error|Exception)\b.*", re.MULTILINE)
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: )?(\w+(?:\.\w+)*(?:Error|Exception)\b.*)", re.MULTILINE)
 
 
 def differences(tokens: list[list[int]], plain: list[list[int]]) -> list[int]:
