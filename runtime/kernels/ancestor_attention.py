@@ -211,6 +211,7 @@ def attend_unit(
     num_new,  # extend pass: new tokens; level >= 1: the positions they took
     level,
     SHAPE: tl.constexpr,  # `AttentionShape`
+    ALL_SHARE: tl.constexpr,  # whether all parts share long prefixes: where they can be few
 ):
     """Do one unit of work; the last part also takes in the fresh keys, and caches them. `merge_parts` comes after."""
     HEAD_DIM: tl.constexpr = SHAPE.head_dim
@@ -259,15 +260,20 @@ def attend_unit(
         tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32),
     )
 
-    # The last part takes the fresh keys, the one before it the tree's; the others share the prefix tile by tile.
+    # The last part takes the fresh keys, the one before it the tree's; the others share the prefix tile by tile. Where
+    # parts are few, these two are too many to leave a long prefix to the others.
     fresh_part = unit.num_parts - 1
     tree_part = tl.maximum(unit.num_parts - 2, 0)
     first_seen = 0
     if WINDOW > 0:
         first_seen = tl.minimum(tl.maximum(position - WINDOW + 1, 0), cached)
-    tiles = tl.cdiv(tl.cdiv(cached - first_seen, BLOCK_T), tl.maximum(unit.num_parts - 2, 1))
+    num_tiles = tl.cdiv(cached - first_seen, BLOCK_T)
+    sharing = tl.maximum(unit.num_parts - 2, 1)
+    if ALL_SHARE:
+        sharing = tl.where(num_tiles > sharing, unit.num_parts, sharing)
+    tiles = tl.cdiv(num_tiles, sharing)
     start = first_seen + unit.part * tiles * BLOCK_T
-    stop = tl.where((unit.part >= tree_part) & (unit.part > 0), 0, tl.minimum(start + tiles * BLOCK_T, cached))
+    stop = tl.where(unit.part >= sharing, 0, tl.minimum(start + tiles * BLOCK_T, cached))
     for t0 in range(start, stop, BLOCK_T):
         mask_t = t0 + offs_t < stop
         k_low, k_high, v = _load_tile(cache, t0 + offs_t, mask_t, offs_h, offs_d, SHAPE)
@@ -442,6 +448,7 @@ def attend(
                 chain_at(chain_ptr, level, row, SHAPE.slots), parts_at(parts, (group * most).to(tl.int64), SHAPE),
                 Unit(unit.kv_head, unit.head_group, part, num_parts), prefix,
                 of_sequence(rows.num_new, rows.seq, a), level, SHAPE,
+                PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_parts,
             )  # fmt: skip
 
 
@@ -478,7 +485,7 @@ def _attention_kernel(
     attend_unit(
         qkv_ptr + slot * ROWS * SHAPE.qkv_size, cache_at(cache, slot.to(tl.int64), unit.kv_head), rope,
         chain_ptr + slot * ROWS * SHAPE.max_depth, parts_at(parts, group.to(tl.int64) * num_parts, SHAPE), unit,
-        tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot), level + slot * 0, SHAPE,
+        tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot), level + slot * 0, SHAPE, True,
     )  # fmt: skip
 
 

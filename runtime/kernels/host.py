@@ -86,6 +86,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
             ),
             select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
+            gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 // triton.next_power_of_2(cfg.hidden))),
             tail=tail_tiles(cfg, params),
             tail_units=cfg.tail_rows // UNIT_ROWS,
         ),

@@ -60,6 +60,11 @@ class Selection:
     pairs: int
     """Power of two that holds ``max_k`` lists of ``max_k`` places."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether nodes in use are brought together before they are selected from: groups have rows without one."""
+        return self.block_m > self.group_rows
+
     @classmethod
     def of(cls, top_k: int, group_rows: int, block_m: int, num_programs: int) -> Selection:
         """Sizes for ``num_programs`` programs, which select from at most 16 lists of 16 places."""
@@ -147,15 +152,28 @@ def scratch_place(row, column, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def packed_row(row, nodes, GROUP_ROWS: tl.constexpr):
+    """Number of a node among those in use."""
+    return row // GROUP_ROWS * nodes.rows + row % GROUP_ROWS
+
+
+@triton.jit
+def unpacked_row(place, nodes, GROUP_ROWS: tl.constexpr):
+    """Inverse of `packed_row`."""
+    return place // nodes.rows * GROUP_ROWS + place % nodes.rows
+
+
+@triton.jit
 def update_best(
     scratch_ptr,  # fp32 [block_m, BLOCK_N], this program's
     row_ids_ptr,  # int32: id of each column of the tile
     num_columns,
     lists,  # `Lists` of this program
-    first_row,  # of SELECT_ROWS nodes
+    first_row,  # of SELECT_ROWS nodes, as they lie in the scratch
     nodes,  # `Nodes`
     tile_start,  # first row of this tile; at 0 there is nothing to fold into
     SELECT: tl.constexpr,  # `Selection`
+    PACKED: tl.constexpr,  # whether rows of the scratch are `packed_row`s
     BLOCK_N: tl.constexpr,
     FOLD: tl.constexpr,  # whether there is more than one tile
 ):
@@ -170,6 +188,8 @@ def update_best(
     thread = numbers + zero
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
+    if PACKED:
+        row = unpacked_row(row, nodes, SELECT.group_rows)
     in_use = (row // SELECT.group_rows < nodes.groups) & (row % SELECT.group_rows < nodes.rows)
     element = tl.arange(0, BLOCK_N // LANES)
     column = element[:, None] * LANES + lane[None, :]
@@ -233,6 +253,11 @@ def stream_topk(
     zero = hidden_zero()
     offs_n = tl.arange(0, BLOCK_N) + zero
     offs_m = tl.arange(0, SELECT.block_m) + zero
+    num_rows = (nodes.groups - 1) * SELECT.group_rows + nodes.rows
+    scratch_row = offs_m
+    if SELECT.packed:
+        num_rows = nodes.groups * nodes.rows
+        scratch_row = packed_row(offs_m, nodes, SELECT.group_rows)
     if head.num_rows <= 0:
         clear_lists(lists.keys, SELECT)
     for n0 in tl.range(0, head.num_rows, HEAD.step, disable_licm=True):
@@ -248,12 +273,13 @@ def stream_topk(
             acc *= tl.load(head.scale + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
         acc *= row_scale[None, :]
         tl.debug_barrier()
-        place = scratch_place(offs_m[None, :], offs_n[:, None], BLOCK_N)
+        place = scratch_place(scratch_row[None, :], offs_n[:, None], BLOCK_N)
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
-        num_rows = (nodes.groups - 1) * SELECT.group_rows + nodes.rows
         for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):
-            update_best(scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, BLOCK_N, HEAD.several)
+            update_best(
+                scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, SELECT.packed, BLOCK_N, HEAD.several
+            )
         tl.debug_barrier()
 
 
@@ -312,8 +338,9 @@ def stream_tails(
             tl.debug_barrier()
             # The base came first: there is something to fold into.
             update_best(
-                scratch_ptr, tails.ids + place, left, lists, group * SELECT_ROWS, nodes, 1, SELECT, BLOCK_N, True
-            )
+                scratch_ptr, tails.ids + place, left, lists, group * SELECT_ROWS, nodes, 1,
+                SELECT, False, BLOCK_N, True,
+            )  # fmt: skip
             tl.debug_barrier()
 
 

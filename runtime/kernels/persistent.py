@@ -55,7 +55,7 @@ from .lm_topk import (
     stream_topk,
 )
 from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
-from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_taps
+from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
 from .selection import LOWEST_KEY, order_key
 from .tree_build import TreeCandidates, TreeShape, blank_tree, build_tree, candidates_of
 from .weight_stream import NextOperand, Operand, Tile
@@ -130,6 +130,8 @@ class Phases:
     head: HeadTiles
     select: Selection
     tree: TreeShape
+    gather: int
+    """Embeddings that a program fetches at a time, a power of two."""
     tail: HeadTiles
     """One unit of the rows that joined a sequence."""
     tail_units: int = 0
@@ -284,6 +286,17 @@ def record_children(
 
 
 @triton.jit
+def write_feature(head, ws, x_in_ptr, row, HEAD: tl.constexpr, ROW: tl.constexpr, GRID: tl.constexpr):
+    """Write a node's output as the feature of its children."""
+    source_ptr = ws.hidden + row.to(tl.int64) * HEAD.hidden
+    target = GRID.features + row
+    if HEAD.norm_output:
+        write_carried_row(source_ptr, x_in_ptr, ws.factor, target, head.norm_out, head.norm_hidden, ROW)
+    else:
+        write_row(source_ptr, x_in_ptr, ws.factor, target, head.norm_hidden, not HEAD.fused_every_level, ROW)
+
+
+@triton.jit
 def pick(
     step, head, ws, out, x_in_ptr, num_active, num_nodes, level,
     HEAD: tl.constexpr, PHASES: tl.constexpr, GRID: tl.constexpr,
@@ -299,6 +312,7 @@ def pick(
     TOP_K: tl.constexpr = SELECT.top_k
     MAX_K: tl.constexpr = SELECT.max_k
     NORMED: tl.constexpr = not HEAD.fused_every_level
+    GATHER: tl.constexpr = PHASES.gather
     pid = tl.program_id(0)
     zero = pid * 0
     frontier = Frontier(ws.frontier_score, ws.frontier_candidate, ws.frontier_parent, ws.frontier_child)
@@ -336,23 +350,28 @@ def pick(
                         chain_at(ws.chain, level + 1, a * ROWS, GRID.slots), SELECT,
                     )  # fmt: skip
         if ((copy > 0) | (copies == 1)) & (level < GRID.depth):
-            for job in tl.range(tl.maximum(copy - 1, 0), TOP_K + 1, tl.maximum(copies - 1, 1), disable_licm=True):
-                if job < TOP_K:
-                    child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
-                    write_row(
-                        head.embedding + child_token * head.stride_embedding, x_in_ptr, ws.factor,
-                        a * GRID.embed_rows + n * TOP_K + job, head.norm_in, NORMED, ROW,
+            first_job = tl.maximum(copy - 1, 0)
+            stride = tl.maximum(copies - 1, 1)
+            if GATHER > 1:
+                for first in tl.range(first_job, TOP_K, GATHER * stride, disable_licm=True):
+                    jobs = first + tl.arange(0, GATHER) * stride
+                    child_token = tl.max(tl.where(rank[None, :] == jobs[:, None], token[None, :], 0), axis=1)
+                    write_rows(
+                        head.embedding, child_token.to(tl.int64) * head.stride_embedding, jobs < TOP_K, x_in_ptr,
+                        ws.factor, a * GRID.embed_rows + n * TOP_K + jobs, head.norm_in, NORMED, ROW,
                     )  # fmt: skip
-                elif HEAD.norm_output:
-                    write_carried_row(
-                        ws.hidden + row.to(tl.int64) * HEAD.hidden, x_in_ptr, ws.factor, GRID.features + row,
-                        head.norm_out, head.norm_hidden, ROW,
-                    )  # fmt: skip
-                else:
-                    write_row(
-                        ws.hidden + row.to(tl.int64) * HEAD.hidden, x_in_ptr, ws.factor, GRID.features + row,
-                        head.norm_hidden, NORMED, ROW,
-                    )  # fmt: skip
+                if first_job == TOP_K % stride:
+                    write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
+            else:
+                for job in tl.range(first_job, TOP_K + 1, stride, disable_licm=True):
+                    if job < TOP_K:
+                        child_token = tl.max(tl.where(rank == job, token, 0), axis=0).to(tl.int64)
+                        write_row(
+                            head.embedding + child_token * head.stride_embedding, x_in_ptr, ws.factor,
+                            a * GRID.embed_rows + n * TOP_K + job, head.norm_in, NORMED, ROW,
+                        )  # fmt: skip
+                    else:
+                        write_feature(head, ws, x_in_ptr, row, HEAD, ROW, GRID)
 
 
 # Separate taps lie anywhere: their distances must not make another kernel.

@@ -61,6 +61,22 @@ def write_row(source_ptr, x_ptr, factor_ptr, row, norm_ptr, NORMED: tl.constexpr
 
 
 @triton.jit
+def write_rows(source_ptr, source, in_use, x_ptr, factor_ptr, row, norm_ptr, NORMED: tl.constexpr, SHAPE: tl.constexpr):
+    """`write_row` for several rows at once: ``source`` (int64, where each begins), ``in_use`` and ``row`` [rows]."""
+    SIZE: tl.constexpr = SHAPE.size
+    offs = tl.arange(0, SHAPE.block) + hidden_zero()
+    inside = offs < SIZE
+    mask = in_use[:, None] & inside[None, :]
+    x = tl.load(source_ptr + source[:, None] + offs[None, :], mask=mask, other=0.0).to(tl.float32)
+    factor = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + SHAPE.eps)
+    tl.store(factor_ptr + row, factor, mask=in_use)
+    if NORMED:
+        weight = tl.load(norm_ptr + offs, mask=inside, other=0.0).to(tl.float32)
+        x = x * factor[:, None] * weight[None, :]
+    store_activation(x_ptr, row.to(tl.int64)[:, None], offs[None, :], x, mask, SIZE)
+
+
+@triton.jit
 def write_carried_row(source_ptr, x_ptr, factor_ptr, row, carry_norm_ptr, norm_ptr, SHAPE: tl.constexpr):
     """Put a row through the RMSNorm of ``carry_norm_ptr`` in its place, then write the result as `write_row` does."""
     offs = tl.arange(0, SHAPE.block) + hidden_zero()
