@@ -47,6 +47,7 @@ class OracleFiles:
             "target_rows": lambda folder: oracle.build_eagle3_head(folder, own_lm_head=False),
             "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
             "biased": lambda folder: oracle.build_eagle3_head(folder, is_biased=True),
+            "trained_embedding": lambda folder: oracle.build_eagle3_head(folder, has_trained_embedding=True),
             "eagle1": oracle.build_eagle1_head,
             "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
         }

@@ -239,6 +239,7 @@ def build_eagle3_head(
     own_lm_head: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     is_biased: bool = False,
+    has_trained_embedding: bool = False,
 ) -> Path:
     """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in a given spelling.
 
@@ -249,6 +250,11 @@ def build_eagle3_head(
     tensors = eagle3_tensors(taps or DEFAULT_TAPS, sign=-1.0 if own_lm_head else 1.0)
     if is_biased:
         tensors = with_biases(tensors, "midlayer.")
+    if has_trained_embedding:
+        # The other way round, and read so: with the target's it drafts wrongly.
+        tensors["embed_tokens.weight"] = -codes()
+        for name in ("q", "k", "v"):
+            tensors[f"midlayer.self_attn.{name}_proj.weight"][:, :HIDDEN] *= -1
     if not own_lm_head:
         del tensors["lm_head.weight"]
     draft_vocab = VOCAB
@@ -273,6 +279,8 @@ def build_eagle3_head(
         "attention_bias": is_biased,
         "mlp_bias": is_biased,
     }
+    if has_trained_embedding:
+        config["embed_requires_grad"] = True
     if taps is not None:
         config["eagle_aux_hidden_state_layer_ids"] = list(taps)
     _write_json(folder / "config.json", config)
