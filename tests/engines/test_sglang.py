@@ -35,6 +35,8 @@ def loaded(oracle_files: OracleFiles) -> dict[str, Json]:
     artifact = oracle_files.artifact("eagle1", 320, "--for", "sglang")
     token_map = str(artifact / "freq_320.pt")
     jobs["EAGLE-2"] = {"head": str(artifact), "algorithm": "EAGLE", "token_map": token_map}
+    biased = str(oracle_files.artifact("eagle1_biased", 320, "--for", "sglang"))
+    jobs["EAGLE-2 with biases"] = {"head": biased, "algorithm": "EAGLE", "token_map": token_map}
     jobs["EAGLE-2 unconverted"] = {"head": str(oracle_files.head("eagle1")), "algorithm": "EAGLE", "token_map": None}
     jobs["token map"] = {"token_map": token_map}
     jobs["token map of an EAGLE-3 artifact"] = {"token_map": str(oracle_files.artifact("full", 640) / "freq_640.pt")}
@@ -65,8 +67,9 @@ def test_the_token_map_is_read_in_rank_order(loaded: dict[str, Json]) -> None:
         assert found[2:] == ranked[: size - 2]
 
 
-def test_an_eagle2_head_with_its_token_map(loaded: dict[str, Json]) -> None:
-    result = loaded["EAGLE-2"]
+@pytest.mark.parametrize("name", ["EAGLE-2", "EAGLE-2 with biases"])
+def test_an_eagle2_head_with_its_token_map(loaded: dict[str, Json], name: str) -> None:
+    result = loaded[name]
     assert "error" not in result, result
     assert result["class"] == "LlamaForCausalLMEagle"
     assert result["unloaded"] == []
