@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -389,9 +390,9 @@ def _unknown_source(name: str, known: Iterable[str]) -> UsageError:
     )
 
 
-def _check_weight(name: str, weight: float, error_type: type[UsageError | VocabularyError]) -> None:
-    if not (math.isfinite(weight) and weight > 0):
-        raise error_type(f"source {name}: expected a weight above 0, found {weight}.", source=name, weight=weight)
+def _check_weight(name: str, weight: Any, error_type: type[UsageError | VocabularyError]) -> None:
+    if not (isinstance(weight, Real) and math.isfinite(weight) and float(weight) > 0):
+        raise error_type(f"source {name}: expected a weight above 0, found {weight!r}.", source=name, weight=weight)
 
 
 def _kind(array: NDArray[Any]) -> str:

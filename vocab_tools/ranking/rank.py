@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..errors import UsageError, VocabularyError
+from ..errors import UsageError
 from ..tokenizer.forced import ForcedIds
 from ..tokenizer.load import check_tokenizer
 from ..tokenizer.tokenizer import LoadedTokenizer
@@ -23,6 +23,7 @@ from ..vocabulary.draft_vocab import (
     DraftVocab,
     check_ids,
     doubts_of_rank,
+    read_size,
     uncounted_warning,
 )
 from .pool import ROUND_TO, Pool, round_up, some
@@ -64,11 +65,12 @@ def rank_vocabulary(
         force_added: "all" forces every added token of the tokenizer.
 
     Raises:
-        UsageError: size and coverage together, N below the forced ids or not below the real tokens, a coverage that
-            no allowed size reaches.
+        UsageError: size and coverage together, a size that is no whole number, N below the forced ids or not below the
+            real tokens, a coverage that no allowed size reaches.
         TokenizerError: the counts were made with another tokenizer.
         VocabularyError: candidate ids break a rule.
     """
+    size = None if size is None else read_size(size)
     if size is not None and coverage is not None:
         raise UsageError(
             "A size and a coverage exclude each other: give only one of them.", options=["size", "coverage"]
@@ -138,6 +140,7 @@ def rank_by_order(
         UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
         VocabularyError: ids of the order break a rule.
     """
+    size = None if size is None else read_size(size)
     found: dict[str, Any] = {}
     if target_vocab is None:
         if tokenizer is None:
@@ -223,11 +226,6 @@ def _follow(
     order: NDArray[Any], size: int | None, pool: Pool, warnings: list[str]
 ) -> tuple[NDArray[np.int64], int | None]:
     """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
-    if order.ndim != 1 or order.dtype.kind not in "iu":
-        raise VocabularyError(
-            f"token map: expected a list of integer ids, found {order.dtype} {list(order.shape)}.",
-            found=str(order.dtype),
-        )
     check_ids(order, pool.target_vocab, "token map")
     order = order.astype(np.int64)
     usable = order[np.isin(order, pool.ids)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,6 @@ class DraftVocab:
 
     def __post_init__(self) -> None:
         ids = np.asarray(self.target_ids)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise VocabularyError(
-                f"draft vocabulary: expected integer ids [draft_vocab], found {ids.dtype} {ids.shape}.",
-                field="target_ids",
-            )
         check_ids(ids, self.target_vocab, "draft vocabulary")
         if not 0 <= self.num_forced <= len(ids):
             raise VocabularyError(
@@ -102,6 +98,7 @@ class DraftVocab:
         Raises:
             UsageError: fewer than the forced ids, more than there are, or the order carries no rank.
         """
+        size = read_size(size)
         if size == self.size:
             return self
         if size > self.size:
@@ -244,12 +241,32 @@ def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
     ]
 
 
+def read_size(size: Any) -> int:
+    """Return a number of ids as a plain integer; numpy's integers count, True does not.
+
+    Raises:
+        UsageError: anything else, such as text.
+    """
+    try:
+        if not isinstance(size, bool):
+            return index(size)
+    except TypeError:
+        pass
+    raise UsageError(f"The size of a draft vocabulary is a whole number of ids; found {size!r}.", size=size)
+
+
 def check_ids(ids: NDArray[Any], target_vocab: int, where: str) -> None:
-    """Refuse an empty list of ids, duplicates, and ids outside [0, target_vocab).
+    """Refuse what is no list of integers, an empty one, duplicates, and ids outside [0, target_vocab).
 
     Raises:
         VocabularyError: naming the first offender.
     """
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise VocabularyError(
+            f"{where}: expected a list of integer ids, found {ids.dtype} {list(ids.shape)}.",
+            where=where,
+            found=str(ids.dtype),
+        )
     if len(ids) == 0:
         raise VocabularyError(f"{where}: there are no ids.", where=where, found=0)
     outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
