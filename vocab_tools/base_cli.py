@@ -42,6 +42,8 @@ _OS_ADVICE = {
 class WholeNumber(click.IntRange):
     """An integer in a range; one written with thousands separators is refused with the plain spelling."""
 
+    name = "integer"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse it."""
         if isinstance(value, str) and _GROUPED.fullmatch(value):

@@ -203,7 +203,7 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
     if "size_from_coverage" in account:
         found = account["size_from_coverage"]
         click.echo(
-            f"{found['smallest']} ids cover {found['asked']:.4g} of the {found['measured_on']} tokens; "
+            f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
         )
     uncounted = "" if ranked.num_uncounted is None else f", {ranked.num_uncounted} never counted"

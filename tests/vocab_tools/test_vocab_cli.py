@@ -208,6 +208,7 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
         (["rank", "CHAT", "--tokenizer", "WORDS", "--smooth", "1"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "16,384"], "without a thousands separator, as in 16384"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer."),
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
         (["frobnicate"], "No such command"),

@@ -150,7 +150,7 @@ class Pool:
         if self.trained is None and size >= len(self.ids):
             raise UsageError(
                 f"A draft vocabulary of {size} is not smaller than the {len(self.ids)} real tokens of the target. "
-                "Ask for fewer, or for `--draft-vocab full`, which writes the whole head without a map.",
+                "Ask for fewer, or convert with `--draft-vocab full`, which writes the whole head without a map.",
                 size=size,
                 real=len(self.ids),
             )
