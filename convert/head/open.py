@@ -174,7 +174,8 @@ def _eagle3(
     if tensors.is_nonzero(names.FC_BIAS):
         raise UnsupportedHeadError(
             f"{where}: fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
-            "wrongly without an error.\nConvert a head without it.",
+            "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
+            "only a head without it is converted.",
             path=where,
             tensor=names.FC_BIAS,
         )
