@@ -218,7 +218,7 @@ def test_killed_at_any_moment(head, token_map, tmp_path, name):
         [sys.executable, support.killed_conversion.__file__, str(head), str(token_map), str(out), name],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -241,7 +241,7 @@ def test_console_scripts_and_help():
     for name, word in (("eagle-convert", "--draft-vocab"), ("eagle-verify", "--tokenizer")):
         script = shutil.which(name, path=str(Path(sys.executable).parent))
         assert script is not None
-        done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=300)
+        done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=1800)
         assert done.returncode == 0
         assert word in done.stdout
         assert "Examples:" in done.stdout

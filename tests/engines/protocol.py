@@ -24,13 +24,13 @@ def serve(run: Callable[[Json], Json]) -> None:
         print("RESULT " + json.dumps(result), flush=True)
 
 
-def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float = 900) -> list[Json]:
+def ask(worker: str, jobs: Sequence[Json], *arguments: object, timeout_s: float = 3600) -> list[Json]:
     """Test side: run ``tests/engines/<worker>`` on ``jobs`` and return its results in order."""
     return ask_together(worker, jobs, [arguments], timeout_s)[0]
 
 
 def ask_together(
-    worker: str, jobs: Sequence[Json], arguments: Sequence[Sequence[object]], timeout_s: float = 900
+    worker: str, jobs: Sequence[Json], arguments: Sequence[Sequence[object]], timeout_s: float = 3600
 ) -> list[list[Json]]:
     """Like `ask` with one process per item of ``arguments``, all at once: the ranks of a tensor-parallel group."""
     script = Path(__file__).with_name(worker)

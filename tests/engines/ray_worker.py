@@ -23,7 +23,7 @@ from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, coun
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from protocol import Json, serve
 
-GATHER_SECONDS = 120
+GATHER_SECONDS = 1200
 
 
 def watched(job: Json, folder: Path) -> type:

@@ -26,7 +26,7 @@ from support.interpreter import patch_once
 from triton.runtime.interpreter import interpreter_builder
 
 FORK = multiprocessing.get_context("fork")
-SECONDS = 300.0
+SECONDS = 1800.0
 """For which a program waits at a barrier."""
 
 

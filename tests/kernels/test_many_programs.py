@@ -24,7 +24,7 @@ def results() -> dict[str, dict[str, object]]:
     """One process for all: it forks, which needs every thread but the first to be absent."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-W", "ignore", "-m", "kernels.many_programs", *NAMES]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     found = {line.pop("case"): line for line in lines}

@@ -44,12 +44,12 @@ def test_artifact_and_target_by_repository(tmp_path: Path) -> None:
             "--json",
         ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", **hub.env(tmp_path / "home")}
-        online = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        online = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
         assert online.returncode == 0, online.stderr
     value = json.loads(online.stdout)
     assert value["draft_vocab"] == 300
     assert len(value["token_ids"]) <= 4
     # The server is gone: what was fetched is enough.
-    offline = subprocess.run([*command, "--offline"], env=env, capture_output=True, text=True, timeout=300)
+    offline = subprocess.run([*command, "--offline"], env=env, capture_output=True, text=True, timeout=1800)
     assert offline.returncode == 0, offline.stderr
     assert json.loads(offline.stdout)["token_ids"] == value["token_ids"]

@@ -356,7 +356,7 @@ def test_a_signal_in_the_middle_of_writing_leaves_nothing_behind(tmp_path: Path,
         assert process.stderr is not None
         assert process.stderr.readline() == "writing\n"
         process.send_signal(number)
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate(timeout=1800)
     assert (process.returncode, out) == (1, "")
     assert err.strip() == "error: Interrupted; nothing half-written is left behind."
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]
@@ -381,11 +381,11 @@ def test_a_signal_in_a_long_count_saves_its_state(files: Path, tmp_path: Path, n
         while process.stderr.readline() not in ("counting\n", ""):
             pass
         process.send_signal(number)
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=1800)
     assert (process.returncode, "The same command goes on from there" in err) == (1, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts.resume"]
     with start(program, *command) as process:
-        _, err = process.communicate(timeout=300)
+        _, err = process.communicate(timeout=1800)
     assert (process.returncode, "going on from" in err) == (0, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts"]
 

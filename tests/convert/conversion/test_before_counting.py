@@ -167,7 +167,7 @@ def test_safetensors_to_safetensors_needs_no_torch(tmp_path, target):
     arguments = [head, "--draft-vocab", "300", "--target", target, "--token-map", tmp_path / "map.json"]
     done = subprocess.run(
         [sys.executable, "-c", NO_TORCH, *map(str, arguments), "--out", tmp_path / "o"],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == ""

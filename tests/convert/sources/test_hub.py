@@ -367,12 +367,12 @@ def test_environment_of_another_process(hub: HubServer, tmp_path: Path) -> None:
         "import sys; from eagle_slim.convert.sources.source import open_head_source as o; print(o('org/gated').folder)"
     )
     command = [sys.executable, "-c", script]
-    run = subprocess.run(command, env=hub.env(tmp_path, "hf_good"), capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, env=hub.env(tmp_path, "hf_good"), capture_output=True, text=True, timeout=1800)
     assert run.returncode == 0, run.stderr
     assert Path(run.stdout.strip()).is_relative_to(tmp_path / "hub")
     hub.reset_counts()
     env = hub.env(tmp_path) | {"HF_HUB_OFFLINE": "1"}
-    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
     assert again.stdout == run.stdout
     assert hub.requests == []
 

@@ -380,7 +380,7 @@ def test_hover_in_a_real_browser(tmp_path: Path) -> None:
     done = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
          "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=300, check=True,
+        capture_output=True, text=True, timeout=1800, check=True,
     )  # fmt: skip
     dom = done.stdout
     tips = [part.split("</figure>")[0] for part in dom.split('class="tip"')[1:]]

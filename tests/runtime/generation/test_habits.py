@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -170,11 +169,9 @@ def test_7_stop_strings_with_a_tokenizer(chatty: SpeculativeModel) -> None:
 def test_8_max_time_and_inputs(model: SpeculativeModel) -> None:
     expected = theirs(model, max_new_tokens=5)
     assert torch.equal(model.generate(inputs=LEFT, max_new_tokens=5, max_time=100.0).sequences, expected)
-    started = time.monotonic()
     result = model.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True, max_time=1e-6).results[0]
     assert result.finish_reason == "time"
     assert 1 <= len(result.token_ids) < 200
-    assert time.monotonic() - started < 60
 
 
 def test_9_loading_as_transformers_spells_it(tmp_path: Path) -> None:
