@@ -53,13 +53,13 @@ test-compiled: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m compiled
 
 # What computes in float32, as a processor without vector instructions rounds it, and added up by two threads. A processor
-# with instructions for bfloat16 cannot pretend to have none.
+# with instructions for bfloat16 cannot pretend to have none, and a chi-square over 1,500 draws sees no rounding.
 NUMBERS := tests/runtime/generation tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
     tests/kernels/test_ancestor_attention.py tests/kernels/test_lm_topk.py tests/kernels/test_projections.py \
     tests/kernels/test_tree_attention.py
 test-numbers: $(STAMP)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
-	    $(BIN)/python $(PYTEST) -k 'not bfloat16' $(NUMBERS)
+	    $(BIN)/python $(PYTEST) -k 'not bfloat16 and not test_distribution' $(NUMBERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu

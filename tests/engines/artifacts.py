@@ -1,5 +1,7 @@
 """Artifacts for the engine tests: oracle heads converted as a user would, and copies of them that are broken."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from eagle_slim.convert.cli import main as convert_command
 from engines import oracle
 from engines.oracle import Spelling
 from safetensors.torch import load_file, save_file
@@ -54,11 +57,21 @@ class OracleFiles:
         return build[name](self.folder / f"head-{name}")
 
     def _artifact(self, head: str, draft_vocab: int | str, *options: str) -> Path:
-        """`eagle-convert` on one of the heads with the oracle's target and ranking; returns the artifact."""
+        """`eagle-convert` on one of the heads with the oracle's target and ranking; returns the artifact.
+
+        In this process: there are many, and starting takes longer than converting.
+        """
         folder = self.folder / "-".join(["artifact", head, str(draft_vocab), *options]).replace(" ", "")
         ranking = () if draft_vocab == "full" else ("--token-map", str(self.token_map))
-        command("eagle-convert", str(self.head(head)), "--draft-vocab", str(draft_vocab), *ranking,
-                "--target", str(self.target), "--out", str(folder), "--offline", *options)  # fmt: skip
+        arguments = [str(self.head(head)), "--draft-vocab", str(draft_vocab), *ranking, "--target", str(self.target),
+                     "--out", str(folder), "--offline", *options]  # fmt: skip
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                convert_command(arguments)
+            except SystemExit as stop:
+                code = stop.code
+        assert not code, f"eagle-convert {' '.join(arguments)}: exit {code}\n{said.getvalue()}"
         return folder
 
 

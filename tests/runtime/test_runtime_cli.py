@@ -229,19 +229,28 @@ def test_the_streamed_answer_ends_where_the_text_does(run: Run, pair: tuple[str,
     assert run(generate_cli.main, *args, "--stop", stop)[1] == text + "\n"
 
 
-def test_a_chat_without_a_template_outlives_a_message_that_does_not_fit(pair: tuple[str, str, str]) -> None:
+def test_a_chat_without_a_template_outlives_a_message_that_does_not_fit(
+    run: Run, pair: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, _, slim = pair
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "eagle_slim.runtime.generate_cli", slim, "--target", target, *TREE, "--raw"]
-    process = subprocess.Popen(
-        [*command, "--max-new-tokens", "5", "--max-model-len", "60"], stdin=theirs, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    os.close(theirs)
     os.write(ours, b"x" * 90 + b"\nhello\n/exit\n")
-    _, err = process.communicate(timeout=300)
+    with os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        code, _, err = run(
+            generate_cli.main,
+            slim,
+            "--target",
+            target,
+            *TREE,
+            "--raw",
+            "--max-new-tokens",
+            "5",
+            "--max-model-len",
+            "60",
+        )
     os.close(ours)
-    assert process.returncode == 0, err
+    assert code == 0, err
     assert "leaves no room" in err
     assert "5 tokens in" in err
 
@@ -256,7 +265,7 @@ def test_a_chat_in_a_terminal(pair: tuple[str, str, str]) -> None:
     )  # fmt: skip
     os.close(theirs)
     os.write(ours, b"hello\n\n/reset\nhello\n" + b"x" * 90 + b"\nhello\n/exit\n")
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=1800)
     os.close(ours)
     assert process.returncode == 0, err
     figures = [line for line in err.splitlines() if "tokens per target pass" in line]
