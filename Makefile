@@ -87,10 +87,12 @@ test-oldest: $(UV)
 	    --editable .
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) --ignore tests/kernels --ignore tests/engines
 
+# Apart from its tests: it may run beside other targets that build.
 engines:
 	tests/engines/install.sh
 
-test-engines:
+test-# Apart from its tests: it may run beside other targets that build.
+engines:
 	tests/engines/run.sh
 
 $(UV):
