@@ -193,7 +193,7 @@ def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: Choice
     vocab = len(scores)
     if rules.has_penalty:
         seen = bit_mask(state.seen[slot], vocab)
-        seen[path] = True
+        seen[path[path >= 0]] = True
         penalty = state.numbers[4]
         scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
     if rules.has_minimum and number < int(state.numbers[5]):
@@ -243,7 +243,7 @@ def choose_tokens(
         logits: bf16, fp16 or fp32 [places * nodes, vocab]; place i is slot ``active_slots[i]``.
         active_slots: int32 [slots].
         active_count: int32 [1]: places beyond are skipped.
-        draft_tokens: int64 [slots, nodes], the root first.
+        draft_tokens: int64 [slots, nodes], the root first; -1 for a root that nothing needs to be told of.
         parents: int64 [slots, nodes], -1 for the root.
         positions: int64 [slots, nodes]: depth of each node.
         rules: which stages run.

@@ -77,6 +77,17 @@ def test_a_path_is_penalised_by_hand() -> None:
         assert choose(replace(GREEDY, has_penalty=True)).tolist() == [[1, 2, 3]]
 
 
+def test_a_root_that_is_no_token_penalises_nothing() -> None:
+    """A prompt's last chunk chooses after a root of -1: the prompt has been seen already, the last id need not be."""
+    case = random_case(4, slots=1, parents=[-1])
+    case.logits = torch.tensor([[1.0, 3.0, 2.0, 4.0]])
+    case.draft_tokens = torch.tensor([[-1]])
+    case.state.seen[0] = token_bits(torch.tensor([1]), 4)
+    case.set_numbers(repetition_penalty=2.0)
+    for choose in (case.choose, case.choose_ref):
+        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [[3]]
+
+
 def test_weights() -> None:
     distances = torch.cat([torch.arange(0, FAR.value, 99991), torch.tensor([FAR.value])])
     exact = torch.exp(-distances.double() / 2**24) * ONE.value
