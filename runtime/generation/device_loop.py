@@ -139,7 +139,8 @@ class DeviceLoop:
         self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
         self._upload(decoder.box.tokens[: len(prompt)], prompt)
         if state.stream is not None:
-            self._upload(decoder.choice.uniforms[slot, : len(state.stream)], state.stream, torch.float64)
+            numbers = state.stream[: decoder.choice.uniforms.shape[1]]
+            self._upload(decoder.choice.uniforms[slot, : len(numbers)], numbers, torch.float64)
         if self.rules.has_penalty:
             self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
         if self.rules.has_minimum:

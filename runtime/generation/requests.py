@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..config import SamplingConfig
+from ..drafter.config import MAX_NEW_TOKENS
 from .logit_records import LogitRecord
 from .missed import HeldIds, MissedTokens, most_missed_first
 from .sampling import uniform_stream
@@ -81,7 +82,7 @@ class RunningRequest:
 
     request: Request
     stream: Tensor | None
-    """float64 [max_new_tokens]: this request's random numbers; None when greedy."""
+    """float64 [at least max_new_tokens]: this request's random numbers; None when greedy."""
     on_tokens: Callable[[Sequence[int]], None] | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -182,8 +183,9 @@ def start(
     """
 
     def stream_of(request: Request) -> Tensor | None:
-        # No more numbers than the context has room for, whatever was asked.
-        room = request.max_tokens - len(request.prompt_ids)
+        # No more numbers than the context has room for, whatever was asked, and a path: a pass counts in full what it
+        # accepts beyond the answer's end.
+        room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
         return None if sampling.is_greedy else uniform_stream(sampling.seed, request.index, room)
 
     def listener_of(place: int) -> Callable[[Sequence[int]], None] | None:

@@ -59,6 +59,23 @@ def test_drafted_equals_plain_and_pieces(tmp_path: Path, options: dict[str, Any]
     assert drafted.token_ids == pieces.generate(prompts, max_new_tokens=16, **options).token_ids
 
 
+def test_what_is_accepted_beyond_the_end_hangs_on_no_earlier_answer(tmp_path: Path) -> None:
+    """These passes go beyond the two tokens that were asked for; accepted lengths count them in full."""
+    target, head = tiny_target("llama", vocab_size=8), write_head(tmp_path, vocab=8)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.3)  # softer, so that draws differ
+    tree = {"depth": 2, "top_k": 4, "total_tokens": 14}
+    pieces = SpeculativeModel.from_pretrained(target, head, **tree)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend="fused", **tree)
+    prompts = random_prompts([4] * 8, vocab=8)
+    options = {"ignore_eos": True, "temperature": 1.5}
+    model.generate(prompts, max_new_tokens=9, seed=1, **options)
+    ours, theirs = (each.generate(prompts, max_new_tokens=2, seed=2, **options) for each in (model, pieces))
+    assert ours.token_ids == theirs.token_ids
+    assert ours.stats.num_accepted_tokens > len(prompts)
+    assert ours.stats.accepted_lengths == theirs.stats.accepted_lengths
+
+
 @pytest.mark.parametrize(
     "options",
     [
