@@ -605,7 +605,13 @@ ENGINES: dict[str, Engine] = {
         _vllm_known,
     ),
     "sglang": Engine(
-        "SGLang", ("sglang",), ("0.5.23", "0.5.23"), "its loader run on CPU", True, _sglang, _sglang_known
+        "SGLang",
+        ("sglang",),
+        ("0.5.16", "0.5.23"),
+        "the first drafted on an H200, the last's loader run on CPU",
+        True,
+        _sglang,
+        _sglang_known,
     ),
     "tensorrt-llm": Engine("TensorRT-LLM", ("tensorrt_llm",), None, "its source read", True, _tensorrt_llm),
     "safeailab": Engine("SafeAILab/EAGLE", (), None, "its state-dict contract tested", True, _safeailab),

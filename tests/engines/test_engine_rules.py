@@ -100,11 +100,21 @@ def test_the_default_taps_spelt_out_are_not_other_taps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "outside"),
-    [("0.25.1", False), ("0.32.0+cpu", False), ("0.33.1", True), ("0.25.0", True), ("0.9", True)],
+    ("engine", "version", "outside"),
+    [
+        ("vllm", "0.25.1", False),
+        ("vllm", "0.32.0+cpu", False),
+        ("vllm", "0.33.1", True),
+        ("vllm", "0.25.0", True),
+        ("vllm", "0.9", True),
+        ("sglang", "0.5.16", False),
+        ("sglang", "0.5.23", False),
+        ("sglang", "0.5.15", True),
+        ("sglang", "0.5.24", True),
+    ],
 )
-def test_a_version_outside_the_proven_range_is_a_warning(version: str, outside: bool) -> None:
-    findings = [f for f in check_engine(EAGLE3, "vllm", version=version) if "outside" in f.problem]
+def test_a_version_outside_the_proven_range_is_a_warning(engine: str, version: str, outside: bool) -> None:
+    findings = [f for f in check_engine(EAGLE3, engine, version=version) if "outside" in f.problem]
     assert len(findings) == outside
     assert all(f.severity == "warning" and "accepted length" in f.alternative for f in findings)
 
