@@ -90,6 +90,7 @@ class SourceChecks:
         if provenance.get("from") == "head":
             # An artifact that was slimmed again may have lent rows that it kept.
             source = with_kept_rows(self._source_head, self.offline or self.head_name is None)
+            refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
             stored = source.tensors.stored[names.LM_HEAD]
             lm_head = eagle3.LmHeadSource(source.tensors.source, stored, "head", source.location)
         else:

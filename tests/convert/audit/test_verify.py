@@ -269,6 +269,15 @@ def test_sound_artifacts_of_every_kind(made, tmp_path):
     assert verify_artifact(tmp_path / "eagle1-slim")["config keys"].status == "failed"
 
 
+def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_path):
+    full = write_eagle3(tmp_path / "full", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    done = convert_head(
+        full, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=made / "target", out=tmp_path / "out"
+    )
+    result = verify_artifact(done[0].folder, head=made / "head", target=made / "target")
+    assert [check.name for check in result.checks if check.status == "failed"] == ["lm_head rows of the source"]
+
+
 def test_errors(tmp_path, slim):
     with pytest.raises(ArtifactError, match="no such folder"):
         verify_artifact(tmp_path / "nothing")
