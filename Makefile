@@ -87,11 +87,11 @@ test-oldest: $(UV)
 	    --editable .
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) --ignore tests/kernels --ignore tests/engines
 
-# Apart from its tests: it may run beside other targets that build.
+# The engines' packages without ours, which may be installed beside `make check`.
 engines:
 	tests/engines/install.sh
 
-test-# Apart from its tests: it may run beside other targets that build.
+test-# The engines' packages without ours, which may be installed beside `make check`.
 engines:
 	tests/engines/run.sh
 
