@@ -60,7 +60,7 @@ class AttentionShape:
     max_parts: int = 16
     """Most parts of one unit's keys; a power of two."""
     queries: int = 4
-    """Queries of ``max_parts`` that are merged at a time; of a quarter of them four times as many."""
+    """Queries merged at a time."""
     window: int = 0
     """A key is seen if query position - key position is below it; 0 for no window."""
 
@@ -372,12 +372,11 @@ def merge_parts(
     out_row,  # [queries]
     head,  # [queries]
     SHAPE: tl.constexpr,
-    PARTS: tl.constexpr,  # most parts of a query, a power of two
 ):
     """Merge the parts of some queries: the softmax-weighted sum of what each part saw."""
     GROUP_ROWS: tl.constexpr = SHAPE.group_rows
     zero = hidden_zero()
-    offs_p = tl.arange(0, PARTS) + zero
+    offs_p = tl.arange(0, SHAPE.max_parts) + zero
     offs_d = tl.arange(0, SHAPE.block_d) + zero
     mask_d = (offs_d < SHAPE.head_dim)[None, :]
     part = first_part[:, None] + offs_p[None, :]  # [queries, parts]
@@ -454,12 +453,13 @@ def attend(
 
 
 @triton.jit
-def merge_queries(
-    parts, out_ptr, rows, num_active, num_nodes, most,
-    PROGRAMS: tl.constexpr, SHAPE: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr,
+def merge_heads(
+    parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
 ):  # fmt: skip
-    """Merge this program's queries, QUERIES at a time, of PARTS parts at most."""
+    """Merge what `attend` left, some queries at a time, into the operand of the output projection."""
     HEADS: tl.constexpr = SHAPE.heads
+    QUERIES: tl.constexpr = SHAPE.queries
+    most = most_parts(num_active, PROGRAMS, SHAPE)
     num_queries = num_active * num_nodes * HEADS
     for first in tl.range(tl.program_id(0) * QUERIES, num_queries, PROGRAMS * QUERIES, disable_licm=True):
         query = first + tl.arange(0, QUERIES) + hidden_zero()
@@ -471,25 +471,8 @@ def merge_queries(
         group, row = query_place(a, node, head, SHAPE)
         merge_parts(
             parts, (group * most).to(tl.int64), row, parts_of(prefix, most, SHAPE), mask,
-            out_ptr, a * ROWS + node, head, SHAPE, PARTS,
+            out_ptr, a * ROWS + node, head, SHAPE,
         )  # fmt: skip
-
-
-@triton.jit
-def merge_heads(
-    parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
-):  # fmt: skip
-    """Merge what `attend` left, some queries at a time, into the operand of the output projection."""
-    QUERIES: tl.constexpr = SHAPE.queries
-    FEW: tl.constexpr = SHAPE.max_parts // 4
-    most = most_parts(num_active, PROGRAMS, SHAPE)
-    is_few = False
-    if PROGRAMS // (SHAPE.slots * SHAPE.groups) <= FEW:
-        is_few = most <= FEW
-        if is_few:
-            merge_queries(parts, out_ptr, rows, num_active, num_nodes, most, PROGRAMS, SHAPE, 4 * QUERIES, FEW)
-    if is_few == 0:
-        merge_queries(parts, out_ptr, rows, num_active, num_nodes, most, PROGRAMS, SHAPE, QUERIES, SHAPE.max_parts)
 
 
 @triton.jit
@@ -513,7 +496,7 @@ def _merge_kernel(parts, out_ptr, num_parts, SHAPE: tl.constexpr):
     group, row = query_place(slot, node, head, SHAPE)
     merge_parts(
         parts, group.to(tl.int64) * num_parts, row, head * 0 + num_parts, head >= 0,
-        out_ptr, head * 0 + slot * ROWS + node, head, SHAPE, SHAPE.max_parts,
+        out_ptr, head * 0 + slot * ROWS + node, head, SHAPE,
     )  # fmt: skip
 
 

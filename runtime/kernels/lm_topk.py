@@ -164,26 +164,9 @@ def unpacked_row(place, nodes, GROUP_ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_logits(scratch_ptr, first_row, BLOCK_N: tl.constexpr):
-    """Logits of SELECT_ROWS nodes: fp32 [BLOCK_N / LANES, SELECT_ROWS * LANES], see `update_best`."""
-    thread = tl.arange(0, SELECT_ROWS * LANES) + unaligned_zero()
-    element = tl.arange(0, BLOCK_N // LANES)
-    place = element[:, None] * (SELECT_ROWS * LANES) + thread[None, :]
-    return tl.load(scratch_ptr + first_row * BLOCK_N + place)
-
-
-@triton.jit
-def load_ids(row_ids_ptr, num_columns, BLOCK_N: tl.constexpr):
-    """Ids of the columns of a tile: int32 [BLOCK_N / LANES, SELECT_ROWS * LANES], see `update_best`."""
-    lane = tl.arange(0, SELECT_ROWS * LANES) % LANES + unaligned_zero()
-    column = tl.arange(0, BLOCK_N // LANES)[:, None] * LANES + lane[None, :]
-    return tl.load(row_ids_ptr + column, mask=column < num_columns, other=NO_INDEX)
-
-
-@triton.jit
 def update_best(
-    logits,  # `load_logits`
-    ids,  # `load_ids`
+    scratch_ptr,  # fp32 [block_m, BLOCK_N], this program's
+    row_ids_ptr,  # int32: id of each column of the tile
     num_columns,
     lists,  # `Lists` of this program
     first_row,  # of SELECT_ROWS nodes, as they lie in the scratch
@@ -202,6 +185,7 @@ def update_best(
     MAX_K: tl.constexpr = SELECT.max_k
     zero = unaligned_zero()
     numbers = tl.arange(0, SELECT_ROWS * LANES)
+    thread = numbers + zero
     lane = numbers % LANES + zero
     row = first_row + numbers // LANES + zero
     if PACKED:
@@ -210,7 +194,10 @@ def update_best(
     element = tl.arange(0, BLOCK_N // LANES)
     column = element[:, None] * LANES + lane[None, :]
     real = in_use[None, :] & (column < num_columns)
-    logits = tl.where(real, logits, float("-inf"))
+    ids = tl.load(row_ids_ptr + column, mask=real, other=NO_INDEX)
+    group_ptr = scratch_ptr + first_row * BLOCK_N
+    place = element[:, None] * (SELECT_ROWS * LANES) + thread[None, :]
+    logits = tl.load(group_ptr + place, mask=real, other=float("-inf"))
     folds = in_use & (tile_start > 0)
     old_max = tl.load(lists.maxima + row, mask=folds, other=float("-inf"))
     old_sum = tl.load(lists.sums + row, mask=folds, other=0.0)
@@ -289,15 +276,10 @@ def stream_topk(
         place = scratch_place(scratch_row[None, :], offs_n[:, None], BLOCK_N)
         tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
         tl.debug_barrier()
-        ids = load_ids(head.ids + n0, left, BLOCK_N)
-        logits = load_logits(scratch_ptr, 0, BLOCK_N)
-        last = (num_rows - 1) // SELECT_ROWS * SELECT_ROWS
         for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):
-            following = logits
-            if SELECT.block_m > SELECT_ROWS:
-                following = load_logits(scratch_ptr, tl.minimum(first + SELECT_ROWS, last), BLOCK_N)
-            update_best(logits, ids, left, lists, first, nodes, n0, SELECT, SELECT.packed, BLOCK_N, HEAD.several)
-            logits = following
+            update_best(
+                scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, SELECT.packed, BLOCK_N, HEAD.several
+            )
         tl.debug_barrier()
 
 
@@ -355,10 +337,9 @@ def stream_tails(
             )  # fmt: skip
             tl.debug_barrier()
             # The base came first: there is something to fold into.
-            logits = load_logits(scratch_ptr, group * SELECT_ROWS, BLOCK_N)
-            ids = load_ids(tails.ids + place, left, BLOCK_N)
             update_best(
-                logits, ids, left, lists, group * SELECT_ROWS, nodes, 1, SELECT, False, BLOCK_N, True
+                scratch_ptr, tails.ids + place, left, lists, group * SELECT_ROWS, nodes, 1,
+                SELECT, False, BLOCK_N, True,
             )  # fmt: skip
             tl.debug_barrier()
 
