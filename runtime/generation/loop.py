@@ -72,18 +72,18 @@ class GenerationLoop:
 
     def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
         self.timer = PhaseTimer(self.target.device)
-        # Whatever this call does to the caches, what they held is not theirs any more.
-        before = self.kept.take()
         if self.waiting:
+            # Whatever this call does to the caches, what they held is not theirs any more.
+            before = self.kept.take()
             capacity = max(state.request.max_tokens for state in self.waiting)
             nodes = 1 if self.drafter is None else self.drafter.tree.total_tokens
             # A path is kept in its full width, padding included, and a deep tree of few nodes is wider than those.
             room = max(nodes, self.width)
             self._allocate(before if self.reuse_prefix else KeptPieces(), capacity, room)
-        while self.waiting or self.running:
-            self._fill_slots()
-            if self.running:
-                self._step()
+            while self.waiting or self.running:
+                self._fill_slots()
+                if self.running:
+                    self._step()
             if self.reuse_prefix:
                 self.kept.put(self.pieces)
         timings = self.timer.stop_and_wait()

@@ -169,25 +169,31 @@ def test_what_slots_hold() -> None:
     assert match_slots(["Xy", "abcd"], [kept, KeptRows()], [0, 1], is_drafted=False) == [(1, 0), (0, 3)]
 
 
-def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> None:
     model = SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), target_backend="fused", depth=2, top_k=2, total_tokens=5
+        tiny_target("llama"), write_head(tmp_path), target_backend=backend, depth=2, top_k=2, total_tokens=5
     )
     prompt = random_prompts([9])[0]
-    wanted = model.generate(prompt, max_new_tokens=8).token_ids
+    wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
 
     class Failing:
+        num_heard = 0
+
         def put(self, value: torch.Tensor) -> None:
-            if value.dim() == 1:
+            self.num_heard += 1
+            if self.num_heard == 4:  # the prompt, its first token, one step, the next
                 raise KeyboardInterrupt
 
         def end(self) -> None: ...
 
     with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt, max_new_tokens=8, streamer=Failing())
-    again = model.generate(prompt, max_new_tokens=8, reuse_prefix=True)
+        model.generate(prompt, max_new_tokens=8, ignore_eos=True, streamer=Failing(), reuse_prefix=True)
+    again = model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True)
     assert again.stats.num_reused_tokens == 0
     assert again.token_ids == wanted
+    assert model.generate(prompt, max_new_tokens=0, reuse_prefix=True).token_ids == [[]]
+    assert model.generate(prompt, max_new_tokens=8, reuse_prefix=True).stats.num_reused_tokens > 0
 
 
 def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
