@@ -1,6 +1,7 @@
 """The scripts that carry engines to a GPU machine and measure them there, without any engine."""
 
 import json
+import os
 import random
 import struct
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import patch
 
 import pytest
 
@@ -48,12 +50,13 @@ run_start(start, lambda job, generate: {"broken": {how: {"accepted_length": 1.0}
 def scripts() -> Iterator[dict[str, ModuleType]]:
     """The scripts import each other by bare names, as they do on the machine; they leave nothing behind here."""
     sys.path.insert(0, str(SCRIPTS))
-    try:
-        yield {name: import_module(name) for name in NAMES}
-    finally:
-        sys.path.remove(str(SCRIPTS))
-        for name in NAMES:
-            del sys.modules[name]
+    with patch.dict(os.environ):
+        try:
+            yield {name: import_module(name) for name in NAMES}
+        finally:
+            sys.path.remove(str(SCRIPTS))
+            for name in NAMES:
+                del sys.modules[name]
 
 
 def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:

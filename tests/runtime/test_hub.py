@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +42,7 @@ def test_artifact_and_target_by_repository(tmp_path: Path) -> None:
             "20",
             "--json",
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", **hub.env(tmp_path / "home")}
+        env = {**hub.env(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
         online = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
         assert online.returncode == 0, online.stderr
     value = json.loads(online.stdout)
