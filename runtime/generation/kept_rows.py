@@ -67,10 +67,12 @@ class KeptPieces:
 
     cache: SlotCache | None = None
     drafter: Drafter | None = None
-    """Whose cache has the pairs."""
+    """Whose cache has the pairs, as long as ``claim`` is the last one."""
     capacity: int = 0
     """Tokens of a sequence that the drafter's cache has room for."""
     slots: list[KeptRows] = field(default_factory=list)
+    claim: object | None = None
+    """The mark that the allocation of the drafter's cache has left (`GenerationLock.claims`)."""
 
     def take(self) -> KeptPieces:
         """Return what is there and leave nothing."""

@@ -97,10 +97,14 @@ class GenerationLoop:
             before = KeptPieces(cache, None, capacity, [KeptRows()] * self.num_slots)
         assert before.cache is not None
         self.pieces, self.cache = before, before.cache
-        if self.drafter is not None and self.drafter is not before.drafter:
+        claims = self.target.lock.claims
+        if self.drafter is not None and (
+            self.drafter is not before.drafter or claims.get(id(self.drafter)) is not before.claim
+        ):
             self.drafter.allocate(self.num_slots, before.capacity)
+            claim = claims[id(self.drafter)] = object()
             slots = [KeptRows(kept.tokens) for kept in before.slots]
-            self.pieces = replace(before, drafter=self.drafter, slots=slots)
+            self.pieces = replace(before, drafter=self.drafter, claim=claim, slots=slots)
         device, dtype = self.target.device, self.target.dtype
         # What the last step added, by slot: the drafter's next input.
         self.features = torch.zeros((self.num_slots, self.width, self.target.feature_width), device=device, dtype=dtype)

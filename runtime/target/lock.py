@@ -21,6 +21,8 @@ class GenerationLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self.claims: dict[int, object] = {}
+        """By the `id` of a drafter, the mark of the call that allocated its cache last: models may share a drafter."""
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -196,6 +196,20 @@ def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> 
     assert model.generate(prompt, max_new_tokens=8, reuse_prefix=True).stats.num_reused_tokens > 0
 
 
+def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path: Path) -> None:
+    options = {"depth": 2, "top_k": 2, "total_tokens": 5}
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    one = SpeculativeModel.from_pretrained(target, head, **options)
+    other = SpeculativeModel(one.target, one.drafter)
+    fresh = SpeculativeModel.from_pretrained(target, head, **options)
+    prompts, generate = random_prompts([9, 20, 14]), {"max_new_tokens": 8, "ignore_eos": True}
+    one.generate(prompts, reuse_prefix=True, **generate)
+    other.generate(prompts[1], reuse_prefix=True, **generate)
+    output, expected = one.generate(prompts, reuse_prefix=True, **generate), fresh.generate(prompts, **generate)
+    assert output.token_ids == expected.token_ids
+    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+
+
 def test_what_only_the_host_can_do_runs_in_pieces(tmp_path: Path) -> None:
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), target_backend="fused")
     prompts = random_prompts([5])
