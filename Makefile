@@ -91,8 +91,7 @@ test-oldest: $(UV)
 engines:
 	tests/engines/install.sh
 
-test-# The engines' packages without ours, which may be installed beside `make check`.
-engines:
+test-engines:
 	tests/engines/run.sh
 
 $(UV):
