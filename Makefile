@@ -65,7 +65,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
 # Against another Triton, in an environment of its own: make test-kernels TRITON=3.6.0. What the compiler makes of the
-# kernels (test_compile.py) is judged with the newest Triton only; the interpreter of 3.6 needs NumPy before 2.4.
+# kernels (test_*compile.py) is judged with the newest Triton only; the interpreter of 3.6 needs NumPy before 2.4.
 TRITON ?= 3.6.0
 TRITON_VENV = build/triton-$(TRITON)
 test-kernels:
@@ -73,7 +73,7 @@ test-kernels:
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
-	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels --ignore tests/kernels/test_compile.py
+	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels --ignore-glob '*compile.py'
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by
 # names that warn since 3.3.
