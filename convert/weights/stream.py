@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,28 +138,42 @@ def _filled(plans: Iterator[tuple[Bytes, Sequence[Job]]]) -> Generator[Bytes, No
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
     hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
     hashes: deque[Future[None]] = deque()
+    reading: list[Future[object]] = []
 
-    def start() -> tuple[Bytes, list[Future[object]]] | None:
+    def start() -> Bytes | None:
         if len(hashes) == _RING:
             # The buffer that comes next was hashed last as many pieces ago.
             hashes.popleft().result()
         plan = next(plans, None)
-        return None if plan is None else (plan[0], [readers.submit(job) for job in plan[1]])
+        reading.clear()
+        if plan is None:
+            return None
+        buffer, parts = plan
+        for part in parts:
+            reading.append(readers.submit(part))
+        return buffer
 
     try:
         ahead = start()
         while ahead is not None:
-            buffer, jobs = ahead
-            for job in jobs:
+            for job in reading:
                 job.result()
+            buffer = ahead
             hashes.append(hasher.submit(digest.update, buffer.reshape(-1).data))
             ahead = start()
             yield buffer
-        hasher.shutdown()
+        for hashed in hashes:
+            hashed.result()
         return digest.hexdigest()
     finally:
-        readers.shutdown(cancel_futures=True)
-        hasher.shutdown(cancel_futures=True)
+        # Jobs are waited for, threads are not joined: the garbage collector may close a generator that was left, in any
+        # thread, and so in one that is just being started and holds the lock that joining takes.
+        readers.shutdown(wait=False, cancel_futures=True)
+        hasher.shutdown(wait=False, cancel_futures=True)
+        left: list[Future[Any]] = [*reading, *hashes]
+        for job in left:
+            if not job.cancelled():
+                job.exception()
 
 
 def _allocate(file: WeightsFile, tensor: TensorInfo, rows: int) -> Bytes:
