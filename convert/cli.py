@@ -175,7 +175,8 @@ def convert(head: str | None, **options: Any) -> None:
     """Cut the draft vocabulary of an EAGLE head to the tokens that matter.
 
     HEAD is a folder or a repository of the Hugging Face Hub; without it, the built-in EAGLE-3 head of
-    SmolLM2-135M-Instruct. The result is a folder that vLLM, SGLang, TensorRT-LLM and SafeAILab's EAGLE load as it is.
+    SmolLM2-135M-Instruct. The result is a folder that vLLM and SGLang serve as it is. It has the names and
+    shapes that TensorRT-LLM and SafeAILab's EAGLE ask for, which were not run with it.
 
     The tokens come from --counts, --token-map, --dataset or --order; without any of them from the head's own ranks (a
     head that eagle-convert wrote), from the built-in counts (the built-in head) or from a public chat dataset.

@@ -4,9 +4,9 @@
     vllm serve TARGET --port 8001 --speculative-config '{"method": "eagle3", "model": "./slim", ...}'
     python examples/engine_speed.py --server full=http://localhost:8000 --server slim=http://localhost:8001
 
-One server serves one head, so there is one --server for each; they are asked one after the other. Any server with
-OpenAI's chat API gives the speed; the accepted length is read from the metrics of vLLM, and of SGLang if it was started
-with --enable-metrics. Servers on one GPU share its memory; while the others are idle, one has its speed to itself.
+One server serves one head, so give one --server for each; they are asked one after the other. Any server with OpenAI's
+chat API gives the speed; the accepted length is read from the metrics of vLLM, and of SGLang if it was started with
+--enable-metrics. Servers on one GPU share its memory, but only one is asked at a time, so each runs at full speed.
 """
 
 import argparse
@@ -70,13 +70,13 @@ def fetch(url: str, body: dict[str, Any] | None = None, timeout_s: float = 600) 
         detail = error.read(500).decode(errors="replace").strip()
         raise ServerError(f"{url} answers {error.code} {error.reason}: {detail}") from error
     except (http.client.HTTPException, OSError, UnicodeError) as error:
-        # What is no HTTP is quoted as it came.
+        # An answer that is not HTTP is quoted as it came.
         reason = str(getattr(error, "reason", error)).strip() or type(error).__name__
         raise ServerError(f"{url} does not answer ({reason}). Is the server up, and is that its port?") from error
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """Sum every metric of a Prometheus page over its labels, by name; lines that are no sample are left out."""
+    """Sum every metric of a Prometheus page over its labels, by name; lines that are not samples are ignored."""
     totals: dict[str, float] = {}
     for line in text.splitlines():
         if not (found := _SAMPLE.match(line)):
@@ -110,7 +110,7 @@ def accepted_length(before: dict[str, float], after: dict[str, float], answers: 
     if after.get("sglang:spec_accept_length", 0.0) > 0:
         return after["sglang:spec_accept_length"], "SGLang's own average of its last log interval."
     if any(name.startswith(("vllm:", "sglang:")) for name in after):
-        return None, "the metrics know of no drafts: the server was started without a head."
+        return None, "its metrics mention no drafts: the server was started without a head."
     return None, "its metrics are neither vLLM's nor SGLang's."
 
 
@@ -154,7 +154,7 @@ def measure(label: str, url: str, questions: list[str], max_tokens: int, concurr
     seconds = time.perf_counter() - began
     length = None
     if not note:
-        # SGLang's processes hand their counts on a moment after the answer.
+        # SGLang's processes report their counts a moment after the answer.
         time.sleep(1)
         after, note = metrics_of(url)
         if not note:
@@ -173,7 +173,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=prompts, help="questions, one JSON object with turns per line")
     parser.add_argument("--limit", type=int, help="ask only that many of the questions")
     parser.add_argument("--max-tokens", type=int, default=256, help="tokens to generate per answer (default: 256)")
-    parser.add_argument("--concurrency", type=int, default=1, help="questions under way at a time (default: 1)")
+    parser.add_argument("--concurrency", type=int, default=1, help="questions asked at the same time (default: 1)")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     arguments = parser.parse_args()
     arguments.servers = {}

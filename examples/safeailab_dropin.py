@@ -57,12 +57,13 @@ if args.base_model:
     prompt = torch.tensor([model.tokenizer("Why is the sky blue?").input_ids], device=device)
     decode = model.tokenizer.decode
 else:
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
     from eagle_slim.convert.sources.builtin import embedded_target_folder
-    from eagle_slim.runtime.bench.upstream import Case, build_ea_model, read_prompt
     from tokenizers import Tokenizer
 
-    case = Case("smollm2-135m", "eagle3", 49152, dtype, device, max_positions=2048)
-    model, prompt = build_ea_model(case), read_prompt(case, 0)
+    from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, read_prompt
+
+    model, prompt = build_ea_model(BUILT_IN, dtype, device), read_prompt(BUILT_IN, device)
     decode = Tokenizer.from_file(str(embedded_target_folder() / "tokenizer.json")).decode
 
 

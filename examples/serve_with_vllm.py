@@ -50,9 +50,9 @@ def main() -> int:
         enforce_eager=arguments.enforce_eager,
         disable_log_stats=False,
         speculative_config={
-            # Without it vLLM guesses the method from the path of the head.
+            # Without it vLLM guesses the method from the head's path.
             "method": "eagle3",
-            # vLLM takes an existing path for a folder and everything else for a Hub repository.
+            # vLLM treats an existing path as a folder and everything else as a Hub repository.
             "model": str(Path(arguments.head).resolve()) if Path(arguments.head).is_dir() else arguments.head,
             "num_speculative_tokens": arguments.num_speculative_tokens,
         },

@@ -1,8 +1,17 @@
-from .config import SamplingConfig, TreeConfig
+from . import compare
 from .drafter.buffers import Buffers
-from .drafter.config import DrafterConfig
+from .drafter.dimensions import DrafterConfig
+from .drafter.drafter import Drafter
 from .drafter.follow import FollowRows
-from .drafter.reference import Drafter, NewPairs, ReferenceDrafter
+from .drafter.launch import (
+    DraftFunction,
+    allocate_buffers,
+    check_finished,
+    launch_drafter,
+    prefill_drafter,
+    set_tail,
+)
+from .drafter.packed_weights import Weights, open_tuned_cache
 from .errors import (
     AcceptanceWarning,
     DrafterError,
@@ -14,41 +23,26 @@ from .errors import (
     TargetWarning,
     UnsupportedModelError,
 )
-from .generation.output import GenerationOutput
-from .generation.requests import RequestOutput
-from .generation.stats import GenerationStats
-from .kernels.launch import (
-    TritonDrafter,
-    Weights,
-    allocate_buffers,
-    check_finished,
-    launch_drafter,
-    open_tuned_cache,
-    prefill_drafter,
-    set_tail,
-)
 from .miss_log import MissLog
 from .model import SpeculativeModel
-from .slots import ActiveSlots
-from .tree import DraftTree
-from .upstream.backends import (
-    frontier_generate,
-    register_triton_backend,
-    registered_backends,
-    unregister_backend,
-)
-from .upstream.fused import fused_draft_token_generation
-from .upstream.patch import (
+from .requests.output import GenerationOutput
+from .requests.requests import RequestOutput
+from .requests.stats import GenerationStats
+from .safeailab.backends import frontier_generate, register_triton_backend, registered_backends, unregister_backend
+from .safeailab.fused import fused_draft_token_generation
+from .safeailab.patch import (
     patch_ea_model_with_triton_drafter,
     patch_eagle_model,
     unpatch_ea_model,
     unpatch_eagle_model,
 )
+from .settings import SamplingConfig, TreeConfig
+from .tree import DraftTree
 
 __all__ = [
     "AcceptanceWarning",
-    "ActiveSlots",
     "Buffers",
+    "DraftFunction",
     "DraftTree",
     "Drafter",
     "DrafterConfig",
@@ -59,21 +53,19 @@ __all__ = [
     "GenerationStats",
     "HeadWarning",
     "MissLog",
-    "NewPairs",
     "PairingError",
     "PromptError",
-    "ReferenceDrafter",
     "RequestOutput",
     "SamplingConfig",
     "SpeculativeModel",
     "TargetError",
     "TargetWarning",
     "TreeConfig",
-    "TritonDrafter",
     "UnsupportedModelError",
     "Weights",
     "allocate_buffers",
     "check_finished",
+    "compare",
     "frontier_generate",
     "fused_draft_token_generation",
     "launch_drafter",

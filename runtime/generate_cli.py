@@ -10,16 +10,13 @@ import click
 from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
-from .model_options_cli import load_model, miss_log_option, model_options, show_warnings_as_lines
+from .options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, show_warnings_as_lines
 
 if TYPE_CHECKING:
-    from .generation.output import GenerationOutput
-    from .generation.rounding import Boundary
-    from .generation.stats import GenerationStats
     from .model import SpeculativeModel
+    from .requests.output import GenerationOutput
+    from .requests.stats import GenerationStats
 
-
-_INTERRUPTED = 130
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
 /reset        start over
@@ -48,11 +45,10 @@ Examples:
 @model_options
 @click.option("--draft-vocab", callback=_draft_vocab, metavar="N",
               help="Draft over the best N ids only; `full`, the default, is all that the head has.")  # fmt: skip
-@click.option("--follow", type=click.Choice(["prompt", "text"]),
-              help="Ids of the prompt, or of prompt and answer, join the draft vocabulary for their text.")  # fmt: skip
+@click.option("--follow", type=click.Choice(["prompt"]), help="Let ids of the prompt join the draft vocabulary.")
 @click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Most ids that join. Default: 512.")
 @click.option(
-    "--prompt", metavar="TEXT", help="Answer this and end. Default: the text on stdin, or in a terminal a chat."
+    "--prompt", metavar="TEXT", help="Answer this and end. Default: the text on stdin, or a chat in a terminal."
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
@@ -60,7 +56,7 @@ Examples:
 @click.option("--temperature", type=float, metavar="T", help="Above 0 samples. Default: greedy.")
 @click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
-@click.option("--seed", type=int, help="Fixes every draw. Default: another one each time, which is printed.")
+@click.option("--seed", type=int, help="Fixes every draw. Default: a new one each time, printed with the figures.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @miss_log_option
@@ -78,7 +74,7 @@ def generate(**options: Any) -> int:
         _generate(options)
     except KeyboardInterrupt:
         note("\ninterrupted")
-        return _INTERRUPTED
+        return INTERRUPTED
     return 0
 
 
@@ -94,37 +90,39 @@ def _generate(options: dict[str, Any]) -> None:
             raise UsageError("There is no prompt. Give --prompt, or text on stdin.", missing="prompt")
     for name, text in (("prompt", prompt), ("--system", options["system"])):
         _check_text(name, text)
-    if options["follow_rows"] is not None and options["follow"] is None:
+    follow, follow_rows = options.pop("follow"), options.pop("follow_rows")
+    if follow_rows is not None and follow is None:
         raise UsageError(
-            "--follow-rows says how many ids join with --follow. Give --follow prompt or --follow text.",
+            "--follow-rows is how many ids join with --follow. Give --follow prompt as well.",
             option="--follow-rows", missing="--follow",
         )  # fmt: skip
-    if options["raw"] and options["system"] is not None:
+    system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
+    if raw and system is not None:
         raise UsageError(
             "--system is part of the chat template, which --raw leaves out. Give one of them.", option="--system"
         )
-    if prompt is None and (as_json or options["check"]):
+    if prompt is None and (as_json or check):
         raise UsageError(
             "--json and --check answer one prompt. Give --prompt.", option="--json" if as_json else "--check"
         )
-    from .generation.arguments import sampling_config
+    from .drafter.follow import DEFAULT_FOLLOW_ROWS
     from .miss_log import check_log
+    from .requests.arguments import sampling_config
 
     # Refused before the model is loaded.
     log_file = options.pop("miss_log")
     if log_file is not None:
         check_log(log_file)
     sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"] or 0)
-    model = load_model(options)
-    system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
+    (model,) = load_heads(
+        options, draft_vocab=options.pop("draft_vocab"), follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
+    )
     given = {k: v for k, v in options.items() if v not in (None, ())}
     session = _Session(model, system, raw, check, given, log_file)
     if prompt is None:
         session.chat()
-    elif as_json:
-        session.answer_as_json(prompt)
     else:
-        session.answer(prompt)
+        session.answer(prompt, as_json)
 
 
 def _check_text(name: str, text: str | None) -> None:
@@ -146,50 +144,49 @@ class _Session:
         options: dict[str, Any],
         log_file: str | None,
     ) -> None:
-        from .miss_log import MissLog, check_log
+        from .miss_log import MissLog, check_log, vocabulary_name
 
         self.model, self.raw, self.check, self.options = model, raw, check, options
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.answered: list[GenerationStats] = []
         self.log_file, self.log = log_file, None if log_file is None else MissLog.of(model)
+        self.log_name = vocabulary_name(model.draft_vocab, model.drafter.weights.follow is not None)
         if log_file is not None:
             check_log(log_file, self.log)
         self._path = ""
 
-    def answer(self, prompt: str, reuse_prefix: bool = False) -> None:
-        """Stream one answer and print its figures; what ran is told when it is not what ran before."""
-        from .generation.streaming import StopTextStreamer
+    def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
+        """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
+        from .requests.streaming import StopTextStreamer
 
-        ids = self._encode(prompt)
-        streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
+        ids, streamer = self._encode(prompt), None
+        if not as_json:
+            streamer = StopTextStreamer(self.model.tokenizer, self.options.get("stop", ()), skip_special_tokens=True)
         output = self.model.generate(ids, streamer=streamer, reuse_prefix=reuse_prefix, **self.options)
-        self.messages.append({"role": "assistant", "content": output.text[0] or ""})
-        self.answered.append(output.stats)
-        self._keep(output)
-        if output.stats.path != self._path:
-            self._path = output.stats.path
-            note(self._path)
-        note(figures(output.stats) + f"; ended by {output.results[0].finish_reason}" + _seed(output))
-        if self.check:
-            _check(self.model, ids, output, self.options)
-
-    def answer_as_json(self, prompt: str) -> None:
-        """Print one answer with its figures as JSON."""
-        ids = self._encode(prompt)
-        output = self.model.generate(ids, **self.options)
         result = output.results[0]
-        self._keep(output)
-        emit_json(
-            {
-                "text": result.text,
-                "token_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                "draft_vocab": self.model.draft_vocab,
-                "seed": output.seed,
-                "stats": output.stats.to_json(),
-            }
-        )
+        self.messages.append({"role": "assistant", "content": result.text or ""})
+        self.answered.append(output.stats)
+        if self.log_file is not None and self.log is not None:
+            self.log.add(output, self.log_name)
+            self.log.save(self.log_file)
+        if as_json:
+            emit_json(
+                {
+                    "text": result.text,
+                    "token_ids": result.token_ids,
+                    "finish_reason": result.finish_reason,
+                    "draft_vocab": self.model.draft_vocab,
+                    "seed": output.seed,
+                    "stats": output.stats.to_json(),
+                }
+            )
+        else:
+            if output.stats.path != self._path:
+                self._path = output.stats.path
+                note(self._path)
+            seed = "" if output.seed is None else f"; seed {output.seed}"
+            note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
         if self.check:
             _check(self.model, ids, output, self.options)
 
@@ -222,20 +219,14 @@ class _Session:
                     note("\ninterrupted; the conversation goes on without this message")
                     self.messages = before
 
-    def _keep(self, output: GenerationOutput) -> None:
-        """Add an answer to the log, if there is one."""
-        from .miss_log import vocabulary_name
-
-        if self.log_file is not None and self.log is not None:
-            self.log.add(output, vocabulary_name(self.model))
-            self.log.save(self.log_file)
-
     def _run_command(self, line: str) -> None:
         command, _, text = line.partition(" ")
         if command == "/help":
             note(_HELP)
         elif command == "/stats":
-            note(figures(_stats_of(self.answered)))
+            from .requests.stats import GenerationStats
+
+            note(figures(GenerationStats.sum(self.answered)))
         elif command in ("/reset", "/system"):
             if command == "/system" and self.raw:
                 note("error: a system message is part of the chat template, which --raw leaves out")
@@ -256,16 +247,6 @@ class _Session:
 def _is_command(line: str) -> bool:
     """Whether a line is a command, rather than a text that begins with a path such as /etc/hosts."""
     return line.startswith("/") and line[1:].partition(" ")[0].isalpha()
-
-
-def _seed(output: GenerationOutput) -> str:
-    return "" if output.seed is None else f"; seed {output.seed}"
-
-
-def _stats_of(answered: Sequence[GenerationStats]) -> GenerationStats:
-    from .generation.stats import GenerationStats
-
-    return GenerationStats.sum(answered)
 
 
 def figures(stats: GenerationStats) -> str:
@@ -295,25 +276,19 @@ def _check(
     place = next((i for i, (a, b) in enumerate(zip(ours, own, strict=False)) if a != b), min(len(ours), len(own)))
     message = f"check: token {place} differs from plain {kind}"
     if place < min(len(ours), len(own)):
-        boundary = _boundary(model, prompt, options, place, own[place], ours[place])
-        message += f", {boundary}"
+        from .requests.arguments import sampling_config
+        from .requests.rounding import distance_to
+
+        # Once more for the logits, which say how close the two tokens were.
+        (again,) = model.generate(prompt, speculative=False, output_logits=True, **options).results
+        assert again.logits is not None
+        names = ("temperature", "top_p", "top_k", "seed")
+        sampling = sampling_config(**{name: options[name] for name in names if name in options})
+        distance = distance_to(again.logits[place], own[place], ours[place], sampling, place, model.target.dtype)
+        message += f", {distance}"
     if str(model.target.dtype) != "torch.float32":
         message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"
     raise EagleSlimError(message + ".", token=place)
-
-
-def _boundary(
-    model: SpeculativeModel, prompt: Sequence[int] | str, options: dict[str, Any], place: int, own: int, ours: int
-) -> Boundary:
-    """Decode plainly once more for the logits, and say how far apart the two tokens were."""
-    from .generation.arguments import sampling_config
-    from .generation.rounding import distance_to
-
-    names = ("temperature", "top_p", "top_k", "seed")
-    sampling = sampling_config(**{name: options[name] for name in names if name in options})
-    plain = model.generate(prompt, speculative=False, output_logits=True, **options)
-    assert plain.results[0].logits is not None
-    return distance_to(plain.results[0].logits[place], own, ours, sampling, place, model.target.dtype)
 
 
 def main(args: list[str] | None = None) -> NoReturn:

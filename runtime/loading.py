@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,27 +20,21 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 
-from .config import TreeConfig
-from .draft_weights import check_draft_weights, stored_dtype
-from .drafter.config import DrafterConfig
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
-from .drafter.reference import Drafter, ReferenceDrafter
 from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
-from .errors import DrafterError, TargetError, UnsupportedModelError, UsageError
+from .errors import TargetError, UsageError
 from .target.location import given_target, recorded_target
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
-    from .target.transformers import TargetModel
+    from .target.wrapper import TargetModel
 
 MapForm = Literal["auto", "offset", "absolute"]
-DRAFTERS = ("auto", "reference", "triton")
-DrafterFactory = Callable[[HeadWeights, TreeConfig], Drafter]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -104,7 +98,6 @@ class OpenedHead:
         self,
         target: TargetModel,
         weights: HeadWeights,
-        follow: str,
         follow_rows: int,
         rank_order: NDArray[np.int64] | None = None,
     ) -> FollowRows:
@@ -122,7 +115,7 @@ class OpenedHead:
             rank_order = known.rank_order
         if rank_order is None and self.is_embedded:
             rank_order = np.argsort(-load_embedded_counts().weighted(), kind="stable")
-        return FollowRows.of(follow, follow_rows, base, known.rows, known.row_of_id, rank_order)
+        return FollowRows.of(follow_rows, base, known.rows, known.row_of_id, rank_order)
 
 
 def open_any_head(
@@ -297,78 +290,6 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
             f"device = {str(device)!r}, but the loaded target is on {weight.device}. Move it, or leave device out.",
             option="device", expected=str(weight.device), found=str(device),
         )  # fmt: skip
-
-
-def check_drafter(drafter: Any, device: torch.device, names: Sequence[str] = DRAFTERS) -> None:
-    """Raise `UsageError` for a name that is none of ``names``, and `DrafterError` for "triton" without a GPU."""
-    if not callable(drafter) and drafter not in names:
-        raise UsageError(
-            f"drafter = {drafter!r} is unknown; expected one of {', '.join(names)}.", option="drafter", found=drafter
-        )
-    if drafter == "triton" and device.type != "cuda":
-        raise DrafterError(
-            f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference'.",
-            option="drafter", expected="cuda", found=device.type,
-        )  # fmt: skip
-
-
-def choose_drafter(
-    drafter: str | DrafterFactory, weights: HeadWeights, tree: TreeConfig, draft_weights: str = "auto"
-) -> tuple[Any, str]:
-    """Turn "auto" into a drafter's name; returns it with the reason.
-
-    The kernel is taken on a GPU for heads and trees within its limits, in the types that it was made for. Raises as
-    `check_draft_weights`, and `DrafterError` for ``draft_weights`` "fp8" with a head that only the reference can draft
-    with.
-    """
-    check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)
-    if drafter != "auto":
-        return drafter, "asked for"
-    if weights.device.type != "cuda":
-        return "reference", f"the model is on {weights.device}"
-    if weights.dtype == torch.float32:
-        return "reference", "the kernel is made for bfloat16 and float16"
-    try:
-        DrafterConfig.of(weights, tree, 1, 1, stored_dtype(draft_weights))
-    except (UnsupportedModelError, UsageError) as error:
-        if draft_weights == "fp8":
-            raise DrafterError(
-                f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
-                "draft_weights out.",
-                **{**error.facts, "option": "draft_weights"},
-            ) from error  # fmt: skip
-        return "reference", str(error)
-    return "triton", f"{weights.dtype} on {weights.device}"
-
-
-def build_drafter(
-    drafter: str | DrafterFactory,
-    weights: HeadWeights,
-    tree: TreeConfig,
-    order: Tensor | None = None,
-    weight_dtype: torch.dtype | None = None,
-) -> Drafter:
-    """Build a drafter by name, or by a callable of (weights, tree).
-
-    ``order``: int64 [draft_vocab], LM-head rows best first, where they are ranked: the kernel packs them so, in
-    ``weight_dtype`` (None: the head's own).
-    "reference" is plain PyTorch on any device. "triton" is the persistent kernel (`runtime.TritonDrafter`). Raises
-    `DrafterError` when the one asked for cannot run here, `UsageError` for an unknown name; there is no fallback.
-    """
-    check_drafter(drafter, weights.device, DRAFTERS[1:])
-    if callable(drafter):
-        return drafter(weights, tree)
-    if drafter == "reference":
-        return ReferenceDrafter(weights, tree)
-    try:
-        from .kernels.launch import TritonDrafter  # type: ignore[import-not-found, unused-ignore]
-    except ModuleNotFoundError as error:
-        raise DrafterError(
-            f"drafter = 'triton' is not available in this installation ({error}). Use drafter='reference'.",
-            option="drafter", missing="triton",
-        ) from error  # fmt: skip
-    built: Drafter = TritonDrafter(weights, tree, weight_dtype, order=order)
-    return built
 
 
 def _from_artifact(artifact: Artifact, offline: bool) -> OpenedHead:

@@ -1,43 +1,32 @@
 """A log of what was generated, in the format of `eagle-vocab count`, from which the next draft vocabulary is ranked.
 
-Counted are **all** generated tokens, those that the draft vocabulary missed and those that it held. A ranking needs
-both: merged with the counts of a corpus (`eagle-vocab merge`), each source is weighed by its share and normalised, so
-that an id's score is its frequency in a mixture of the corpus and of this use. Missed ids alone would come with the
-whole weight of the source, before ids that are common here and were held; and in the next round, where they are held,
-with none, so that they would leave again. Which of the counted ids a vocabulary misses follows from the vocabulary
-(`eagle-vocab show VOCAB --counts LOG`); how many they were stands in the provenance.
+**All** generated tokens are counted, those that the draft vocabulary missed and those that it held. A ranking needs
+both: merged with the counts of a corpus (`eagle-vocab merge`), each source is normalised and weighed, so that an id's
+score is its frequency in a mixture of the corpus and of this use. A log of missed ids alone would give them the whole
+weight of the source, and rank them before ids that are common here and were held; in the next round they would be held,
+count nothing, and leave again. `eagle-vocab show VOCAB --counts LOG` lists which of the counted ids a vocabulary
+misses; the provenance says how many they were.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from eagle_slim.vocab_tools.counting.counts import SourceCounts, TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, VocabularyError
 from eagle_slim.vocab_tools.files import refuse_existing
 
-from .generation.output import GenerationOutput
+from .requests.output import GenerationOutput
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
 
 METHOD = "generated"
 _SOURCE = "generated"
-
-
-@dataclass
-class _Source:
-    """What was generated under one name since the last save."""
-
-    counts: np.ndarray[tuple[int], np.dtype[np.int64]]
-    answers: int = 0
-    missed: dict[str, dict[str, int]] = field(default_factory=dict)
-    digest: Any = field(default_factory=hashlib.sha256)
 
 
 class MissLog:
@@ -55,7 +44,7 @@ class MissLog:
 
     def __init__(self, vocab_size: int, tokenizer_hash: str | None, target: str) -> None:
         self.vocab_size, self.tokenizer_hash, self.target = vocab_size, tokenizer_hash, target
-        self._sources: dict[str, _Source] = {}
+        self._sources: dict[str, SourceCounts] = {}
 
     @classmethod
     def of(cls, model: SpeculativeModel) -> MissLog:
@@ -70,7 +59,7 @@ class MissLog:
     @property
     def num_tokens(self) -> int:
         """Tokens since the last save."""
-        return sum(int(source.counts.sum()) for source in self._sources.values())
+        return sum(source.num_tokens for source in self._sources.values())
 
     def add(self, output: GenerationOutput, draft_vocab: int | str | None = None, source: str = _SOURCE) -> None:
         """Add what a call generated.
@@ -78,7 +67,7 @@ class MissLog:
         Args:
             output: of `SpeculativeModel.generate`.
             draft_vocab: size or `vocabulary_name` of the draft vocabulary, under which the provenance says how much was
-                missed; None to say nothing, as is done of plain decoding too.
+                missed. None says nothing, and plain decoding misses nothing.
             source: name of the source of counts, such as "code"; `eagle-vocab merge` and `rank` weigh by it.
         """
         stats = output.stats
@@ -97,54 +86,51 @@ class MissLog:
 
         ``missed``: by size or name of a draft vocabulary, tokens generated with it and how many it missed.
         """
-        into = self._sources.setdefault(source, _Source(np.zeros(self.vocab_size, np.int64)))
+        counts, num_answers, digest = np.zeros(self.vocab_size, np.int64), 0, hashlib.sha256()
         for answer in answers:
             ids = np.asarray(answer, dtype=np.int64)
-            into.counts += np.bincount(ids[ids < self.vocab_size], minlength=self.vocab_size)
-            into.digest.update(ids.tobytes())
-            into.answers += 1
-        for size, (tokens, count) in (missed or {}).items():
-            _add_missed(into.missed, str(size), tokens, count)
+            counts += np.bincount(ids[ids < self.vocab_size], minlength=self.vocab_size)
+            num_answers += 1
+            digest.update(ids.tobytes())
+        provenance = {
+            "method": METHOD,
+            "text": "all generated tokens",
+            "targets": [self.target],
+            "answers": num_answers,
+            "tokens": int(counts.sum()),
+            "missed": {str(size): {"tokens": n, "missed": of_them} for size, (n, of_them) in (missed or {}).items()},
+            "sha256": digest.hexdigest(),
+        }
+        _add(self._sources, SourceCounts(source, 1.0, counts, None, provenance))
 
     def to_counts(self) -> TokenCounts:
         """What was added since the last save. Raises `VocabularyError` when that is nothing."""
-        sources = []
-        for name, source in self._sources.items():
-            provenance = {
-                "method": METHOD,
-                "text": "all generated tokens",
-                "targets": [self.target],
-                "answers": source.answers,
-                "tokens": int(source.counts.sum()),
-                "missed": source.missed,
-                "sha256": source.digest.hexdigest(),
-            }
-            sources.append(SourceCounts(name, 1.0, source.counts, None, provenance))
-        return TokenCounts(tuple(sources), self.tokenizer_hash)
+        return TokenCounts(tuple(self._sources.values()), self.tokenizer_hash)
 
     def save(self, path: str | Path) -> int:
-        """Add to a file of counts, whole or not at all, and begin anew; returns how many tokens were added.
+        """Add to a file of counts, whole or not at all, and empty this log; returns how many tokens were added.
 
-        A log that is there is added to, its weights stay. Logs of runs at the same time must be files of their own:
-        `eagle-vocab merge` adds them up.
+        The weights of a log that is there stay. Runs at the same time need a file each, which `eagle-vocab merge` adds
+        up.
 
         Raises:
             UsageError, VocabularyError, TokenizerError: as `check_log`.
             OSError: the disk refused.
         """
-        added = self.num_tokens
         if not self._sources:
             return 0
-        there, new = check_log(path, self), self.to_counts()
-        (new if there is None else _joined(there, new)).save(path)
+        added, there = self.num_tokens, check_log(path, self)
+        sources = {} if there is None else {source.name: source for source in there.sources}
+        for source in self._sources.values():
+            _add(sources, source)
+        TokenCounts(tuple(sources.values()), self.tokenizer_hash).save(path)
         self._sources.clear()
         return added
 
 
-def vocabulary_name(model: SpeculativeModel) -> str:
-    """A draft vocabulary as the provenance of a log names it: its size, and what may join it."""
-    follow = model.drafter.weights.follow
-    return str(model.draft_vocab) + ("" if follow is None else f" and what joins from the {follow.source}")
+def vocabulary_name(draft_vocab: int, follows: object) -> str:
+    """A draft vocabulary as the provenance of a log names it: its size, and whether ids of the prompt join it."""
+    return f"{draft_vocab} and what joins from the prompt" if follows else str(draft_vocab)
 
 
 def check_log(path: str | Path, log: MissLog | None = None) -> TokenCounts | None:
@@ -161,8 +147,8 @@ def check_log(path: str | Path, log: MissLog | None = None) -> TokenCounts | Non
     there = TokenCounts.load(path)
     if any(source.provenance.get("method") != METHOD for source in there.sources):
         raise VocabularyError(
-            f"{path}: holds counts of a corpus, or merged ones, to which what is generated is not added. Give another "
-            "file for the log, and add the two up with eagle-vocab merge.",
+            f"{path}: holds counts of a corpus, or merged ones, not a log. Give the log another file, and add the two "
+            "up with eagle-vocab merge.",
             path=str(path),
             found=[source.name for source in there.sources],
         )
@@ -184,20 +170,20 @@ def check_log(path: str | Path, log: MissLog | None = None) -> TokenCounts | Non
     return there
 
 
-def _joined(there: TokenCounts, new: TokenCounts) -> TokenCounts:
-    sources = {source.name: source for source in there.sources}
-    for source in new.sources:
-        before = sources.get(source.name)
-        sources[source.name] = source if before is None else _added(before, source)
-    return TokenCounts(tuple(sources.values()), there.tokenizer_hash)
-
-
-def _added(before: SourceCounts, new: SourceCounts) -> SourceCounts:
+def _add(into: dict[str, SourceCounts], new: SourceCounts) -> None:
+    """Add counts to those of the same name."""
+    before = into.get(new.name)
+    if before is None:
+        into[new.name] = new
+        return
     old, more = before.provenance, new.provenance
-    missed: dict[str, dict[str, int]] = {}
-    for part in (old["missed"], more["missed"]):
-        for size, found in part.items():
-            _add_missed(missed, size, found["tokens"], found["missed"])
+    missed = {
+        size: {
+            name: sum(part["missed"][size][name] for part in (old, more) if size in part["missed"])
+            for name in ("tokens", "missed")
+        }
+        for size in {**old["missed"], **more["missed"]}
+    }
     provenance = {
         **old,
         "targets": sorted({*old["targets"], *more["targets"]}),
@@ -206,10 +192,4 @@ def _added(before: SourceCounts, new: SourceCounts) -> SourceCounts:
         "missed": missed,
         "sha256": hashlib.sha256(f"{old['sha256']}{more['sha256']}".encode()).hexdigest(),
     }
-    return SourceCounts(before.name, before.weight, before.counts + new.counts, None, provenance)
-
-
-def _add_missed(into: dict[str, dict[str, int]], size: str, tokens: int, missed: int) -> None:
-    found = into.setdefault(size, {"tokens": 0, "missed": 0})
-    found["tokens"] += tokens
-    found["missed"] += missed
+    into[new.name] = SourceCounts(before.name, before.weight, before.counts + new.counts, None, provenance)

@@ -10,61 +10,29 @@ decoding with that seed gives. Both are exact in fp32; below it a near-tie can r
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .config import SamplingConfig, TreeConfig
-from .draft_weights import NAMES, check_draft_weights, stored_dtype
+from .drafter.choose import check_drafter, choose_drafter
 from .drafter.computable import check_computable
-from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
-from .drafter.reference import Drafter, check_tree_fits
-from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
+from .drafter.draft_weights import NAMES, check_draft_weights
+from .drafter.drafter import Drafter, check_tree_fits
+from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow, check_follow_rows
+from .drafter.launch import DraftFunction
+from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
-from .generation.arguments import (
-    read_count,
-    read_criteria,
-    read_id_set,
-    read_max_new_tokens,
-    read_sampling,
-    read_seconds,
-    read_stop_strings,
-)
-from .generation.choice_rules import DeviceRules, device_rules
-from .generation.decoder import WarmUp
-from .generation.device import DeviceDecoders, try_captured
-from .generation.device_loop import DeviceLoop
-from .generation.kept_rows import KeptPieces
-from .generation.logit_records import LogitRecord
-from .generation.loop import GenerationLoop
-from .generation.missed import HeldIds
-from .generation.options import build_processors, join_options, without_padding
-from .generation.output import GenerationOutput, with_logprobs
-from .generation.prompts import Messages, Prompts, check_prompts, encode_conversation, read_prompts
-from .generation.requests import Request, start
-from .generation.sampling_params import read_sampling_params
-from .generation.stats import GenerationStats
-from .generation.streaming import Streamer, send_tokens
-from .generation.tree_size import TreeSize, device_name, measured_sizes
-from .kernels.launch import TritonDrafter
 from .loading import (
-    DrafterFactory,
     MapForm,
     OpenedHead,
-    build_drafter,
-    check_drafter,
     check_dtype,
     check_loaded,
     choose_device,
-    choose_drafter,
     hash_of_source,
     load_target,
     load_target_config,
@@ -75,8 +43,23 @@ from .loading import (
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
+from .requests.arguments import read_count, read_id_set
+from .requests.call import CallerModel, read_call
+from .requests.missed import HeldIds
+from .requests.output import GenerationOutput, with_logprobs
+from .requests.prompts import Messages, Prompts, encode_conversation
+from .requests.requests import Request, start
+from .requests.sampling_params import read_sampling_params
+from .requests.stats import GenerationStats
+from .requests.streaming import Streamer, send_tokens
+from .requests.tree_size import TreeSize, device_name, measured_sizes
+from .settings import TreeConfig
+from .step.choice_rules import CallRules
+from .step.decoder import WarmUp
+from .step.decoders import Decoders
+from .step.loop import GenerationLoop
 from .target.choose import choose_target_backend
-from .target.transformers import TargetModel
+from .target.wrapper import TargetModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,11 +68,35 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
     from transformers import GenerationConfig
+    from typing_extensions import Unpack
 
 DEFAULT_MAX_SLOTS = 16
 # Enough passes that a working head cannot stay this low by chance, few enough to warn within one answer.
 _WARN_AFTER_PASSES = 32
 _WARN_BELOW = 1.05
+
+
+class Loading(TypedDict, total=False):
+    """Further options of `SpeculativeModel.from_pretrained`."""
+
+    torch_dtype: torch.dtype | str | None
+    """Older name of ``dtype`` in transformers."""
+    device_map: Any
+    """A device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None."""
+    max_model_len: int | None
+    """Most tokens of prompt and answer together; None is the model's own limit."""
+    revision: str | None
+    """Of the target's Hub repository."""
+    head_revision: str | None
+    """Of the head's."""
+    head_subfolder: str | None
+    """Where in its folder or repository the head is."""
+    tap_layers: Sequence[int] | None
+    """For unconverted heads whose files do not say (`convert.head.open_head`)."""
+    d2t_form: MapForm
+    """Likewise."""
+    offline: bool
+    """Use only what is on this machine."""
 
 
 class SpeculativeModel:
@@ -102,7 +109,6 @@ class SpeculativeModel:
         tokenizer: Any | None = None,
         max_model_len: int | None = None,
         opened: OpenedHead | None = None,
-        drafter_kind: str | DrafterFactory = "reference",
         tokenizer_source: str | None = None,
         tokenizer_hash: str | None = None,
         is_tree_sized: bool = False,
@@ -111,7 +117,6 @@ class SpeculativeModel:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.opened = opened
-        self.drafter_kind = drafter_kind
         self.tokenizer_source = tokenizer_source
         """Hub id or folder that the tokenizer was loaded from; None if it was given as an object, or there is none."""
         self.tokenizer_hash = tokenizer_hash
@@ -125,12 +130,7 @@ class SpeculativeModel:
         """Why this drafter."""
         self.is_tree_sized = is_tree_sized
         """Whether each call chooses the size of its trees (`tree_size`), up to the drafter's; else they have that."""
-        self._drafters = {drafter.tree: drafter}
-        self._pieces = KeptPieces()
-        if target.on_device is None and target.device.type == "cuda" and target.pieces_reason is None:
-            tried = try_captured(target, drafter)
-            target.on_device, target.pieces_reason = (None, tried) if isinstance(tried, str) else (tried, None)
-        self._decoders = None if target.on_device is None else DeviceDecoders(target.on_device, drafter)
+        self._decoders = Decoders(target, drafter)
 
     @classmethod
     def from_pretrained(
@@ -145,20 +145,12 @@ class SpeculativeModel:
         top_k: int = 10,
         total_tokens: int | None = None,
         dtype: torch.dtype | str = "auto",
-        torch_dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
-        device_map: Any = None,
-        drafter: str | DrafterFactory = "auto",
+        drafter: str | DraftFunction = "auto",
         draft_weights: str = "auto",
         target_backend: str = "auto",
         tokenizer: Any | None = None,
-        max_model_len: int | None = None,
-        revision: str | None = None,
-        head_revision: str | None = None,
-        head_subfolder: str | None = None,
-        tap_layers: Sequence[int] | None = None,
-        d2t_form: MapForm = "auto",
-        offline: bool = False,
+        **loading: Unpack[Loading],
     ) -> SpeculativeModel:
         """Load a head with its target.
 
@@ -167,42 +159,42 @@ class SpeculativeModel:
             head: converted head (folder or Hub id), or an unconverted EAGLE-1, -2 or -3 head; None is the built-in one.
             draft_vocab: rows to draft over: any number from the forced ids up to the converted head's, without
                 converting again (the built-in head is ranked by its own counts); or a `DraftVocab`; None takes all.
-            follow: "prompt" lets ids of each prompt join its draft vocabulary, "text" those of its answer too: ids that
-                ``draft_vocab`` leaves out and the head was trained on. Needs their rows: a head with more rows than
-                ``draft_vocab``, one that drafts with the target's LM head, or one converted with ``--keep-rows``.
+            follow: "prompt" lets ids of each prompt join its draft vocabulary: those that ``draft_vocab`` leaves out
+                and the head was trained on. Needs their rows: a head with more rows than ``draft_vocab``, one that
+                drafts with the target's LM head, or one converted with ``--keep-rows``.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
                 by sequences and context, from measured steps (`generation.tree_size`): up to 60 nodes, down to plain
                 decoding where drafting does not pay. A number is kept.
             dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
-                ``torch_dtype`` is its older name in transformers.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
-            device_map: a device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None.
-            drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a callable of (weights, tree);
+            drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
-            max_model_len: most tokens of prompt and answer together; None is the model's own limit.
-            revision, head_revision: of Hub repositories.
-            head_subfolder: where in its folder or repository the head is.
-            tap_layers, d2t_form: for unconverted heads whose files do not say (`convert.head.open_head`).
-            offline: use only what is on this machine.
+            loading: see `Loading`.
 
         Raises:
             PairingError: head and target do not belong together; no weights were loaded.
             TargetError: transformers cannot load the target.
             UnsupportedModelError: the target's class cannot verify trees, or the head's kind cannot be drafted with.
             UsageError, DrafterError: see `TreeConfig`, `choose_device`, `check_dtype`, `choose_draft_ids`,
-                `check_drafter`, `build_drafter`, `check_draft_weights`, `check_tree_fits`.
+                `choose_drafter`, `check_tree_fits`.
             ConvertError: the head cannot be had or is damaged (`open_head`, `Artifact.load`).
         """
+        unknown = sorted(set(loading) - set(Loading.__annotations__))
+        if unknown:
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.", option=unknown[0])
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
-            check_follow(follow, follow_rows)
-        dtype = dtype if torch_dtype is None else torch_dtype
+            check_follow(follow)
+            check_follow_rows(follow_rows)
+        offline, revision = loading.get("offline", False), loading.get("revision")
+        dtype = loading.get("torch_dtype") or dtype
+        device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):
             check_loaded(target, dtype, device)
@@ -212,7 +204,10 @@ class SpeculativeModel:
             place = choose_device(device)
         check_drafter(drafter, place)
         check_draft_weights(draft_weights, drafter, place, named_dtype(dtype))
-        opened = open_any_head(head, head_revision, offline, d2t_form, tap_layers, head_subfolder)
+        opened = open_any_head(
+            head, loading.get("head_revision"), offline, loading.get("d2t_form", "auto"), loading.get("tap_layers"),
+            loading.get("head_subfolder"),
+        )  # fmt: skip
         check_computable(opened.head, drafter)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
@@ -241,13 +236,12 @@ class SpeculativeModel:
         wrapped = TargetModel(model, taps, choose_target_backend(target_backend, model, taps))
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device, offline)
         if follow is not None:
-            rows = opened.rows_to_follow(wrapped, weights, follow, follow_rows)
-            weights = replace(weights, follow=rows)
-        kind, reason = choose_drafter(drafter, weights, tree, draft_weights)
-        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if kind == "triton" else None
-        built = build_drafter(kind, weights, tree, order, stored_dtype(draft_weights))
+            weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
+        # Packed in rank order, so that smaller vocabularies find their rows in it.
+        order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
+        built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
         whole = cls(
-            wrapped, built, tokenizer, max_model_len, opened, kind, tokenizer_source, tokenizer_hash,
+            wrapped, built, tokenizer, loading.get("max_model_len"), opened, tokenizer_source, tokenizer_hash,
             is_tree_sized=total_tokens is None,
         )  # fmt: skip
         whole.drafter_reason = reason
@@ -272,8 +266,8 @@ class SpeculativeModel:
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
-        order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if self.drafter_kind == "triton" else None
-        return self._with_weights(other, order)
+        order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
+        return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
     def with_follow(
         self,
@@ -281,83 +275,66 @@ class SpeculativeModel:
         follow_rows: int = DEFAULT_FOLLOW_ROWS,
         rank_order: NDArray[np.int64] | None = None,
     ) -> SpeculativeModel:
-        """Return a model whose draft vocabulary follows the prompt or the text, or stays as it is (None).
+        """Return a model whose draft vocabulary follows the prompt, or stays as it is (None).
 
         ``rank_order``: target ids best first, which say what is rare; None takes the head's own ranking. Everything
         loaded is shared. Raises `UsageError` as `from_pretrained` does, and for a model that was not built by it.
         """
-        weights = self.drafter.weights
-        if follow is None:
-            return self._with_weights(replace(weights, follow=None))
-        check_follow(follow, follow_rows)
-        if self.opened is None:
-            raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
-        rows = self.opened.rows_to_follow(self.target, weights, follow, follow_rows, rank_order)
-        return self._with_weights(replace(weights, follow=rows))
+        weights, rows = self.drafter.weights, None
+        if follow is not None:
+            check_follow(follow)
+            check_follow_rows(follow_rows)
+            if self.opened is None:
+                raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
+            rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
+        followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
+        return self._with_drafter(followed, self.is_tree_sized)
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.
 
         Raises `UsageError` for a tree that needs more children than the draft vocabulary has.
         """
-        return self._with_drafter(self._build_drafter(self.drafter.weights, tree), is_tree_sized=False)
+        return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
-    def with_drafter(self, drafter: str | DrafterFactory) -> SpeculativeModel:
+    def with_drafter(
+        self, drafter: str | DraftFunction, draft_weights: str = "auto", strict: bool = False
+    ) -> SpeculativeModel:  # fmt: skip
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        Weights stored in FP8 stay so. Raises `DrafterError` for a drafter that cannot run here, `UsageError` for an
-        unknown name (`build_drafter`), and for one other than the kernel where weights are in FP8.
+        ``draft_weights`` "auto" leaves weights in FP8 as they are. ``strict``: launch parameters that were not tuned
+        are a `DrafterError`. Raises as `choose_drafter`; `UsageError` for a drafter other than the kernel where weights
+        are in FP8.
         """
-        weights, tree = self.drafter.weights, self.drafter.tree
-        stored = "fp8" if self.draft_weights == "fp8" else "auto"
-        kind, reason = choose_drafter(drafter, weights, tree, stored)
-        if kind == "triton" and isinstance(self.drafter, TritonDrafter):
-            built: Drafter = self.drafter.like(weights, tree)
-        else:
-            ids, order = weights.draft_to_target.cpu().numpy(), None
-            if kind == "triton" and self.opened is not None:
-                order = _rank_rows(self.opened, ids, None, weights.device)
-            built = build_drafter(kind, weights, tree, order)
-        other = self._with_drafter(built, self.is_tree_sized, kind)
+        weights, own = self.drafter.weights, self.drafter
+        if draft_weights == "auto" and self.draft_weights == "fp8":
+            draft_weights = "fp8"
+        order = None if own.packing is None else own.packing.order
+        if own.packing is None and self.opened is not None and weights.device.type == "cuda":
+            order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
+        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order, strict)
+        if built.packing is not None and own.packing is not None and not strict:
+            is_same = built.stored_dtype == own.stored_dtype
+            built = replace(built, packing=own.packing) if is_same else built
+        other = self._with_drafter(built, self.is_tree_sized)
         other.drafter_reason = reason
         return other
 
-    def _with_weights(self, weights: HeadWeights, order: Tensor | None = None) -> SpeculativeModel:
-        return self._with_drafter(self._build_drafter(weights, self.drafter.tree, order), self.is_tree_sized)
-
-    def _build_drafter(self, weights: HeadWeights, tree: TreeConfig, order: Tensor | None = None) -> Drafter:
-        """Build a drafter of this model's kind for another tree or vocabulary."""
-        own = self.drafter
-        if self.drafter_kind == "triton" and isinstance(own, TritonDrafter):
-            return own.like(weights, tree, order)
-        return build_drafter(self.drafter_kind, weights, tree)
-
-    def _with_drafter(
-        self, drafter: Drafter, is_tree_sized: bool, kind: str | DrafterFactory | None = None
-    ) -> SpeculativeModel:
+    def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
         return SpeculativeModel(
-            self.target,
-            drafter,
-            self.tokenizer,
-            self.max_model_len,
-            self.opened,
-            self.drafter_kind if kind is None else kind,
-            self.tokenizer_source,
-            self.tokenizer_hash,
-            is_tree_sized,
-        )
+            self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
+            self.tokenizer_hash, is_tree_sized,
+        )  # fmt: skip
 
     @property
     def draft_weights(self) -> str:
         """Type in which the drafter stores the head's matrices: "bf16", "fp16", "fp32", "fp64" or "fp8"."""
-        own = self.drafter
-        stored = own.packing.weight_dtype if isinstance(own, TritonDrafter) else None
-        return NAMES[own.weights.dtype if stored is None else stored]
+        return NAMES[self.drafter.stored_dtype]
 
     @property
     def drafting(self) -> str:
         """The drafter and its weights in words."""
-        return f"drafter {self.drafter_kind}, {self.draft_weights} weights"
+        return f"drafter {self.drafter.name}, {self.draft_weights} weights"
 
     @property
     def device(self) -> torch.device:
@@ -388,7 +365,7 @@ class SpeculativeModel:
     def draft_bytes(self) -> int:
         """Bytes of weights that drafting one tree reads: the layer, the LM head and all that may join, a level."""
         weights = self.drafter.weights
-        # Norms and biases stay as they are; beside the matrices they are nothing.
+        # Norms and biases stay as they are; they are negligible.
         size = 1 if self.draft_weights == "fp8" else weights.dtype.itemsize
         return weights.num_weights * size * (self.drafter.tree.depth + 1)
 
@@ -404,7 +381,6 @@ class SpeculativeModel:
         self,
         input_ids: Prompts | None = None,
         *,
-        inputs: Prompts | None = None,
         attention_mask: Tensor | Sequence[Sequence[int]] | None = None,
         max_new_tokens: int | None = None,
         do_sample: bool | None = None,
@@ -414,17 +390,13 @@ class SpeculativeModel:
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         stopping_criteria: Any = None,
-        tokenizer: Any | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         ignore_eos: bool = False,
-        pad_token_id: int | None = None,
+        logits_processor: Sequence[Any] | None = None,
         streamer: Streamer | None = None,
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
-        time_phases: bool = False,
         reuse_prefix: bool = False,
-        generation_config: GenerationConfig | None = None,
-        logits_processor: Sequence[Any] | None = None,
         **options: Any,
     ) -> GenerationOutput:
         """Continue one prompt or many. Calls from several threads take turns.
@@ -437,146 +409,88 @@ class SpeculativeModel:
             max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
             do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
                 above 0 asks for sampling. Sampling defaults of the target's own generation configuration are not used.
-            inputs: another name for ``input_ids``.
             seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
                 generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output says which it was.
             stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
             stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself, without
                 padding, and with None for scores.
-            tokenizer: for text and stop strings, instead of the model's own.
             eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
-            pad_token_id: fills ``sequences``; None takes the target's, else 0.
             streamer: a transformers streamer, for one prompt.
-            max_slots: how many prompts run at a time, each with KV memory of its own; the rest wait for a free slot.
+            max_slots: how many prompts run at a time (on a GPU 16 at most), each with KV memory of its own; the rest
+                wait for a free slot.
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
-            time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
-                a profiler sees their names; a little slower than whole steps.
             reuse_prefix: take over what the slots still hold of earlier calls: tokens that a prompt shares with such a
                 sequence from the beginning on, as the next turn of a chat does, are not run again
                 (``stats.num_reused_tokens``). In float32 the answer is the same; below it a prompt cut differently can
                 round a near-tie differently.
-            generation_config: as in transformers, for what no argument says.
             logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
-                functions of these alone (`options`).
-            options: further fields of a `GenerationConfig`: ``max_length`` (prompt, with its padding, and answer),
-                ``min_new_tokens``, ``repetition_penalty``, ``no_repeat_ngram_size``, ``min_p``, ``typical_p``,
-                ``num_return_sequences``, ``max_time``, ``output_scores``, ``output_logits``,
+                functions of these alone (`options`). They are called on the host.
+            options: ``generation_config`` as in transformers, for what no argument says, and further fields of one:
+                ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``, ``repetition_penalty``,
+                ``no_repeat_ngram_size``, ``min_p``, ``typical_p``, ``num_return_sequences``, ``max_time``,
+                ``pad_token_id`` (fills ``sequences``), ``output_scores``, ``output_logits``,
                 ``return_dict_in_generate`` and others (`options.PENALTIES`). The target's own generation configuration
-                gives the defaults of those that act on greedy decoding too, as in transformers.
+                gives the defaults of those that act on greedy decoding too, as in transformers. ``inputs`` is another
+                name for ``input_ids``; ``tokenizer`` is for text and stop strings, instead of the model's own;
+                ``time_phases``: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify
+                apart and a profiler sees their names, a little slower than whole steps.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
-        if inputs is not None:
-            if input_ids is not None:
-                raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")
-            input_ids = inputs
-        if input_ids is None:
-            raise UsageError("No prompt was given: input_ids is None.", found=None)
-        tokenizer = self.tokenizer if tokenizer is None else tokenizer
-        given = {
-            "max_new_tokens": max_new_tokens,
-            "do_sample": do_sample,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "eos_token_id": eos_token_id,
-            "pad_token_id": pad_token_id,
-        }
-        own = self.generation_config
-        keywords = {**given, **options}
-        options = join_options(own, generation_config, keywords)
-        sampling = read_sampling(options, keywords, seed)
-        eos = frozenset() if ignore_eos else read_id_set(options.get("eos_token_id", self.eos_token_ids))
-        pad = self._pad(options.get("pad_token_id"))
-        padding = None if pad in (eos or self.eos_token_ids) else pad
-        read = read_prompts(input_ids, attention_mask, padding, tokenizer)
-        repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
-        if repeats > 1 and sampling.is_greedy:
-            raise UsageError(
-                f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
-                "temperature.",
-                option="num_return_sequences", found=repeats,
-            )  # fmt: skip
-        read = read.repeated(repeats)
-        prompts = read.prompts
+        time_phases = bool(options.pop("time_phases", False))
+        call = read_call(
+            self._caller_model(), input_ids,
+            {
+                "attention_mask": attention_mask, "max_new_tokens": max_new_tokens, "do_sample": do_sample,
+                "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop,
+                "stopping_criteria": stopping_criteria, "eos_token_id": eos_token_id, "ignore_eos": ignore_eos,
+                "logits_processor": logits_processor, **options,
+            },
+        )  # fmt: skip
+        requests = call.requests
         max_slots = read_count("max_slots", max_slots, 1)
-        if streamer is not None and len(prompts) != 1:
-            raise UsageError(
-                f"A streamer follows one prompt, got {len(prompts)}.", option="streamer", found=len(prompts)
-            )
-        stops = read_stop_strings(options.get("stop_strings") if stop is None else stop, tokenizer is not None)
-        criteria = read_criteria(stopping_criteria)
-        max_time = options.get("max_time")
-        deadline = None if max_time is None else time.monotonic() + read_seconds("max_time", max_time)
-        has_scores, has_logits = bool(options.get("output_scores")), bool(options.get("output_logits"))
-        vocab_size, decode = int(self.target.text_config.vocab_size), partial(_decode, tokenizer) if tokenizer else None
-        device = self.target.device
-        requests = []
-        for index, prompt in enumerate(prompts):
-            # As in transformers, lengths of prompt and answer together count the padding that was given.
-            padded = len(read.rows[index])
-            new = read_max_new_tokens(options, padded)
-            record = LogitRecord(sampling) if has_scores or has_logits else None
-            process = build_processors(
-                without_padding(options, padded - len(prompt)),
-                len(prompt),
-                new,
-                eos,
-                vocab_size,
-                logits_processor or (),
-                device,
-                record,
-            )
-            requests.append(
-                Request(
-                    index, prompt, new, eos, self.max_model_len, stops, decode, process, criteria, deadline, record,
-                    device,
-                )
-            )  # fmt: skip
-        check_prompts(requests, self.target.embedding.shape[0])
         if streamer is not None:
-            streamer.put(torch.tensor([prompts[0]]))
+            if len(requests) != 1:
+                raise UsageError(
+                    f"A streamer follows one prompt, got {len(requests)}.", option="streamer", found=len(requests)
+                )
+            streamer.put(torch.tensor([requests[0].prompt_ids]))
         size = self._tree_size(requests, max_slots, speculative)
-        drafter = self._drafter_for(size.num_nodes)
-        listener = None if streamer is None else send_tokens(streamer)
-        # Where a measured size turns drafting off for a call, its tokens are missed or not all the same.
+        rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
+        # Also where a measured size turns drafting off for a call: its tokens are still counted.
         held = HeldIds.of(self.drafter.weights) if speculative else None
-        loop: DeviceLoop | GenerationLoop
-        rules = self._device_rules(drafter, options, sampling, requests)
-        if isinstance(rules, DeviceRules):
-            assert self._decoders is not None
-            states = start(requests, sampling, listener, held)
-            loop = DeviceLoop(
-                self._decoders, self.target.lock, states, rules, max_slots, None if drafter is None else drafter.tree,
-                time_phases, reuse_prefix,
-            )  # fmt: skip
-        else:
-            loop = GenerationLoop(
-                self.target, drafter, requests, sampling, max_slots, listener, self._pieces, reuse_prefix, held
-            )
+        states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), held)
+        tree = self._tree_of(size)
+        loop = GenerationLoop(
+            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix
+        )  # fmt: skip
         results, stats = loop.run()
-        tree = "plain decoding" if drafter is None else f"trees of {size.num_nodes} nodes"
-        # The reason for a target's forward is told with it.
-        why = "" if isinstance(rules, DeviceRules) or rules == self.target.backend.reason else f" ({rules})"
-        path = f"{loop.path}{why}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
-        stats = replace(stats, num_nodes=size.num_nodes, path=path)
+        stats = replace(stats, num_nodes=size.num_nodes, path=self._path(rules, size))
         if streamer is not None:
             streamer.end()
-        if drafter is not None:
+        if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         return GenerationOutput(
-            tuple(results),
-            stats,
-            self._fill(options) if pad is None else pad,
-            None if sampling.is_greedy else sampling.seed,
-            tuple(read.rows),
-            read.device,
-            has_scores,
-            has_logits,
-            bool(options.get("return_dict_in_generate")),
-        )
+            tuple(results), stats, call.fill, None if call.sampling.is_greedy else call.sampling.seed,
+            tuple(call.read.rows), call.read.device, call.has_scores, call.has_logits, call.is_dict,
+        )  # fmt: skip
+
+    def _path(self, rules: CallRules, size: TreeSize) -> str:
+        """What runs, in words, each with the reason."""
+        steps = self._decoders.words
+        if rules.host_reason is not None and self._decoders.has_graphs:
+            steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
+        tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
+        return f"{steps}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
+
+    def _caller_model(self) -> CallerModel:
+        return CallerModel(
+            self.generation_config, self.target.text_config, self.eos_token_ids,
+            int(self.target.text_config.vocab_size), self.target.embedding.shape[0], self.max_model_len, self.device,
+            self.tokenizer,
+        )  # fmt: skip
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
@@ -611,27 +525,19 @@ class SpeculativeModel:
             options: how tokens are chosen, as in `generate` (``temperature``, ``top_p``, ``repetition_penalty``, ...):
                 each combination of stages has graphs of its own, which serve all values.
 
-        Returns the time for it, compilation and capture apart, and the memory. Where steps run in pieces there is
-        nothing to get ready. A tree whose size is chosen is that of a prompt of half the length. Raises `UsageError`
-        as `generate` does.
+        Returns the time for it, compilation and capture apart, and the memory; on a CPU there is nothing to get ready.
+        A tree whose size is chosen is that of a prompt of half the length. Raises `UsageError` as `generate` does.
         """
         num_prompts, max_slots = read_count("num_prompts", num_prompts, 1), read_count("max_slots", max_slots, 1)
-        prompt = (0,) * (read_count("max_length", max_length, 2) // 2)
-        joined = join_options(self.generation_config, None, options)
-        sampling = read_sampling(joined, options, seed=0)
-        eos, vocab_size = self.eos_token_ids, int(self.target.text_config.vocab_size)
-        new = max_length - len(prompt)
-        process = build_processors(joined, len(prompt), new, eos, vocab_size, (), self.device, None)
-        requests = [Request(0, prompt, new, eos, process=process)] * num_prompts
+        half = read_count("max_length", max_length, 2) // 2
+        call = read_call(
+            self._caller_model(), [[0] * half], {"max_new_tokens": max_length - half, "seed": 0, **options}
+        )  # fmt: skip
+        requests = call.requests * num_prompts
+        rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         size = self._tree_size(requests, max_slots, speculative)
-        drafter = self._drafter_for(size.num_nodes)
-        rules = self._device_rules(drafter, joined, sampling, requests)
-        if isinstance(rules, str):
-            return WarmUp()
-        assert self._decoders is not None
-        tree = None if drafter is None else drafter.tree
         with self.target.lock.hold():
-            return self._decoders.warm_up(min(num_prompts, max_slots), max_length, tree, rules.rules)
+            return self._decoders.warm_up(min(num_prompts, max_slots), max_length, self._tree_of(size), rules.rules)
 
     def _tree_size(self, requests: Sequence[Request], max_slots: int, speculative: bool) -> TreeSize:
         """How many nodes the trees of a call have."""
@@ -651,24 +557,9 @@ class SpeculativeModel:
             tree.total_tokens,
         )  # fmt: skip
 
-    def _drafter_for(self, num_nodes: int) -> Drafter | None:
-        """Return a drafter of trees of a size, None for plain decoding."""
-        if num_nodes == 1:
-            return None
-        tree = replace(self.drafter.tree, total_tokens=num_nodes)
-        if tree not in self._drafters:
-            self._drafters[tree] = self._build_drafter(self.drafter.weights, tree)
-        return self._drafters[tree]
-
-    def _device_rules(
-        self, drafter: Drafter | None, options: Mapping[str, Any], sampling: SamplingConfig, requests: Sequence[Request]
-    ) -> DeviceRules | str:
-        """Return the rules if the whole call can run on the device, else why it runs in pieces."""
-        if self._decoders is None:
-            return self.target.pieces_reason or self.target.backend.reason
-        if drafter is not None and self._decoders.backend is None:
-            return f"{type(drafter).__name__} drafts on the host"
-        return device_rules(options, sampling, requests, self._decoders.target.vocab_size)
+    def _tree_of(self, size: TreeSize) -> TreeConfig | None:
+        """The shape of trees of a size, None for plain decoding."""
+        return None if size.num_nodes == 1 else replace(self.drafter.tree, total_tokens=size.num_nodes)
 
     def encode_chat(self, messages: str | Messages) -> list[int]:
         """Turn a conversation (or one user message) into a prompt through the tokenizer's chat template.
@@ -678,31 +569,12 @@ class SpeculativeModel:
         """
         return encode_conversation(self.tokenizer, messages)
 
-    def _fill(self, options: Mapping[str, Any]) -> int:
-        """Return what fills ``sequences`` where nothing is named for padding: the first end of sequence, else 0."""
-        ends = options.get("eos_token_id", getattr(self.generation_config, "eos_token_id", None))
-        first = ends.flatten()[:1].tolist() if isinstance(ends, Tensor) else ends
-        if isinstance(first, Iterable):
-            first = next(iter(first), None)
-        return min(self.eos_token_ids, default=0) if first is None else int(first)
-
-    def _pad(self, given: int | None) -> int | None:
-        """Return the id that marks padding: as given, else the target's."""
-        configs = (getattr(self.target.model, "generation_config", None), self.target.text_config)
-        found = [given, *(getattr(config, "pad_token_id", None) for config in configs)]
-        return next((int(token) for token in found if token is not None), None)
-
 
 def _rank_rows(
     opened: OpenedHead, draft_ids: NDArray[np.int64], draft_vocab: int | DraftVocab | None, device: torch.device
 ) -> Tensor | None:
     ranked = opened.rank_rows(draft_ids, draft_vocab)
     return None if ranked is None else torch.from_numpy(ranked).to(device)
-
-
-def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(text)
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:

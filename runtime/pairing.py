@@ -7,7 +7,7 @@ from typing import Any
 from eagle_slim.convert.head.open import DraftHead
 
 from .errors import PairingError
-from .target.transformers import default_tap_layers
+from .target.wrapper import default_tap_layers
 
 
 def resolve_tap_layers(head: DraftHead, num_layers: int) -> tuple[int, ...] | None:

@@ -48,11 +48,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .config import TreeConfig
+from .settings import TreeConfig
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,21 @@ class DraftTree:
             order = sorted(range(len(paths)), key=lambda row: [n if n >= 0 else nodes + 5 for n in paths[row].tolist()])
             paths = paths[order]
         return self.draft_tokens[slot][None], paths, self.tree_mask[slot][None].float(), self.tree_position_ids[slot]
+
+
+class Trees(NamedTuple):
+    """The trees of all slots as a step's kernels read them, on one device."""
+
+    active_slots: Tensor
+    """int32 [slots]: the active slots first; place i is slot ``active_slots[i]``."""
+    active_count: Tensor
+    """int32 [1]: places from this on are skipped."""
+    draft_tokens: Tensor
+    """int64 [slots, nodes]: target ids, the root first."""
+    parents: Tensor
+    """int64 [slots, nodes]: -1 for the root."""
+    positions: Tensor
+    """int64 [slots, nodes]: distance from the root."""
 
 
 def ranked_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

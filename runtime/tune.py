@@ -2,13 +2,14 @@
 
     python -m eagle_slim.runtime.tune --head my/slim-head                      # the dimensions of one head
     python -m eagle_slim.runtime.tune --dims llama-3.1-8b --draft-vocab 32000 --batch 1 2 4 8 --fp8
-    python -m eagle_slim.runtime.tune --all --budget 600 --out tuned.json      # everything that bench.draft measures
+    python -m eagle_slim.runtime.tune --all --budget 600 --out tuned.json      # all that benchmarks.draft measures
     python -m eagle_slim.runtime.tune --from-shapes shapes.json                # what EAGLE_SLIM_SHAPES recorded
 
 Tries the derived parameters (`choose_launch`) and a handful of others that differ in one thing each, then the gains
 together. Each is checked against the fp32 reference before it is timed, as CUDA-graph replays interleaved with those of
-the derived parameters. The winner, and be it the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``, or
-the one in the package), where launches find it. Random weights of the right shapes do: speed does not depend on values.
+the derived parameters. The winner, even if it is the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``,
+or the one in the package), where launches find it. Random weights of the right shapes do: speed does not depend on
+values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
 the first one-slot configuration tuned for the head, else the derived one. ``--layout`` tunes it again, which drops what
@@ -25,20 +26,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .bench.arguments import check_output, output_file, whole_from
-from .bench.problem import MODELS, Dims, draft_config
-from .config import TreeConfig
-from .drafter.config import DrafterConfig
+from .drafter.dimensions import DrafterConfig
+from .drafter.tuning.arguments import check_output, output_file, whole_from
+from .drafter.tuning.problem import MODELS, Dims, all_rows, draft_config
 from .errors import DrafterError, EagleSlimError, UsageError
+from .settings import TreeConfig
 
 if TYPE_CHECKING:
     import torch
 
+    from .drafter.launch_params import Chip, LaunchParams, StoredLayout
+    from .drafter.packed_head import PackedHead
+    from .drafter.packed_weights import Weights
+    from .drafter.tuned_cache import TunedCache
     from .drafter.weights import HeadWeights
-    from .kernels.launch import Weights
-    from .kernels.launch_params import Chip, LaunchParams, StoredLayout
-    from .kernels.packed_head import PackedHead
-    from .kernels.tuned_cache import TunedCache
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
@@ -72,8 +73,8 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
     What cannot fit is left out.
     """
-    from .kernels.launch_params import chunk_inputs, stage_bytes
-    from .kernels.weight_stream import Tile
+    from .drafter.kernels.weight_stream import Tile
+    from .drafter.launch_params import chunk_inputs, stage_bytes
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
@@ -101,7 +102,7 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
     """Parameters over other layouts: other groups of programs."""
-    from .kernels.launch_params import PROJECTIONS, choose_launch, fit_split
+    from .drafter.launch_params import PROJECTIONS, choose_launch, fit_split
 
     own = params.layout
     splits = {
@@ -136,7 +137,7 @@ def trials_of(
 
     ``layout``: what the head is packed in; None tries several. ``most``: variants over one layout.
     """
-    from .kernels.launch_params import choose_launch
+    from .drafter.launch_params import choose_launch
 
     derived = choose_launch(cfg, chip, layout)
     tried = dict(list(variants(derived, cfg, chip).items())[:most])
@@ -200,7 +201,7 @@ class GraphTimer:
 
     def __call__(self, cfg: DrafterConfig, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
         """See `Measure`."""
-        from .bench.timing import interleave
+        from .drafter.tuning.timing import interleave
 
         if self._derived is None or self._derived[:2] != (cfg, derived):
             self._derived = (cfg, derived, self._graph(cfg, derived))
@@ -209,31 +210,25 @@ class GraphTimer:
         return times["derived"].median_us, times["variant"].median_us
 
     def _graph(self, cfg: DrafterConfig, params: LaunchParams) -> Callable[[], object]:
-        from .bench.agreement import Step, candidates_of, exact_head, log_prob_atol, replay, tree_of
-        from .bench.baseline import capture
-        from .bench.problem import random_step
-        from .kernels.launch import allocate_buffers, check_finished, launch_drafter
+        from .drafter.launch import allocate_buffers, launch_drafter
+        from .drafter.tuning.agreement import draft_and_replay
+        from .drafter.tuning.problem import random_step
+        from .drafter.tuning.timing import capture
 
         weights = self._weights(cfg, params)
         bufs = allocate_buffers(cfg, weights)
         features = random_step(cfg, PREFIX, 4, bufs)
-        step = Step.of(features, bufs)
-        launch_drafter(cfg, features, weights, bufs)
-        check_finished(bufs)
-        agreement = replay(
-            exact_head(weights.head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys, bufs.values,
-            atol=log_prob_atol(cfg),
-        )  # fmt: skip
+        agreement = draft_and_replay(cfg, features, weights, bufs)
         if not agreement.agrees:
             raise DrafterError(f"the draft is wrong: {agreement}")
         return capture(lambda: launch_drafter(cfg, features, weights, bufs))
 
     def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
         """The head in one layout, packed once for all parameters over it."""
-        from .bench.problem import first_rows, random_head
-        from .kernels.launch import Weights
-        from .kernels.packed_head import pack_head
-        from .kernels.tuned_cache import FixedLaunch
+        from .drafter.packed_head import pack_head
+        from .drafter.packed_weights import Weights
+        from .drafter.tuned_cache import FixedLaunch
+        from .drafter.tuning.problem import first_rows, random_head
 
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
@@ -262,8 +257,6 @@ def configurations(args: argparse.Namespace, chip: str = "") -> list[tuple[str, 
     tree = TreeConfig(args.depth, args.top_k, args.total_tokens)
     wanted: list[tuple[str, Dims, int, int]] = []
     if args.all:
-        from .bench.draft import all_rows
-
         wanted = [(row.model, MODELS[row.model], row.draft_vocab, row.batch) for row in all_rows()]
     elif args.head is not None:
         dims, rows = head_dims(args.head)
@@ -282,7 +275,7 @@ def configurations(args: argparse.Namespace, chip: str = "") -> list[tuple[str, 
 
 def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, DrafterConfig]]:
     """What was recorded on ``chip``, those of a head together, fewest slots first: they set its layout."""
-    from .kernels.shape_records import read_shapes
+    from .drafter.shape_records import read_shapes
 
     shapes = read_shapes(path)
     mine = [cfg for name, cfg in shapes if name == chip]
@@ -341,7 +334,7 @@ def main(argv: list[str] | None = None) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--head", help="folder or repository of a head, converted or not")
     what.add_argument("--dims", choices=sorted(MODELS), help="dimensions of a known model")
-    what.add_argument("--all", action="store_true", help="all configurations of bench.draft, with FP8")
+    what.add_argument("--all", action="store_true", help="all configurations of benchmarks.draft, with FP8")
     what.add_argument("--from-shapes", type=Path, metavar="FILE", help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--draft-vocab", type=int, nargs="+", help="default: all the head has, or 32000")
     parser.add_argument("--batch", type=int, nargs="+", help="slots; default 1")
@@ -376,10 +369,10 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     import torch
 
-    from .bench.precompile import Job, compile_all
-    from .kernels.host import chip_of
-    from .kernels.shape_records import read_shapes
-    from .kernels.tuned_cache import TunedCache, cache_key, default_cache, layout_key
+    from .drafter.kernel_launch import chip_of
+    from .drafter.shape_records import read_shapes
+    from .drafter.tuned_cache import TunedCache, cache_key, default_cache, layout_key
+    from .drafter.tuning.precompile import Job, compile_all
 
     if args.from_shapes is not None:
         # What is wrong with the file is told on any machine.

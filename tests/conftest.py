@@ -42,6 +42,14 @@ def pytest_collection_finish() -> None:
         patch_once()
 
 
+@pytest.fixture(scope="session")
+def device() -> str:
+    """The device that kernels are tested on: compiled on a GPU, else in Triton's interpreter on the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
     """Tiny models gain nothing from more, and on a busy machine threads wait for each other; OMP_NUM_THREADS rules."""

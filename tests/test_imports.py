@@ -1,9 +1,9 @@
 """Who may import what, read from the source itself.
 
 Data flows vocab_tools → convert → runtime, and nothing imports against it; inside each package the folders stand on
-floors, and nothing imports upwards. Each library that reaches outside the process is known in one place, so that the
-other modules run without it. Command-line modules are imported by no module but another of their kind, and asking for
-help loads no heavy library.
+floors, and nothing imports upwards. Benchmarks may import all of it, and nothing imports them but tests. Each library
+that reaches outside the process is known in one place, so that the other modules run without it. Command-line modules
+are imported by no module but another of their kind, and asking for help loads no heavy library.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import graphlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vocab_tools", "convert", "runtime")
+OTHERS = ("benchmarks", "examples", "tests")
 # What a package may import of ours, itself included.
 ALLOWED = {
     "vocab_tools": {"vocab_tools"},
@@ -38,7 +39,7 @@ FLOORS = {
         counting
         count_cli vocabulary
         ranking
-        bench cli
+        cli
     """,
     "convert": """
         errors default
@@ -49,38 +50,35 @@ FLOORS = {
         head
         artifact
         conversion
-        audit bench cli
+        audit cli
         verify_cli
     """,
     "runtime": """
         errors
-        config draft_weights slots
+        ops settings tensor_checks
         tree
-        kernels
+        target/kernels
         target
+        drafter/follow
+        drafter/kernels
         drafter pairing
-        kernels/launch_params
-        kernels/shape_records
-        kernels/tuned_cache
-        kernels/packed_head kernels/tail_rows kernels/workspace
-        kernels/host
-        kernels/compile_check kernels/launch
-        drafter/buffered
-        loading
-        generation
+        drafter/tuning
+        loading requests
+        step/kernels
+        step
         model
         miss_log
-        comparison model_options_cli upstream
-        bench
-        compare_cli generate_cli tune
+        compare options_cli safeailab/kernels
+        safeailab
+        compare/cli generate_cli tune
     """,
 }
-# Library → pattern of the only files, relative to the root, that may import it. Benchmarks are programs of their own.
+# Library → pattern of the only files, relative to the root, that may import it.
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
     "huggingface_hub": r"convert/hub/.*",
-    "triton": r"runtime/kernels/.*",
+    "triton": r"runtime/(.*/kernels/.*|drafter/(compile_check|kernel_launch)\.py)",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")
 COMMANDS = {
@@ -88,7 +86,7 @@ COMMANDS = {
     "eagle_slim.convert.cli": "convert",
     "eagle_slim.convert.verify_cli": "verify",
     "eagle_slim.runtime.generate_cli": "generate",
-    "eagle_slim.runtime.compare_cli": "compare",
+    "eagle_slim.runtime.compare.cli": "compare",
 }
 
 
@@ -96,20 +94,23 @@ def files() -> list[Path]:
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def imported(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
     """(line, absolute dotted name) of every module that a file imports, wherever in the file."""
+    found = []
     package = ["eagle_slim", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                found.append((node.lineno, alias.name))
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            yield node.lineno, module
+            found.append((node.lineno, module))
             # `from . import x` and `from eagle_slim import convert` name modules after the word import.
             for alias in node.names:
-                yield node.lineno, f"{module}.{alias.name}"
+                found.append((node.lineno, f"{module}.{alias.name}"))
+    return found
 
 
 def test_the_reader_sees_relative_and_absolute_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +186,7 @@ def test_each_library_is_known_in_one_place(library: str) -> None:
         path.relative_to(ROOT).as_posix()
         for path in files()
         for _, name in imported(path)
-        if name.split(".")[0] == library and "bench" not in path.relative_to(ROOT).parts
+        if name.split(".")[0] == library
     }
     assert places, f"nothing imports {library} any more: take it off the list"
     assert [place for place in sorted(places) if not re.fullmatch(ONLY_IN[library], place)] == []
@@ -201,11 +202,35 @@ def test_nothing_imports_a_command_line_but_another() -> None:
     assert wrong == []
 
 
+def test_nothing_imports_the_benchmarks_but_tests() -> None:
+    """Tests import what benchmarks share; a script is for its own tests alone."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in [*files(), *(ROOT / "tests").rglob("*.py")]
+        for line, name in imported(path)
+        if name.split(".")[0] == "benchmarks"
+        and not path.is_relative_to(ROOT / "tests" / "benchmarks")
+        and (path in files() or name.split(".")[1:2] not in ([], ["shared"]))
+    ]
+    assert wrong == []
+
+
+def test_scripts_of_benchmarks_stand_side_by_side() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in (ROOT / "benchmarks").rglob("*.py")
+        for line, name in imported(path)
+        if name.split(".")[0] == "benchmarks" and name.split(".")[1:2] and name.split(".")[1] in scripts
+    ]
+    assert wrong == []
+
+
 def test_installed_names_are_ours_alone() -> None:
     """Generic names such as `convert` are installed under `eagle_slim` only, so nothing may import them bare."""
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in [*files(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "examples").rglob("*.py"))]
+        for path in [*files(), *(path for folder in OTHERS for path in sorted((ROOT / folder).rglob("*.py")))]
         for line, name in imported(path)
         if name.split(".")[0] in PACKAGES
     ]

@@ -175,6 +175,8 @@ def _serving(manifest: Manifest, refused: Collection[str]) -> str:
     for engine, command in commands.items():
         if engine not in refused:
             text += _command(_ENGINE_TITLES[engine], command)
+    if "tensorrt-llm" not in refused:
+        text += "\nTensorRT-LLM was not run with such a head; its source asks for these names, shapes and types.\n"
     left_out = [_ENGINE_TITLES[engine] for engine in commands if engine in refused]
     if left_out:
         text += f"\nNot with {' or '.join(left_out)}: *Good to know* says why.\n"

@@ -11,17 +11,28 @@ import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from .config import MAX_NEW_TOKENS, DrafterConfig
+from .dimensions import DrafterConfig
 from .follow import Tails
+
+BLANK = {
+    "draft_tokens": -1, "parents": -1, "tree_mask": False, "tree_position_ids": 0, "retrieve_indices": -1,
+    "num_leaves": 0,
+}  # fmt: skip
+"""The outputs, and what they hold for inactive slots."""
 
 
 @dataclass(frozen=True)
 class Buffers:
     """What a draft reads and writes besides the weights, allocated once; all on one device, indexed by slot.
 
-    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, 16], the token after each new feature
-    (the last one is the tree's root); ``num_new`` int32 [slots], 1 to 16; ``prefix`` int32 [slots], pairs already in
-    the KV cache; ``active_slots``, ``active_inverse`` int32 [slots], ``active_count`` int32 [1] (`slots.ActiveSlots`).
+    Inputs, written by the caller before each draft: ``new_tokens`` int32 [slots, width], the token after each new
+    feature (the last one is the tree's root); ``num_new`` int32 [slots], 1 to width (16, or more where paths are
+    longer: `TreeConfig.new_tokens_width`); ``prefix`` int32 [slots], pairs already in the KV cache; ``active_slots``
+    int32 [slots], the active slots first, then -1; ``active_inverse`` int32 [slots], a slot's place among them, -1 for
+    an inactive one; ``active_count`` int32 [1]. With four slots of which 3 and 1 run::
+
+        active_slots   [1, 3, -1, -1]     active_inverse  [-1, 0, -1, 1]     active_count  [2]
+
     State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
     the kernel's own. Raises `UsageError` for tensors of other shapes, types or devices, and for strided ones.
     """
@@ -60,7 +71,9 @@ class Buffers:
             )
         slots, total, width = self.retrieve_indices.shape
         cache = (slots, *self.keys.shape[1:])
-        for name, (shape, dtype) in _layout(slots, total, width, cache, self.keys.dtype).items():
+        for name, (shape, dtype) in _layout(
+            slots, total, width, self.new_tokens.shape[1], cache, self.keys.dtype
+        ).items():
             found = getattr(self, name)
             if found.shape != shape or found.dtype != dtype:
                 raise UsageError(
@@ -87,7 +100,8 @@ class Buffers:
         ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
         """
         slots = cfg.num_slots
-        layout = _layout(slots, cfg.total_tokens, cfg.tree.path_width, cache_shape(cfg), cfg.dtype)
+        tree = cfg.tree
+        layout = _layout(slots, tree.total_tokens, tree.path_width, tree.new_tokens_width, cache_shape(cfg), cfg.dtype)
         tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
         tensors |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
@@ -104,7 +118,7 @@ class Buffers:
     def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
         """Write a step's inputs from the host: for each active slot, its new tokens and its cached pairs.
 
-        Raises `UsageError`, before anything is written, for no or more than 16 new tokens, ids outside the target's
+        Raises `UsageError`, before anything is written, for no or too many new tokens, ids outside the target's
         vocabulary, a slot out of range or given twice, and a sequence that does not fit the KV cache with its tree.
         """
         if not len(active) == len(new_tokens) == len(prefix):
@@ -130,7 +144,12 @@ class Buffers:
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
             self.check_sequence(slot, tokens, past)
         blank = [-1] * slots
-        inverse, rows, counts, pasts = list(blank), [[0] * MAX_NEW_TOKENS for _ in blank], [1] * slots, [0] * slots
+        inverse, rows, counts, pasts = (
+            list(blank),
+            [[0] * self.new_tokens.shape[1] for _ in blank],
+            [1] * slots,
+            [0] * slots,
+        )
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
@@ -151,9 +170,9 @@ class Buffers:
 
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
         """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
-        if not 1 <= len(tokens) <= MAX_NEW_TOKENS:
+        if not 1 <= len(tokens) <= (most := self.new_tokens.shape[1]):
             raise UsageError(
-                f"Slot {slot}: a draft takes 1 to {MAX_NEW_TOKENS} new tokens, got {len(tokens)}.",
+                f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.",
                 slot=slot,
                 num_new=len(tokens),
             )
@@ -173,12 +192,12 @@ def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
 
 
 def _layout(
-    slots: int, total: int, path_width: int, cache: tuple[int, ...], dtype: torch.dtype
+    slots: int, total: int, path_width: int, new_width: int, cache: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own."""
     int32, int64 = torch.int32, torch.int64
     return {
-        "new_tokens": ((slots, MAX_NEW_TOKENS), int32), "num_new": ((slots,), int32), "prefix": ((slots,), int32),
+        "new_tokens": ((slots, new_width), int32), "num_new": ((slots,), int32), "prefix": ((slots,), int32),
         "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32), "active_count": ((1,), int32),
         "keys": (cache, dtype), "values": (cache, dtype),
         "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),

@@ -8,7 +8,7 @@ from eagle_slim.convert.head.open import DraftHead
 from transformers.activations import ACT2FN
 
 from ..errors import UnsupportedModelError
-from .config import check_kernel_activation
+from .dimensions import check_kernel_activation
 from .rope import rotary_embedding
 
 

@@ -1,15 +1,14 @@
-"""A draft vocabulary that follows the text: ids of a sequence that the base does not hold join it for that sequence.
+"""A draft vocabulary that follows the prompt: ids of a prompt that the base does not hold join it for that sequence.
 
-The *base* is the draft vocabulary that all sequences share. Behind it each slot has a *tail*: ids of its prompt
-(``"prompt"``), or also of what is generated (``"text"``), that are outside the base and that the head was trained on.
-Ids that may join are numbered best first, and these numbers, *ranks*, are what a tail holds: when more than ``most``
-ids want to join, the highest ranks, the rarest ids, leave. So a tail depends on which ids were seen, not on their
-order.
+The *base* is the draft vocabulary that all sequences share. After it each slot has a *tail*: ids of its prompt that are
+outside the base and that the head was trained on. Ids that may join are numbered best first, and these numbers,
+*ranks*, are what a tail holds: of more than ``most`` ids the highest ranks, the rarest ids, stay out. So a tail depends
+on which ids the prompt holds, not on their order.
 
 Example with a base of ids 0 to 3, ranks 7: 0, 5: 1, 9: 2 (id 8 was never trained) and ``most`` 2::
 
-    text      2  9  8  5  9  7
-    tail         9     9 5     5 7        (7 is better than 9, which leaves)
+    prompt    2  9  8  5  9  7
+    tail      5  7                  (7 and 5 are better than 9)
 
 A tail's rows are LM-head rows like the base's: children of a node are the best of base and tail by (logit descending,
 target id ascending), and log-probabilities are over both.
@@ -17,7 +16,7 @@ target id ascending), and log-probabilities are over both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,7 +31,6 @@ from ..errors import UsageError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-SOURCES = ("prompt", "text")
 DEFAULT_FOLLOW_ROWS = 512
 MAX_FOLLOW_ROWS = 8192
 UNIT_ROWS = 16
@@ -43,11 +41,9 @@ UNIT_ROWS = 16
 class FollowRows:
     """The LM-head rows that may join a base, and how many of them may join one sequence.
 
-    Raises `UsageError` for an unknown source, for no row that could join, and for ``most`` outside 1 to 8,192.
+    Raises `UsageError` for no row that could join, and for ``most`` outside 1 to 8,192.
     """
 
-    source: str
-    """"prompt", or "text": the prompt and what is generated."""
     most: int
     """Most ids that join a sequence."""
     ids: Tensor
@@ -62,7 +58,7 @@ class FollowRows:
     """Target ids best first, as far as they are ranked."""
 
     def __post_init__(self) -> None:
-        check_follow(self.source, self.most)
+        check_follow_rows(self.most)
         if len(self.ids) == 0:
             raise UsageError(
                 "There is nothing to follow with: the draft vocabulary holds every id that the head was trained on. "
@@ -73,7 +69,6 @@ class FollowRows:
     @classmethod
     def of(
         cls,
-        source: str,
         most: int,
         base_ids: Tensor,
         rows: Tensor,
@@ -89,11 +84,11 @@ class FollowRows:
         known = np.zeros(0, np.int64) if rank_order is None else rank_order[free[rank_order]]
         free[known] = False
         ids = torch.from_numpy(np.concatenate((known, np.flatnonzero(free)))).to(rows.device)
-        return cls(source, most, ids, row_of_id[ids], rows, row_of_id, rank_order)
+        return cls(most, ids, row_of_id[ids], rows, row_of_id, rank_order)
 
     def over(self, base_ids: Tensor) -> FollowRows:
         """The same for another base. Raises `UsageError` where that leaves nothing to join."""
-        return self.of(self.source, self.most, base_ids, self.rows, self.row_of_id, self.rank_order)
+        return self.of(self.most, base_ids, self.rows, self.row_of_id, self.rank_order)
 
     @property
     def target_vocab(self) -> int:
@@ -121,13 +116,10 @@ class FollowRows:
         """`ids`."""
         return self.ids.cpu().numpy()
 
-    def join(self, tail: Sequence[int], token_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return a tail's ranks, ascending, after a sequence has shown more token ids."""
-        ranks = self._rank_on_host[np.fromiter(token_ids, np.int64)]
-        joined = np.zeros(len(self.ids), dtype=np.bool_)
-        joined[ranks[ranks >= 0]] = True
-        joined[np.array(tail, dtype=np.int64)] = True
-        return tuple(np.flatnonzero(joined)[: self.most].tolist())
+    def tail_of(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks, ascending, that join for a prompt of these token ids."""
+        ranks = np.unique(self._rank_on_host[np.array(token_ids, dtype=np.int64)])
+        return tuple(ranks[ranks >= 0][: self.most].tolist())
 
     def holds(self, tail: Sequence[int], token_id: int) -> bool:
         """Whether a target id has joined."""
@@ -139,16 +131,20 @@ class FollowRows:
         return self.rows[self.row_of_rank[ranks].long()]
 
 
-def check_follow(source: str, most: int) -> None:
-    """Raise `UsageError` unless there is such a text to follow, and so many ids can join a sequence."""
-    if source not in SOURCES:
+def check_follow(follow: str) -> None:
+    """Raise `UsageError` unless ``follow`` is "prompt", the only text that can be followed."""
+    if follow != "prompt":
         raise UsageError(
-            f"follow = {source!r} is unknown; expected {' or '.join(map(repr, SOURCES))}, or None.",
-            option="follow", found=source, expected=SOURCES,
+            f"follow = {follow!r} is unknown; expected 'prompt' or None.",
+            option="follow", found=follow, expected="prompt",
         )  # fmt: skip
+
+
+def check_follow_rows(most: int) -> None:
+    """Raise `UsageError` unless so many ids can join a sequence."""
     if isinstance(most, bool) or not isinstance(most, (int, np.integer)) or not 1 <= most <= MAX_FOLLOW_ROWS:
         raise UsageError(
-            f"follow_rows = {most!r} must be a number from 1 to {MAX_FOLLOW_ROWS:,}: how many ids of a text join the "
+            f"follow_rows = {most!r} must be a number from 1 to {MAX_FOLLOW_ROWS:,}: how many ids of a prompt join the "
             "draft vocabulary at most.",
             option="follow_rows", found=most, expected=(1, MAX_FOLLOW_ROWS),
         )  # fmt: skip

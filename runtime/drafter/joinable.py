@@ -19,7 +19,7 @@ from .weights import gather_lm_head_rows, gather_target_rows
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ..target.transformers import TargetModel
+    from ..target.wrapper import TargetModel
 
 _SUGGESTED_ROWS = 32000
 # Half a unit in the last place of bfloat16, the coarsest type that rows are in.

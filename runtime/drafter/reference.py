@@ -1,4 +1,4 @@
-"""Drafting a tree with an EAGLE head: the interface of a drafter, and the plain PyTorch reference.
+"""Drafting in plain PyTorch: the definition of the persistent kernel, over the same buffers.
 
 Positions. A sequence x_0 .. x_n has features f_0 .. f_{n-1} from the target; the drafter's input number t is the pair
 (f_t, embedding of x_{t+1}) at rotary position t, and its output predicts x_{t+2}. The newest token x_n is the root of
@@ -18,141 +18,92 @@ What was computed for accepted tokens stays in the cache; each pass computes its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from ..config import TreeConfig
-from ..errors import UsageError
-from ..slots import ActiveSlots
+from ..settings import TreeConfig
 from ..target.attention import masked_attention, tree_attention_mask
-from ..target.cache import SlotRows
 from ..tree import DraftTree, build_tree, join_levels, rank_children, select_frontier
+from .buffers import BLANK, Buffers
+from .dimensions import DrafterConfig
 from .follow import JoinedVocab
 from .rope import apply_rotary
 from .weights import HeadWeights
 
 
-@dataclass(frozen=True)
-class NewPairs:
-    """What the last step added to each sequence; all indexed by slot, rows of inactive slots are ignored.
+@torch.inference_mode()
+def draft_ref(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
+    """Draft the trees of the active slots into ``bufs``; waits for the device.
 
-    ``features`` [slots, depth + 2, feature_width] of the newly committed tokens, ``next_tokens`` int64
-    [slots, depth + 2] the token after each (the last one is the root of the next tree), ``num_new`` int64 [slots] how
-    many of them count (at least 1). ``num_new_host`` is the same for the active slots, in their order, on the host.
+    ``features`` [slots, new, feature_width]: those of the new tokens, ``bufs.num_new`` of them in use. ``head`` has
+    ``cfg.draft_vocab`` LM-head rows.
+    """
+    for name, blank in BLANK.items():
+        getattr(bufs, name).fill_(blank)
+    count = int(bufs.active_count)
+    if not count:
+        return
+    slots = bufs.active_slots[:count].long()
+    fixed = replace(head, rotary=head.rotary.for_length(cfg.num_tokens))
+    cache, follow, tails = (bufs.keys, bufs.values), head.follow, bufs.tails
+    ranks = [] if follow is None or tails is None else [tails.read_slot(slot) for slot in slots.tolist()]
+    joined = None if follow is None or not any(ranks) else JoinedVocab.of(head.draft_to_target, ranks, follow)
+    draft = ReferenceDraft(fixed, cfg.tree, slots, bufs.prefix[slots].long(), cache, joined)
+    num_new = bufs.num_new[slots].long()
+    new = int(num_new.max())
+    tree = draft.run(features[slots, :new], bufs.new_tokens[slots, :new].long(), num_new)
+    for name in BLANK:
+        getattr(bufs, name)[slots] = getattr(tree, name)
+
+
+class ReferenceDraft:
+    """One draft of some sequences: the head's layer over their keys and values.
+
+    ``slots`` int64 [active]: their places in ``cache``, keys and values [slots, kv_heads, positions, head_dim];
+    ``lengths`` int64 [active]: cached pairs; ``joined``: what joined their draft vocabulary.
     """
 
-    features: Tensor
-    next_tokens: Tensor
-    num_new: Tensor
-    num_new_host: tuple[int, ...]
+    def __init__(
+        self,
+        head: HeadWeights,
+        tree: TreeConfig,
+        slots: Tensor,
+        lengths: Tensor,
+        cache: tuple[Tensor, Tensor],
+        joined: JoinedVocab | None = None,
+    ) -> None:
+        self.head, self.tree, self.slots, self.lengths, self.joined = head, tree, slots, lengths, joined
+        self.keys, self.values = cache
+        self.activation = ACT2FN[head.activation]
+        self.are_first = slots.tolist() == list(range(len(slots)))
+        """Whether these are the first slots, so that their caches need not be gathered."""
 
+    def run(self, features: Tensor, tokens: Tensor, num_new: Tensor) -> DraftTree:
+        """Draft after new pairs; fields of the result are [active, ...].
 
-class Drafter(Protocol):
-    """What generation needs of a drafter; `ReferenceDrafter` is the definition, kernels give the same results."""
-
-    @property
-    def tree(self) -> TreeConfig:
-        """Shape of the trees."""
-
-    @property
-    def weights(self) -> HeadWeights:
-        """The head it drafts with."""
-
-    def allocate(self, num_slots: int, capacity: int) -> None:
-        """Prepare ``num_slots`` empty slots for sequences of up to ``capacity`` tokens each."""
-
-    def prefill(self, slot: int, features: Tensor, next_tokens: Tensor) -> None:
-        """Add a prompt's pairs to a slot that was reset: [seq, feature_width] and int64 [seq]; seq may be 0."""
-
-    def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
-        """Add the new pairs of the active slots and draft their trees; fields are indexed by slot."""
-
-    def join(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Let token ids of a slot's text join its draft vocabulary; called where ``weights.follow`` is set."""
-
-    def reset_slot(self, slot: int, num_pairs: int = 0) -> None:
-        """Forget a slot's sequence, but for its first ``num_pairs`` pairs (only asked for by ``reuse_prefix``)."""
-
-
-class ReferenceDrafter:
-    """The plain PyTorch drafter, on CPU or GPU, in any float type.
-
-    Raises `UsageError` when the draft vocabulary has fewer rows than ``top_k``.
-    """
-
-    def __init__(self, weights: HeadWeights, tree: TreeConfig) -> None:
-        check_tree_fits(weights.draft_vocab, tree)
-        self.weights = weights
-        self.tree = tree
-        self.lengths: list[int] = []
-        self.tails: list[tuple[int, ...]] = []
-        """Ranks that joined each slot's draft vocabulary (`follow`)."""
-        self.num_computed = 0
-        """Node positions computed so far: counts work, so that a test can hold that nothing is computed twice."""
-        self._cache: SlotRows | None = None
-        self._activation = ACT2FN[weights.activation]
-        self._rotary = weights.rotary
-
-    def allocate(self, num_slots: int, capacity: int) -> None:
-        """See `Drafter.allocate`; scratch rows for one tree come on top of ``capacity``."""
-        weights = self.weights
-        rows = capacity + self.tree.path_width + self.tree.depth * self.tree.top_k
-        like = torch.empty((1, weights.num_kv_heads, 1, weights.head_dim), dtype=weights.dtype, device=weights.device)
-        self._cache = SlotRows(num_slots, rows, like, like)
-        self._rotary = weights.rotary.for_length(capacity)
-        self.lengths = [0] * num_slots
-        self.tails = [()] * num_slots
-
-    def reset_slot(self, slot: int, num_pairs: int = 0) -> None:
-        """See `Drafter.reset_slot`."""
-        self.lengths[slot] = num_pairs
-        self.tails[slot] = ()
-
-    def join(self, slot: int, token_ids: Sequence[int]) -> None:
-        """See `Drafter.join`."""
-        assert self.weights.follow is not None, "there is nothing to follow with"
-        self.tails[slot] = self.weights.follow.join(self.tails[slot], token_ids)
-
-    @torch.inference_mode()
-    def prefill(self, slot: int, features: Tensor, next_tokens: Tensor, chunk: int = 1024) -> None:
-        """See `Drafter.prefill`."""
-        active = ActiveSlots.of([slot], len(self.lengths), self.weights.device)
-        for part, tokens in zip(torch.split(features, chunk), torch.split(next_tokens, chunk), strict=True):
-            if len(tokens):
-                self._extend(active, self._fuse(part)[None], tokens[None])
-                self.lengths[slot] += len(tokens)
-
-    @torch.inference_mode()
-    def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
-        """See `Drafter.draft`."""
-        top_k = self.tree.top_k
-        next_tokens, num_new = active.gather(pairs.next_tokens), active.gather(pairs.num_new)
-        last = (num_new - 1)[:, None]  # [active, 1]
-        roots = next_tokens.gather(1, last)[:, 0]
-        output = self._extend(active, self._fuse(active.gather(pairs.features)), next_tokens.clamp(min=0))
-        output = output.gather(1, last[..., None].expand(-1, -1, output.shape[-1]))  # [active, 1, hidden]
-        for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
-            self.lengths[slot] += count
-
-        joined = self._joined(active)
-        log_probs, ranked = self._rank(output, joined)
+        ``features`` [active, new, feature_width] and ``tokens`` int64 [active, new], ``num_new`` int64 [active] of them
+        in use.
+        """
+        top_k, active = self.tree.top_k, len(self.slots)
+        tokens = tokens.clamp(min=0)
+        roots = tokens.gather(1, (num_new - 1)[:, None])[:, 0]
+        output = self.extend(features, tokens, num_new)
+        log_probs, ranked = self._rank(output)
         scores, tokens = log_probs[:, 0], ranked[:, 0]  # [active, top_k]
         level_scores, level_tokens, level_frontiers = [scores], [tokens], []
 
-        frontier = torch.arange(top_k, device=tokens.device).expand(len(active.indices), top_k)
-        hidden = self._carry(output).expand(-1, top_k, -1)
-        own = torch.eye(top_k, dtype=torch.bool, device=tokens.device).expand(len(active.indices), top_k, top_k)
+        frontier = torch.arange(top_k, device=tokens.device).expand(active, top_k)
+        hidden = self.carry(output).expand(-1, top_k, -1)
+        own = torch.eye(top_k, dtype=torch.bool, device=tokens.device).expand(active, top_k, top_k)
         ancestors = own  # [active, top_k, drafted so far]: what each frontier node attends to, itself included
-        for level in range(1, self.tree.depth + 1):
+        for _ in range(self.tree.depth):
             level_frontiers.append(frontier)
-            output = self._level(active, hidden, tokens, ancestors, level)
-            log_probs, ranked = self._rank(output, joined)
+            output = self.level(hidden, tokens, ancestors)
+            log_probs, ranked = self._rank(output)
             children = ranked.flatten(1)  # [active, top_k * top_k]
             child_scores = (scores[..., None] + log_probs).flatten(1)
             level_scores.append(child_scores)
@@ -161,149 +112,143 @@ class ReferenceDrafter:
             scores, frontier = select_frontier(child_scores, top_k)
             parent = frontier // top_k  # [active, top_k]: which frontier node each comes from
             tokens = children.gather(1, frontier)
-            hidden = self._carry(output).gather(1, parent[..., None].expand_as(output))
+            hidden = self.carry(output).gather(1, parent[..., None].expand_as(output))
             ancestors = ancestors.gather(1, parent[..., None].expand_as(ancestors))
             ancestors = torch.cat((ancestors, own), 2)
 
         candidates = join_levels(level_tokens, level_scores, level_frontiers, top_k)
-        return scatter_tree(build_tree(roots, candidates, self.tree), active)
+        return build_tree(roots, candidates, self.tree)
 
-    def _extend(self, active: ActiveSlots, hidden: Tensor, next_tokens: Tensor) -> Tensor:
-        """Run new pairs after the committed ones: hidden [active, new, hidden] to outputs of the same shape."""
-        new = next_tokens.shape[1]
-        lengths = self._length_tensor(active)
-        positions = torch.arange(new, device=lengths.device).expand(len(lengths), new)
-        causal = torch.ones((len(lengths), new, new), dtype=torch.bool, device=lengths.device).tril()
-        return self._pass(active, hidden, next_tokens, lengths, causal, positions)
+    def extend(self, features: Tensor, tokens: Tensor, num_new: Tensor) -> Tensor:
+        """Add new pairs after the cached ones; returns the last one's output [active, 1, hidden]. See `run`."""
+        active, new = tokens.shape
+        positions = torch.arange(new, device=tokens.device).expand(active, new)
+        causal = torch.ones((active, new, new), dtype=torch.bool, device=tokens.device).tril()
+        hidden = fuse_features(self.head, features.to(self.head.device, self.head.dtype))
+        # What comes out of a sequence's unused rows is undefined, and they are not cached.
+        output = self.layer(hidden, tokens, causal, positions, positions < num_new[:, None])
+        self.lengths = self.lengths + num_new
+        return output.gather(1, (num_new - 1)[:, None, None].expand(-1, 1, output.shape[-1]))
 
-    def _level(self, active: ActiveSlots, hidden: Tensor, tokens: Tensor, ancestors: Tensor, level: int) -> Tensor:
-        """Run the frontier of one level: [active, top_k, hidden] to outputs of the same shape."""
-        lengths, top_k = self._length_tensor(active), self.tree.top_k
-        positions = torch.arange(level * top_k, device=lengths.device).expand(len(lengths), -1) // top_k
-        return self._pass(active, hidden, tokens, lengths, ancestors, positions)
+    def level(self, hidden: Tensor, tokens: Tensor, ancestors: Tensor) -> Tensor:
+        """Run the nodes of one level: ``hidden`` [active, top_k, hidden] to outputs of the same shape.
 
-    def _pass(
+        ``ancestors`` bool [active, top_k, drafted so far]: what each attends to, itself included.
+        """
+        positions = torch.arange(ancestors.shape[2], device=tokens.device).expand(len(tokens), -1) // self.tree.top_k
+        return self.layer(hidden, tokens, ancestors, positions)
+
+    def layer(
         self,
-        active: ActiveSlots,
         hidden: Tensor,
         tokens: Tensor,
-        lengths: Tensor,
         tree_mask: Tensor,
         row_positions: Tensor,
+        is_cached: Tensor | None = None,
     ) -> Tensor:
         """Run the decoder layer.
 
-        ``hidden`` [active, nodes, hidden]; ``tokens`` int64 [active, nodes]; ``lengths`` int64 [active] committed rows
-        of the cache. After those come the rows of this draft, the nodes' own last: ``tree_mask`` bool [active, nodes,
-        rows], ``row_positions`` int64 [active, rows], counted from the first position that is not committed.
+        ``hidden`` [active, nodes, hidden]; ``tokens`` int64 [active, nodes]. After the ``lengths`` cached rows come the
+        rows of this draft, the nodes' own last: ``tree_mask`` bool [active, nodes, rows], ``row_positions`` int64
+        [active, rows], counted from the first position that is not cached. ``is_cached`` bool [active, nodes]: which
+        nodes' keys and values to keep; None keeps all.
         """
-        weights, w = self.weights, self.weights.tensors
-        assert self._cache is not None, "allocate() comes first"
-        self.num_computed += tokens.numel()
-        embedded = weights.embedding[tokens]
-        if weights.kind == "eagle3":
+        head, w = self.head, self.head.tensors
+        embedded = head.embedding[tokens]
+        if head.kind == "eagle3":
             normed = self._norm(hidden, w["hidden_norm.weight"])
-            residual = normed if weights.norm_before_residual else hidden
+            residual = normed if head.norm_before_residual else hidden
             inputs = torch.cat((self._norm(embedded, w["input_layernorm.weight"]), normed), -1)
         else:
             residual = inputs = F.linear(torch.cat((embedded, hidden), -1), w["fc.weight"], w.get("fc.bias"))
 
         nodes, num_rows = tokens.shape[1], row_positions.shape[1]
-        rows = lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=lengths.device)
         positions = row_positions[:, -nodes:]
-        cos, sin = self._rotary.at(lengths[:, None] + positions)
-        query = apply_rotary(self._heads(inputs, "q", weights.num_heads), cos, sin)
-        key = apply_rotary(self._heads(inputs, "k", weights.num_kv_heads), cos, sin)
-        self._cache.write_(active, rows, key, self._heads(inputs, "v", weights.num_kv_heads))
-        kv_length = max(self.lengths[slot] for slot in active.indices) + num_rows
-        mask = tree_attention_mask(lengths, tree_mask, positions, kv_length, weights.sliding_window, row_positions)
-        attended = masked_attention(query, *self._cache.read(active, kv_length), mask, weights.head_dim**-0.5)
+        cos, sin = head.rotary.at(self.lengths[:, None] + positions)
+        query = apply_rotary(self._heads(inputs, "q", head.num_heads), cos, sin)
+        key = apply_rotary(self._heads(inputs, "k", head.num_kv_heads), cos, sin)
+        rows = self.lengths[:, None] + torch.arange(num_rows - nodes, num_rows, device=tokens.device)
+        self._write(rows, key, self._heads(inputs, "v", head.num_kv_heads), is_cached)
+        keys, values = self._read(int(self.lengths.max()) + num_rows)
+        mask = tree_attention_mask(
+            self.lengths, tree_mask, positions, keys.shape[2], head.sliding_window, row_positions
+        )  # fmt: skip
+        attended = masked_attention(query, keys, values, mask, head.head_dim**-0.5)
         attended = attended.transpose(1, 2).flatten(2)
         hidden = residual + F.linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
 
         normed = self._norm(hidden, w["post_attention_layernorm.weight"])
-        gate = self._activation(self._mlp(normed, "gate"))
+        gate = self.activation(self._mlp(normed, "gate"))
         return hidden + self._mlp(gate * self._mlp(normed, "up"), "down")
 
+    def _write(self, rows: Tensor, key: Tensor, value: Tensor, is_cached: Tensor | None) -> None:
+        """Store ``key``, ``value`` [active, kv_heads, nodes, head_dim] at ``rows`` int64 [active, nodes]."""
+        kept = torch.ones_like(rows, dtype=torch.bool) if is_cached is None else is_cached
+        slots = self.slots[:, None].expand_as(rows)[kept]
+        for cache, new in ((self.keys, key), (self.values, value)):
+            cache[slots, :, rows[kept]] = new.transpose(1, 2)[kept]
+
+    def _read(self, length: int) -> tuple[Tensor, Tensor]:
+        """The first rows of the slots' caches: twice [active, kv_heads, length or all there are, head_dim]."""
+        keys, values = self.keys[:, :, :length], self.values[:, :, :length]
+        active = len(self.slots)
+        if self.are_first:
+            return keys[:active], values[:active]
+        return keys[self.slots], values[self.slots]
+
     def _mlp(self, inputs: Tensor, projection: str) -> Tensor:
-        w, name = self.weights.tensors, f"mlp.{projection}_proj"
+        w, name = self.head.tensors, f"mlp.{projection}_proj"
         return F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
-    def _fuse(self, features: Tensor) -> Tensor:
-        """Turn the target's features [..., feature_width] into the hidden state of pass 0 [..., hidden]."""
-        w = self.weights.tensors
-        features = features.to(self.weights.device, self.weights.dtype)
-        # A single tap as wide as the head needs no fc: the rule of SafeAILab's and SGLang's EAGLE-3.
-        if self.weights.kind == "eagle" or features.shape[-1] == self.weights.hidden:
-            return features
-        if norms := self.weights.tap_norms:
-            taps = features.chunk(len(norms), -1)
-            features = torch.cat([self._norm(tap, w[name]) for tap, name in zip(taps, norms, strict=True)], -1)
-        return F.linear(features, w["fc.weight"], w.get("fc.bias"))
-
-    def _carry(self, output: Tensor) -> Tensor:
+    def carry(self, output: Tensor) -> Tensor:
         """Turn a node's output into its children's hidden state."""
-        if self.weights.kind == "eagle3" and self.weights.norm_output:
-            return self._norm(output, self.weights.tensors["norm.weight"])
+        if self.head.kind == "eagle3" and self.head.norm_output:
+            return self._norm(output, self.head.tensors["norm.weight"])
         return output
 
-    def _final(self, output: Tensor) -> Tensor:
+    def final(self, output: Tensor) -> Tensor:
         """Turn a node's output into what the LM head takes."""
-        return self._norm(output, self.weights.tensors["norm.weight"]) if self.weights.kind == "eagle3" else output
+        is_normed = self.head.kind == "eagle3"
+        return self._norm(output, self.head.tensors["norm.weight"]) if is_normed else output
 
-    def _logits(self, output: Tensor) -> Tensor:
-        """LM head over the draft vocabulary: float32 [..., draft_vocab]."""
-        return F.linear(self._final(output), self.weights.lm_head).float()
+    def logits(self, output: Tensor) -> Tensor:
+        """LM head over the draft vocabulary, without what joined: float32 [..., draft_vocab]."""
+        return F.linear(self.final(output), self.head.lm_head).float()
 
-    def _joined(self, active: ActiveSlots) -> JoinedVocab | None:
-        """Base and tails of the active sequences; None where nothing has joined."""
-        tails = [self.tails[slot] for slot in active.indices]
-        if self.weights.follow is None or not any(tails):
-            return None
-        return JoinedVocab.of(self.weights.draft_to_target, tails, self.weights.follow)
-
-    def _rank(self, output: Tensor, joined: JoinedVocab | None) -> tuple[Tensor, Tensor]:
+    def _rank(self, output: Tensor) -> tuple[Tensor, Tensor]:
         """Rank each node's children: log-probabilities fp32 and target ids int64, both [active, nodes, top_k]."""
-        logits = self._logits(output)
-        if joined is None:
+        logits = self.logits(output)
+        if self.joined is None:
             log_probs, rows = rank_children(logits, self.tree.top_k)
-            return log_probs, self.weights.draft_to_target[rows]
-        log_probs, columns = rank_children(joined.logits(logits, self._final(output)), self.tree.top_k)
-        return log_probs, joined.ids.gather(1, columns.flatten(1)).view_as(columns)
+            return log_probs, self.head.draft_to_target[rows]
+        log_probs, columns = rank_children(self.joined.logits(logits, self.final(output)), self.tree.top_k)
+        return log_probs, self.joined.ids.gather(1, columns.flatten(1)).view_as(columns)
 
     def _heads(self, inputs: Tensor, projection: str, heads: int) -> Tensor:
         """Project to [active, heads, nodes, head_dim]."""
-        w, name = self.weights.tensors, f"self_attn.{projection}_proj"
+        w, name = self.head.tensors, f"self_attn.{projection}_proj"
         projected = F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias"))
         return projected.view(*inputs.shape[:2], heads, -1).transpose(1, 2)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
-        x32 = x.float()
-        return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.weights.norm_eps)).to(x.dtype)
-
-    def _length_tensor(self, active: ActiveSlots) -> Tensor:
-        lengths = [self.lengths[slot] for slot in active.indices]
-        return torch.tensor(lengths, dtype=torch.int64, device=self.weights.device)
+        return rms_norm(x, weight, self.head.norm_eps)
 
 
-def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
-    """Raise `UsageError` unless every node can have ``top_k`` children among ``draft_vocab`` rows."""
-    if draft_vocab < tree.top_k:
-        raise UsageError(
-            f"top_k = {tree.top_k} children of a node cannot be drafted from {draft_vocab} ids. Lower top_k, "
-            "or draft over more ids.",
-            option="top_k", expected=draft_vocab, found=tree.top_k,
-        )  # fmt: skip
+def fuse_features(head: HeadWeights, features: Tensor) -> Tensor:
+    """Turn features [..., feature_width] of the head's type into the hidden state of pass 0 [..., hidden].
+
+    A single tap as wide as the head needs no ``fc``: the rule of SafeAILab's and SGLang's EAGLE-3.
+    """
+    w = head.tensors
+    if head.kind == "eagle" or features.shape[-1] == head.hidden:
+        return features
+    if norms := head.tap_norms:
+        taps = features.chunk(len(norms), -1)
+        features = torch.cat([rms_norm(tap, w[name], head.norm_eps) for tap, name in zip(taps, norms, strict=True)], -1)
+    return F.linear(features, w["fc.weight"], w.get("fc.bias"))
 
 
-def scatter_tree(tree: DraftTree, active: ActiveSlots) -> DraftTree:
-    """Put the trees of the active sequences back by slot, inactive slots blank."""
-    return DraftTree(
-        active.scatter(tree.draft_tokens, -1),
-        active.scatter(tree.parents, -1),
-        active.scatter(tree.tree_mask, False),
-        active.scatter(tree.tree_position_ids, 0),
-        active.scatter(tree.retrieve_indices, -1),
-        active.scatter(tree.num_leaves, 0),
-    )
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm as Llama rounds it: statistics in fp32, the weight applied in the model's type."""
+    x32 = x.float()
+    return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)

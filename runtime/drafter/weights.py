@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
-    from ..target.transformers import TargetModel
+    from ..target.wrapper import TargetModel
 
 _OPTIONAL = frozenset({"fc.bias", "self_attn.o_proj.bias"})
 
@@ -156,6 +156,20 @@ class HeadWeights:
     def draft_vocab(self) -> int:
         """Rows of the LM head."""
         return self.lm_head.shape[0]
+
+    @cached_property
+    def kv_projection(self) -> tuple[Tensor, Tensor | None]:
+        """Weights [in, 2 * kv_heads * head_dim] of the key and value projections side by side, and their bias."""
+        w, names = self.tensors, ("self_attn.k_proj", "self_attn.v_proj")
+        biased = "self_attn.k_proj.bias" in w
+        weight = torch.cat([w[f"{name}.weight"] for name in names]).t()
+        return weight, torch.cat([w[f"{name}.bias"] for name in names]) if biased else None
+
+    def rotary_halves(self, num_positions: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Cos and sin, each fp32 [num_positions, head_dim / 2], for a text of ``num_tokens`` (`RotaryEmbedding`)."""
+        half = self.head_dim // 2
+        cos, sin = self.rotary.for_length(num_tokens).tables(num_positions)
+        return cos[:, :half].contiguous(), sin[:, :half].contiguous()
 
     @cached_property
     def held_ids(self) -> bytes:

@@ -5,14 +5,13 @@ a tree without branches). Node n attends to the whole prefix and to its own ance
 allows a key only if ``query position - key position < w``; positions count from the root along the path, so two nodes
 of one depth share a position. The mask is built once per forward and window, from positions, never from row numbers.
 
-transformers passes keyword arguments of ``forward`` down to the attention function: so `TreeContext` gets here. Which
-window a layer has is said by its mask, not by the layer: transformers' own mask functions make it, and some models hand
-no other word of it down. So our mask function hands down a mark for each window, in the mask's place.
+transformers passes keyword arguments of ``forward`` down to the attention function: so a `ForwardContext` gets here.
+Which window a layer has is said by its mask, not by the layer: transformers' own mask functions make it, and some
+models pass the window no other way. So our mask function hands down a mark for each window, in the mask's place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -29,45 +28,20 @@ class ForwardContext(Protocol):
     """What one forward of the target attends to; each layer of transformers' calls it."""
 
     calls: int
+    """How many layers have attended."""
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep a layer's new keys and values [batch, kv_heads, nodes, head_dim]; returns what to attend to."""
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
-        softcap: float | None, sinks: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Attend with ``query`` [batch, heads, nodes, head_dim] to what the cache returned; same shape."""
+        """Attend with ``query`` [batch, heads, nodes, head_dim]; same shape, but as wide as the values.
 
-
-@dataclass
-class TreeContext:
-    """What one forward of the target attends to.
-
-    ``lengths``: int64 [batch], committed rows. ``tree_mask``: bool [batch, nodes, nodes], row attends to column.
-    ``positions``: int64 [batch, nodes], distance from the root. ``kv_length``: columns of the keys returned by the
-    cache, at least ``lengths + nodes`` of every sequence.
-    """
-
-    lengths: Tensor
-    tree_mask: Tensor
-    positions: Tensor
-    kv_length: int
-    calls: int = 0
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None,
-        softcap: float | None, sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """See `ForwardContext.attend`."""
-        self.calls += 1
-        return masked_attention(query, key, value, self.mask(window), scale, softcap, sinks)
-
-    def mask(self, sliding_window: int | None) -> Tensor:
-        """Return bool [batch, 1, nodes, kv_length]: which key each node may see."""
-        if sliding_window not in self._masks:
-            self._masks[sliding_window] = tree_attention_mask(
-                self.lengths, self.tree_mask, self.positions, self.kv_length, sliding_window
-            )
-        return self._masks[sliding_window]
+        ``key`` and ``value`` are what `store` returned, to this layer or, where layers share them, another; or what a
+        layer made of it, where it keeps keys and values in a compressed form.
+        """
 
 
 def tree_attention_mask(
@@ -80,9 +54,10 @@ def tree_attention_mask(
 ) -> Tensor:
     """Build the mask of prefix, ancestors and window (module docstring): bool [batch, 1, nodes, kv_length].
 
-    Shapes as in `TreeContext`; ``tree_mask`` may have more columns than ``nodes``, when rows of earlier nodes lie
-    between the prefix and these: ``row_positions`` int64 [batch, columns] are theirs then. Example: prefix of 2, root
-    with two children, no window::
+    ``lengths`` int64 [batch]: committed rows. ``tree_mask`` bool [batch, nodes, rows]: node attends to row after the
+    prefix, the nodes' own rows last; ``positions`` int64 [batch, nodes]: distance from the root. Where rows of earlier
+    nodes lie between prefix and nodes, ``row_positions`` int64 [batch, rows] are the positions of all. Example: prefix
+    of 2, root with two children, no window::
 
         column   0 1   2    3       4       5
                  prefix root child 1 child 2 (row of a longer sequence)
@@ -176,15 +151,14 @@ def tree_attention_forward(
     if attention_mask is not None:
         sliding_window = _marked_window(attention_mask, module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: Any = getattr(module, "layer_idx", -1)
-    out = context.attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)
+    out = context.attend(query, key, value, scale, sliding_window, softcap, s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
 def mark_window(local_size: int | None = None, allow_is_causal_skip: bool = False, **_: Any) -> Tensor | None:
     """Stand in for a mask that transformers asks for: None, or the size of its window as int64 [1, 1, 1, 1].
 
-    ``allow_is_causal_skip`` is transformers' word that the mask is no more than that; for any other, what comes back is
+    ``allow_is_causal_skip`` is set when the mask is no more than that; for any other, what comes back is
     no mark, so that the layer it reaches is refused.
     """
     if not allow_is_causal_skip:

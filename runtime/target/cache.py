@@ -1,118 +1,173 @@
-"""Key and value storage by slot: append at each sequence's own length, then keep only the accepted path.
+"""The target's keys and values, what its forward works in, and what the decoding step needs of a target.
 
-One buffer per layer, [slots, kv_heads, capacity, head_dim], allocated once for a call. A sequence's committed rows are
-0 .. length - 1; a tree's rows are written behind them, in node order, and `commit_path` moves the accepted ones down:
+A sequence's committed rows are 0 .. length - 1 of its slot; a tree's rows are written after them, in node order, and
+`step.kernels.acceptance.commit_kv` moves the accepted ones down::
 
     committed   tree rows                       accepted path: nodes 0, 2, 5
     [c c c c]   [n0 n1 n2 n3 n4 n5 n6]    ->    [c c c c n0 n2 n5] and three more committed rows
 
-Nothing is ever computed twice, and what lies behind the committed rows is never read.
+Nothing is ever computed twice, and what lies after the committed rows is never read.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
-from ..slots import ActiveSlots
+from .kernels.tree_attention import AttentionScratch, most_parts
+from .kernels.tree_rows import ForwardRows
 
-
-class SlotRows:
-    """Keys and values of one layer for all slots."""
-
-    def __init__(self, num_slots: int, capacity: int, like_key: Tensor, like_value: Tensor) -> None:
-        # Zeros, not empty: rows beyond a sequence's end are masked, and 0 * NaN would still spoil the weighted sum.
-        self.keys = like_key.new_zeros((num_slots, like_key.shape[1], capacity, like_key.shape[3]))
-        self.values = like_value.new_zeros((num_slots, like_value.shape[1], capacity, like_value.shape[3]))
-
-    @classmethod
-    def over(cls, keys: Tensor, values: Tensor) -> SlotRows:
-        """Use buffers that exist: twice [slots, kv_heads, capacity, head_dim]."""
-        rows = cls.__new__(cls)
-        rows.keys, rows.values = keys, values
-        return rows
-
-    def write_(self, active: ActiveSlots, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store ``keys``/``values`` [active, kv_heads, new, head_dim] at ``rows`` int64 [active, new]."""
-        slots = active.active_slots[: active.num_active, None]
-        self.keys[slots, :, rows] = keys.transpose(1, 2)
-        self.values[slots, :, rows] = values.transpose(1, 2)
-
-    def read(self, active: ActiveSlots, length: int) -> tuple[Tensor, Tensor]:
-        """Return the first ``length`` rows of the active slots: twice [active, kv_heads, length, head_dim]."""
-        return active.gather(self.keys[:, :, :length]), active.gather(self.values[:, :, :length])
-
-    def move_(self, active: ActiveSlots, source: Tensor, destination: Tensor) -> None:
-        """Copy rows ``source`` to ``destination``, both int64 [active, moved]; sources are read before any write."""
-        slots = active.active_slots[: active.num_active, None]
-        for buffer in (self.keys, self.values):
-            buffer[slots, :, destination] = buffer[slots, :, source]
+KERNEL_HEAD_DIM = 256
+"""The widest head that the attention kernel takes."""
 
 
-class SlotCache(Cache):  # type: ignore[misc]  # transformers carries no types
-    """The target's KV cache, in the form transformers' attention layers call: ``update`` writes where `begin` said.
+class LayerShape(NamedTuple):
+    """One layer's attention: query heads, key heads, and the widths of keys and values."""
 
-    ``capacity``: rows per slot, tree rows included; the caller never commits more than fits (`generate` sizes it).
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    is_direct: bool = True
+    """Whether it attends to the keys and values that are cached; some models cache a compressed form."""
+
+    @property
+    def fits_kernel(self) -> bool:
+        """Whether the attention kernel takes it."""
+        return self.is_direct and self.key_dim == self.value_dim <= KERNEL_HEAD_DIM
+
+
+class Target(Protocol):
+    """A target whose forward reads lengths, slots and positions on the device."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per position."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+
+    @property
+    def layer_shapes(self) -> Sequence[LayerShape]:
+        """Of each decoder layer with keys and values of its own."""
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the features handed to the drafter."""
+
+    def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
+        """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them."""
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Get ready for positions below ``num_positions``."""
+
+    def forward(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
+        """Run all rows: writes the cache, ``bufs.features`` and ``bufs.logits`` (of ``last_row`` int64 [n] alone)."""
+
+
+class KVCache:
+    """Keys and values of all layers, ``capacity`` rows a slot; layers of one shape lie in one pair of tensors."""
+
+    def __init__(self, target: Target, num_slots: int, capacity: int) -> None:
+        shapes = [(shape.kv_heads, shape.key_dim, shape.value_dim) for shape in target.layer_shapes]
+        self.stacks: list[tuple[Tensor, Tensor]] = []
+        """Keys and values, each [layers, slots, kv_heads, capacity, head_dim]."""
+        places: dict[int, tuple[int, int]] = {}
+        for kv_heads, key_dim, value_dim in dict.fromkeys(shapes):
+            own = [layer for layer, shape in enumerate(shapes) if shape == (kv_heads, key_dim, value_dim)]
+            places |= {layer: (len(self.stacks), place) for place, layer in enumerate(own)}
+            keys, values = (
+                # Zeros, not empty: PyTorch's attention masks rows of others, and 0 * NaN would still spoil its sums.
+                torch.zeros((len(own), num_slots, kv_heads, capacity, width), dtype=target.dtype, device=target.device)
+                for width in (key_dim, value_dim)
+            )
+            self.stacks.append((keys, values))
+        self._places = [places[layer] for layer in range(len(shapes))]
+        self._list_layers()
+
+    def _list_layers(self) -> None:
+        pairs = [(self.stacks[stack], place) for stack, place in self._places]
+        self.layers = [(keys[place], values[place]) for (keys, values), place in pairs]
+        """Of each layer, keys and values [slots, kv_heads, capacity, head_dim]."""
+
+    def first(self, num_slots: int) -> KVCache:
+        """The same cache for fewer slots."""
+        view = object.__new__(KVCache)
+        view._places = self._places
+        view.stacks = [(keys[:, :num_slots], values[:, :num_slots]) for keys, values in self.stacks]
+        view._list_layers()
+        return view
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it holds."""
+        return self.stacks[0][0].shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Rows of a slot."""
+        return self.stacks[0][0].shape[3]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of keys and values."""
+        return sum(tensor.numel() * tensor.element_size() for stack in self.stacks for tensor in stack)
+
+
+class ForwardBuffers:
+    """What a forward of up to ``places * nodes`` rows writes besides the cache; static, as graphs hold its addresses.
+
+    ``features`` [rows, feature_width], ``logits`` [logit_rows, vocab], the attention's scratch (None without the
+    kernel), and whatever the target asks for: ``working`` shapes by name, in the target's type. A target whose forward
+    allocates by itself asks for nothing (`ForwardBuffers.dynamic`) and sets ``features`` and ``logits``.
     """
 
-    def __init__(self, num_slots: int, capacity: int, device: torch.device | str) -> None:
-        super().__init__(layers=[])
-        self.num_slots = num_slots
-        self.capacity = capacity
-        self.device = torch.device(device)
-        self.lengths = [0] * num_slots
-        self._rows: dict[int, SlotRows] = {}
-        self._active: ActiveSlots | None = None
-        self._new_rows: Tensor | None = None
-        self._read_length = 0
+    features: Tensor
+    logits: Tensor
+    scratch: AttentionScratch | None
+    is_dynamic: bool = False
+    """Whether a forward sets tensors here rather than filling them."""
 
-    def begin(self, active: ActiveSlots, num_new: int) -> None:
-        """Announce a forward of ``num_new`` positions for the active slots, behind their committed rows."""
-        self._active = active
-        self._new_rows = self.length_tensor(active)[:, None] + torch.arange(num_new, device=self.device)
-        self._read_length = max(self.lengths[slot] for slot in active.indices) + num_new
-        assert self._read_length <= self.capacity, (self._read_length, self.capacity)
+    def __init__(self, target: Target, places: int, nodes: int, logit_rows: int, **working: tuple[int, ...]) -> None:
+        shapes = {"features": (places * nodes, target.feature_width), "logits": (logit_rows, target.vocab_size)}
+        for name, shape in (shapes | working).items():
+            setattr(self, name, torch.empty(shape, dtype=target.dtype, device=target.device))
+        self.scratch = self._scratch(target, places, nodes) if target.device.type == "cuda" else None
 
-    def length_tensor(self, active: ActiveSlots) -> Tensor:
-        """Committed rows of the active slots: int64 [active]."""
-        return torch.tensor([self.lengths[slot] for slot in active.indices], dtype=torch.int64, device=self.device)
+    @staticmethod
+    def _scratch(target: Target, places: int, nodes: int) -> AttentionScratch | None:
+        shapes, device = set(target.layer_shapes), target.device
+        if not all(shape.fits_kernel for shape in shapes):
+            return None
+        parts = max(
+            most_parts(places, nodes, shape.heads, shape.kv_heads, shape.key_dim, target.dtype, device)
+            for shape in shapes
+        )
+        heads, width = max(shape.heads for shape in shapes), max(shape.key_dim for shape in shapes)
+        return AttentionScratch.allocate(parts, nodes, heads, width, device)
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Store new rows [active, kv_heads, new, head_dim] of a layer; return all its rows up to the longest slot."""
-        assert self._active is not None, "begin() announces every forward"
-        assert self._new_rows is not None
-        if layer_idx not in self._rows:
-            self._rows[layer_idx] = SlotRows(self.num_slots, self.capacity, key_states, value_states)
-        rows = self._rows[layer_idx]
-        rows.write_(self._active, self._new_rows, key_states, value_states)
-        return rows.read(self._active, self._read_length)
+    @classmethod
+    def dynamic(cls) -> ForwardBuffers:
+        """Buffers of a forward that allocates by itself, which no graph holds."""
+        bufs = object.__new__(cls)
+        bufs.scratch, bufs.is_dynamic = None, True
+        return bufs
 
-    def commit(self, slot: int, num_new: int) -> None:
-        """Keep the last forward's first ``num_new`` rows of a slot (a prompt's chunk)."""
-        self.lengths[slot] += num_new
+    def __getattr__(self, name: str) -> Tensor:
+        # Only reached for names that are not there; tells type checkers what the working tensors are.
+        raise AttributeError(name)
 
-    def commit_path(self, active: ActiveSlots, path_nodes: Tensor, num_nodes: list[int]) -> None:
-        """Keep an accepted path per slot and forget the rest of the tree.
-
-        ``path_nodes``: int64 [active, width], nodes from the root on, padded with -1; ``num_nodes``: how many of each.
-        """
-        start = self.length_tensor(active)[:, None]
-        destination = start + torch.arange(path_nodes.shape[1], device=self.device)
-        source = torch.where(path_nodes < 0, destination, start + path_nodes)
-        for rows in self._rows.values():
-            rows.move_(active, source, destination)
-        for slot, count in zip(active.indices, num_nodes, strict=True):
-            self.lengths[slot] += count
-
-    def reset_slot(self, slot: int, num_rows: int = 0) -> None:
-        """Forget a slot's sequence, but for its first ``num_rows`` committed rows."""
-        self.lengths[slot] = num_rows
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Longest committed sequence, as transformers asks for it."""
-        return max(self.lengths)
+    def first(self, rows: int) -> ForwardBuffers:
+        """The same buffers for fewer rows, all of which get logits."""
+        view = object.__new__(ForwardBuffers)
+        for name, tensor in vars(self).items():
+            setattr(view, name, tensor[:rows] if isinstance(tensor, Tensor) else tensor)
+        return view

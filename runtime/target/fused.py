@@ -17,38 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import fused_layers, tree_attention
-from ..kernels.tree_rows import ForwardRows
-from .device_buffers import ForwardBuffers, KVCache
+from ..ops import Ops
+from .cache import ForwardBuffers, KVCache, LayerShape
+from .kernels.fused_layers import add_norm, rotate_append, swiglu
+from .kernels.tree_attention import tree_attention
+from .kernels.tree_rows import ForwardRows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class LayerOps:
-    """The operations between the products: kernels, or their PyTorch twins where there is no GPU."""
-
-    add_norm: Any
-    swiglu: Any
-    rotate_append: Any
-    tree_attention: Any
-
-    @classmethod
-    def kernels(cls) -> LayerOps:
-        """Triton kernels."""
-        return cls(
-            fused_layers.add_norm, fused_layers.swiglu, fused_layers.rotate_append, tree_attention.tree_attention
-        )
-
-    @classmethod
-    def twins(cls) -> LayerOps:
-        """PyTorch twins, which wait for the device."""
-        return cls(
-            fused_layers.add_norm_ref,
-            fused_layers.swiglu_ref,
-            fused_layers.rotate_append_ref,
-            tree_attention.tree_attention_ref,
-        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +51,7 @@ class FusedTarget:
     hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere.
     """
 
-    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, ops: LayerOps | None = None) -> None:
+    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, ops: Ops | None = None) -> None:
         config: Any = model.config
         decoder: Any = model.model
         self.model = model
@@ -94,7 +69,7 @@ class FusedTarget:
         self.num_kv_heads = int(config.num_key_value_heads)
         self.scale = float(first.scaling)
         self.layers = [_fuse_layer(layer) for layer in decoder.layers]
-        self.ops = ops or (LayerOps.kernels() if self.device.type == "cuda" else LayerOps.twins())
+        self.ops = ops or Ops.for_device(self.device)
         self._rotary = decoder.rotary_emb
         self.cos, self.sin = self._tables(1)
 
@@ -119,9 +94,9 @@ class FusedTarget:
         return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers, each with keys and values of its own."""
-        return len(self.layers)
+    def layer_shapes(self) -> list[LayerShape]:
+        """Of each decoder layer."""
+        return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
         """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them."""
@@ -156,23 +131,23 @@ class FusedTarget:
         ops, delta = self.ops, None
         torch.index_select(self.embedding, 0, rows.tokens, out=bufs.residual)
         for index, layer in enumerate(self.layers):
-            ops.add_norm(bufs.residual, delta, layer.norm_in, self.eps, bufs.normed, self._tap(bufs, index))
+            ops(add_norm)(bufs.residual, delta, layer.norm_in, self.eps, bufs.normed, self._tap(bufs, index))
             torch.mm(bufs.normed, layer.qkv, out=bufs.qkv)
-            ops.rotate_append(
+            ops(rotate_append)(
                 bufs.qkv, layer.qkv_bias, layer.head_norms, self.eps, self.cos, self.sin, rows.positions,
-                rows.attention.slots, rows.kv_rows, cache.keys[index], cache.values[index],
+                rows.attention.slots, rows.kv_rows, *cache.layers[index],
             )  # fmt: skip
-            ops.tree_attention(
-                bufs.qkv, cache.keys[index], cache.values[index], rows.attention, self.scale, layer.window,
+            ops(tree_attention)(
+                bufs.qkv, *cache.layers[index], rows.attention, self.scale, layer.window,
                 bufs.attended, bufs.scratch,
             )  # fmt: skip
             delta = _linear(bufs.attended, layer.o, layer.o_bias, bufs.delta)
-            ops.add_norm(bufs.residual, delta, layer.norm_post, self.eps, bufs.normed)
+            ops(add_norm)(bufs.residual, delta, layer.norm_post, self.eps, bufs.normed)
             _linear(bufs.normed, layer.gate_up, layer.gate_up_bias, bufs.gate_up)
-            ops.swiglu(bufs.gate_up, bufs.gated)
+            ops(swiglu)(bufs.gate_up, bufs.gated)
             delta = _linear(bufs.gated, layer.down, layer.down_bias, bufs.delta)
         normed = bufs.features if self.tap_layers is None else bufs.normed
-        ops.add_norm(bufs.residual, delta, self.final_norm, self.eps, normed, self._tap(bufs, len(self.layers)))
+        ops(add_norm)(bufs.residual, delta, self.final_norm, self.eps, normed, self._tap(bufs, len(self.layers)))
         for place, tap in enumerate(self.tap_layers or ()):
             # A layer may be tapped twice: default taps of a small model.
             first = self._tap(bufs, tap)

@@ -1,25 +1,21 @@
-"""The engines themselves are needed by tests that bear their marker; without them these are skipped, visibly.
+"""Tests marked `engine` need the packages that their marker names; without them they are skipped, visibly.
 
-`tests/engines/run.sh` sets EAGLE_SLIM_REQUIRE_ENGINES, and then a missing engine is a failure.
+`make test-engines` sets EAGLE_SLIM_REQUIRE_PROGRAMS, and then a missing package is a failure.
 """
 
 import importlib.util
-import os
 from pathlib import Path
 
 import pytest
 from engines.artifacts import OracleFiles
+from support.programs import skip_or_fail
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    required = bool(os.environ.get("EAGLE_SLIM_REQUIRE_ENGINES"))
-    for item in items:
-        for marker in item.iter_markers("engine"):
-            missing = [name for name in marker.args if importlib.util.find_spec(name) is None]
-            if missing and required:
-                raise pytest.UsageError(f"{item.nodeid} needs {', '.join(missing)}, which run.sh should have installed")
-            if missing:
-                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}: make test-engines"))
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("engine"):
+        missing = [name for name in marker.args if importlib.util.find_spec(name) is None]
+        if missing:
+            skip_or_fail(f"needs {', '.join(missing)}: make test-engines")
 
 
 @pytest.fixture(scope="session")

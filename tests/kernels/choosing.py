@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from eagle_slim.runtime.kernels.choose_tokens import (
+from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
     ChoiceState,
     choice_scratch,

@@ -15,25 +15,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.bench.draw_paths import draw_paths
+from eagle_slim.runtime.drafter import tail_rows
+from eagle_slim.runtime.drafter.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
-from eagle_slim.runtime.kernels import (
-    acceptance,
-    fused_layers,
-    prompt_chunks,
-    tail_rows,
-    tree_attention,
-    tree_bias,
-    tree_rows,
-)
-from eagle_slim.runtime.kernels.acceptance import SlotState
-from eagle_slim.runtime.kernels.compile_check import assembler_report, to_ptx
-from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, Chip
-from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.kernels.tree_attention import AttentionScratch
-from eagle_slim.runtime.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip
+from eagle_slim.runtime.safeailab.kernels import tree_bias
+from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
+from eagle_slim.runtime.step.kernels.acceptance import SlotState
+from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.target.kernels import fused_layers, tree_attention, tree_rows
+from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
+from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from benchmarks.shared.drawn_verdicts import draw_paths
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, SLOTS, NODES, CHUNK = 4096, 32, 8, 128, 14336, 2, 60, 512
 POINTERS = {

@@ -1,8 +1,8 @@
 """The whole kernel with several programs: each a process on shared memory, barriers real, under Triton's interpreter.
 
 The interpreter runs programs one after the other, so a kernel with barriers can have only one. Here each process is one
-program of the same launch. Programs are held up at random after barriers, so that a missing barrier shows; and every
-program must count barriers alike. Run as a script: drafts the cases named and prints a JSON line for each.
+program of the same launch. Programs are delayed at random after barriers, so that a missing barrier shows; and every
+program must count barriers alike. Run as a script, it drafts every case and prints a JSON line for each.
 """
 
 from __future__ import annotations
@@ -11,23 +11,22 @@ import json
 import multiprocessing
 import os
 import random
-import sys
 import time
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from eagle_slim.runtime.kernels import host, persistent
-from eagle_slim.runtime.kernels.compile_check import flatten
-from eagle_slim.runtime.kernels.launch_params import Chip
+from eagle_slim.runtime.drafter import kernel_launch as host
+from eagle_slim.runtime.drafter.kernels import persistent
+from eagle_slim.runtime.drafter.launch_params import Chip
 from kernels.cases import CASES, draft
 from support.interpreter import patch_once
 from triton.runtime.interpreter import interpreter_builder
 
 FORK = multiprocessing.get_context("fork")
 SECONDS = 1800.0
-"""For which a program waits at a barrier."""
+"""How long a program waits at a barrier."""
 
 
 def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
@@ -37,9 +36,10 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
     meeting = FORK.Barrier(programs)
     arguments = host.kernel_arguments(cfg, features, packed, bufs)
     constants = host.kernel_constants(cfg, params, packed.draft_vocab)
-    for _, value in flatten(arguments):
-        if isinstance(value, torch.Tensor):
-            value.share_memory_()
+    for group in arguments.values():
+        for value in group if isinstance(group, tuple) else ():
+            if isinstance(value, torch.Tensor):
+                value.share_memory_()
 
     def program(pid: int) -> None:
         set_grid_dim, set_grid_idx = interpreter_builder.set_grid_dim, interpreter_builder.set_grid_idx
@@ -67,12 +67,11 @@ def launch(cfg: Any, features: Any, packed: Any, bufs: Any) -> None:
     assert [process.exitcode for process in processes] == [0] * programs
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
     torch.set_num_threads(1)
     patch_once()
     host.launch = launch
-    for name in names or CASES:
-        case = CASES[name]
+    for name, case in CASES.items():
         chip = Chip("interpreter", 0, 1 << 30, case.programs)
         # The interpreter's bf16 is not to be trusted.
         result = draft(case, chip, torch.float16 if case.fp8 else torch.float32)
@@ -80,4 +79,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter.kernels.ancestor_attention import ancestor_attention, ancestor_attention_ref
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.ancestor_attention import ancestor_attention, ancestor_attention_ref
 from kernels.example_tree import CHAINS
 from kernels.tolerances import OP_ATOL
 from support.raising import raises
@@ -57,9 +57,9 @@ def setup(
         (2, 4, 2, 20, 4, 1, 2, 16, None),
         (1, 6, 2, 64, 5, 3, 3, 16, None),
         (1, 3, 3, 96, 2, 4, 5, 32, None),
-        (2, 8, 1, 16, 16, 2, 8, 16, None),
+        pytest.param(2, 8, 1, 16, 16, 2, 8, 16, None, marks=pytest.mark.slow),
         (1, 4, 4, 6, 1, 6, 4, 16, None),
-        (1, 12, 1, 32, 10, 5, 1, 32, None),
+        pytest.param(1, 12, 1, 32, 10, 5, 1, 32, None, marks=pytest.mark.slow),
         # A window of the node alone, of some of its ancestors, of some new tokens, and of some of the prefix.
         (2, 2, 1, 8, 3, 4, 3, 16, 1),
         (2, 2, 1, 8, 3, 5, 1, 16, 3),
@@ -67,7 +67,7 @@ def setup(
         (2, 4, 2, 8, 3, 2, 6, 16, 37),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_equals_the_definition(
     slots: int, heads: int, kv_heads: int, head_dim: int, top_k: int, level: int, parts: int, block_t: int,
     window: int | None, dtype: torch.dtype, device: str,

@@ -8,12 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from eagle_slim.runtime.bench import choose_tokens as choose_tokens_bench
-from eagle_slim.runtime.config import SamplingConfig
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.generation import sampling
-from eagle_slim.runtime.generation.options import build_processors
-from eagle_slim.runtime.kernels.choose_tokens import (
+from eagle_slim.runtime.requests import sampling
+from eagle_slim.runtime.requests.options import build_processors
+from eagle_slim.runtime.settings import SamplingConfig
+from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
     bit_mask,
     choice_scratch,
@@ -22,12 +21,13 @@ from eagle_slim.runtime.kernels.choose_tokens import (
     mark_seen_ref,
     token_bits,
 )
-from eagle_slim.runtime.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
+from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
 from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, random_case, row_case
 from support.raising import raises
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+SLOW = pytest.mark.slow
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)
 RULES = {
     "greedy": GREEDY,
@@ -151,10 +151,10 @@ def extreme_rows() -> torch.Tensor:
     [
         SamplingConfig(1.0),
         SamplingConfig(0.5, top_k=3),
-        SamplingConfig(1.0, top_p=0.31),
-        SamplingConfig(1.0, top_p=1e-30),
+        pytest.param(SamplingConfig(1.0, top_p=0.31), marks=SLOW),
+        pytest.param(SamplingConfig(1.0, top_p=1e-30), marks=SLOW),
         SamplingConfig(1.0, min_p=1.0),
-        SamplingConfig(1.0, top_k=40, top_p=0.999, min_p=0.5),
+        pytest.param(SamplingConfig(1.0, top_k=40, top_p=0.999, min_p=0.5), marks=SLOW),
     ],
     ids=str,
 )
@@ -171,7 +171,10 @@ def test_extremes(config: SamplingConfig, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize(("vocab", "part", "capacity"), [(33, 64, 8), (1000, 512, 0), (1025, 512, 100)])
+@pytest.mark.parametrize(
+    ("vocab", "part", "capacity"),
+    [(33, 64, 8), pytest.param(1000, 512, 0, marks=SLOW), pytest.param(1025, 512, 100, marks=SLOW)],
+)
 def test_kernels_equal_the_twin(vocab: int, part: int, capacity: int, name: str, device: str) -> None:
     """Whether the searches list what is left at once, late, or never."""
     dtypes = {33: torch.float32, 1000: torch.bfloat16, 1025: torch.float16}
@@ -228,6 +231,7 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
     assert set(wanted) & set(eos)  # reached, where it may be
 
 
+@pytest.mark.slow
 def test_draws_are_distributed_as_the_warped_softmax() -> None:
     """Chi-square over 10,000 draws."""
     torch.manual_seed(1)
@@ -342,16 +346,6 @@ def test_refused() -> None:
     wide = torch.zeros(1, 1 << 19)
     with raises(UsageError, vocab=1 << 19):
         choose_tokens(wide, *arguments[1:8], out[:1, :1], scratch)
-
-
-def test_the_benchmark_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "top-k, top-p"
-    monkeypatch.setattr(choose_tokens_bench, "SAMPLED", {name: choose_tokens_bench.SAMPLED[name]})
-    result = choose_tokens_bench.bench(torch.device("cpu"), [40], [2], rounds=1, replays=1, record=lambda run: run)
-    [row] = result["rows"]
-    assert (row["vocab"], row["nodes"]) == (40, 2)
-    assert {"greedy", "torch argmax", "top-k, top-p, penalty"} <= set(row["times"])
-    assert all(times["median_us"] > 0 for times in row["times"].values())
 
 
 def test_flags_are_a_key() -> None:

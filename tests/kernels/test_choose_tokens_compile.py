@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS
+from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS
 from kernels.compiled_choice import WARPS
 
 pytestmark = pytest.mark.compiled

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.bench.baseline import capture
-from eagle_slim.runtime.kernels.choose_tokens import ChoiceRules, choice_scratch, choose_tokens
+from eagle_slim.runtime.drafter.tuning.timing import capture
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, choice_scratch, choose_tokens
 from kernels.choosing import ALL_RULES, random_case
 
 pytestmark = pytest.mark.gpu

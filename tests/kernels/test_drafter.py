@@ -7,19 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.bench.agreement import candidates_of, exact_head, replay, tree_of
-from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR
+from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
+from eagle_slim.runtime.drafter.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.launch_params import LaunchParams, choose_launch
+from eagle_slim.runtime.drafter.packed_head import pack_head
+from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
+from eagle_slim.runtime.drafter.tuning.agreement import candidates_of, exact_head, replay, tree_of
 from eagle_slim.runtime.drafter.weights import HeadWeights
+from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.kernels.grid_barrier import ERROR
-from eagle_slim.runtime.kernels.host import chip_of
-from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
-from eagle_slim.runtime.kernels.launch_params import LaunchParams, choose_launch
-from eagle_slim.runtime.kernels.packed_head import pack_head
-from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
-from eagle_slim.runtime.kernels.weight_stream import Tile
-from eagle_slim.runtime.kernels.workspace import allocate_workspace
+from eagle_slim.runtime.settings import TreeConfig
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
@@ -27,6 +27,7 @@ from kernels.tolerances import LOG_PROB_ATOL
 from support.drafting import nan_fill, problem, random_head, with_options
 from support.raising import raises
 
+SLOW = pytest.mark.slow
 CASES = {
     # name: (head options, tree, prefixes, new tokens, active slots)
     "eagle3": ({}, (3, 4, 20), [5], [3], None),
@@ -48,7 +49,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+ODD_CASES = {
+    "one level", "eagle, qkv bias", "full attention", "head_dim 20", "head_dim 96", "vocabulary of top_k rows", "chain",
+    "widest", "long prefix",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) if name in ODD_CASES else name for name in CASES])
 def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     options, tree, prefixes, num_new, active = CASES[name]
     drafted = draft(random_head(**options, device=device), tree, prefixes, num_new, active)
@@ -87,13 +94,21 @@ def test_options_of_a_head(name: str, device: str) -> None:
         assert not replay(other, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
 
 
+@pytest.mark.slow
 def test_options_in_fp8(device: str) -> None:
     head = with_options(random_head(dtype=torch.float16, device=device), **OPTIONS["each tap normed"])
     assert_agrees(draft(head, (2, 2, 9), [9, 4], [2, 5], [1], torch.float8_e4m3fn))
 
 
-@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+@pytest.mark.parametrize(
+    ("kind", "weight_dtype"),
+    [
+        ("eagle3", torch.float16),
+        ("eagle", torch.float8_e4m3fn),
+        pytest.param("eagle3", torch.float8_e4m3fn, marks=SLOW),
+        pytest.param("eagle", torch.float16, marks=SLOW),
+    ],
+)
 def test_lower_precision(kind: str, weight_dtype: torch.dtype, device: str) -> None:
     head = random_head(kind, dtype=torch.float16, device=device)
     drafted = draft(head, (2, 3, 15), [9, 4], [2, 5], [1], weight_dtype)
@@ -102,7 +117,7 @@ def test_lower_precision(kind: str, weight_dtype: torch.dtype, device: str) -> N
     assert drafted.agreement.rms_error > 1e-5
 
 
-@pytest.mark.parametrize("size", [0.01, 300.0])
+@pytest.mark.parametrize("size", [pytest.param(0.01, marks=SLOW), 300.0])
 def test_fp8_with_features_of_any_size(size: float, device: str) -> None:
     """Pairs of FP8 numbers hold values of order one: taps and hidden states are scaled to it, each by its own."""
     head = random_head(dtype=torch.float16, device=device)
@@ -136,8 +151,8 @@ def no_groups(params: LaunchParams) -> LaunchParams:
     return replace(params, layout=replace(params.layout, split=dict.fromkeys(params.split, 1)))
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=SLOW)])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, pytest.param(torch.float8_e4m3fn, marks=SLOW)])
 @pytest.mark.parametrize("change", [no_groups, odd_tiles], ids=["no groups", "odd tiles"])
 def test_launch_parameters_change_no_result(
     kind: str, weight_dtype: torch.dtype, change: Callable[[LaunchParams], LaunchParams], device: str
@@ -190,6 +205,7 @@ def test_rope_scaling_by_length(device: str) -> None:
         launch_drafter(shorter, drafted.features, drafted.weights, allocate_buffers(shorter, drafted.weights))
 
 
+@pytest.mark.slow
 def test_one_packed_head_serves_smaller_vocabularies(device: str) -> None:
     """Rows packed best first: a launch over the first N equals a head of those N rows."""
     head = random_head(device=device, draft_vocab=100)
@@ -231,6 +247,7 @@ def test_drafts_follow_each_other(device: str) -> None:
     assert_equal_trees(second.tree, second.reference_tree())
 
 
+@pytest.mark.slow
 def test_a_draft_after_a_timeout_is_whole(device: str) -> None:
     """A barrier that timed out can leave counts of arrivals behind."""
     first = draft(random_head(device=device), (2, 3, 12), [6], [2])
@@ -268,6 +285,7 @@ def test_no_active_slot(device: str) -> None:
     assert not bufs.keys.any()
 
 
+@pytest.mark.slow
 def test_weights_of_any_strides(device: str) -> None:
     head = random_head(device=device)
     expected = draft(head, (2, 3, 12), [6], [2])
@@ -334,6 +352,7 @@ def configurations(draw: st.DrawFn) -> dict[str, object]:
 
 
 # Without shrinking: a failing example is small enough, and each try costs a second.
+@pytest.mark.slow
 @settings(
     max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],
@@ -349,10 +368,11 @@ def test_random_configurations(configuration: dict, device: str) -> None:
     assert_agrees(draft(head, **arguments))
 
 
+@pytest.mark.slow
 def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory, device: str) -> None:
     from eagle_slim.runtime import SpeculativeModel
     from eagle_slim.runtime.generate_cli import figures
-    from eagle_slim.runtime.generation.stats import GenerationStats
+    from eagle_slim.runtime.requests.stats import GenerationStats
     from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 
     folder = tmp_path_factory.mktemp("head")
@@ -374,7 +394,7 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:
     """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
-    from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
+    from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
 
     def workspace_bytes(draft_vocab: int) -> int:
         cfg = DrafterConfig(

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.bench.agreement import (
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
+from eagle_slim.runtime.drafter.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
     candidates_of,
@@ -19,15 +23,11 @@ from eagle_slim.runtime.bench.agreement import (
     replay,
     tree_of,
 )
-from eagle_slim.runtime.bench.baseline import capture
-from eagle_slim.runtime.bench.problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
-from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import DrafterConfig
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
+from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, EagleSlimError
-from eagle_slim.runtime.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
-from eagle_slim.runtime.kernels.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.tree import DraftTree
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter.kernels.frontier import MAX_DEPTH, frontier_on_device, frontier_ref
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.frontier import MAX_DEPTH, frontier_on_device, frontier_ref
 from eagle_slim.runtime.tree import select_frontier
 from kernels.example_tree import CHAINS, FRONTIERS, LETTERS, LEVELS, TOP_K
 from support.raising import raises

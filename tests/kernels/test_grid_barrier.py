@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, count_rounds, count_rounds_ref
+from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.errors import DrafterError
-from eagle_slim.runtime.kernels.grid_barrier import ERROR, count_rounds, count_rounds_ref
-from eagle_slim.runtime.kernels.launch import check_finished
 from kernels.replaying import draft
 from support.drafting import random_head
 from support.raising import raises

@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.slots import ActiveSlots
 from support.drafting import random_head
 from support.raising import raises

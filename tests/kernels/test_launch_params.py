@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime.bench.problem import MODELS, draft_config
-from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import DrafterConfig
-from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.kernels.host import chip_of
-from eagle_slim.runtime.kernels.launch import Weights, open_tuned_cache
-from eagle_slim.runtime.kernels.launch_params import (
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.launch import Weights, open_tuned_cache
+from eagle_slim.runtime.drafter.launch_params import (
     KNOWN_CHIPS,
     LaunchParams,
     StoredLayout,
@@ -26,8 +23,8 @@ from eagle_slim.runtime.kernels.launch_params import (
     group_rows,
     stage_bytes,
 )
-from eagle_slim.runtime.kernels.shape_records import read_shapes
-from eagle_slim.runtime.kernels.tuned_cache import (
+from eagle_slim.runtime.drafter.shape_records import read_shapes
+from eagle_slim.runtime.drafter.tuned_cache import (
     LaunchTable,
     TunedCache,
     cache_key,
@@ -35,6 +32,9 @@ from eagle_slim.runtime.kernels.tuned_cache import (
     is_strict,
     layout_key,
 )
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
+from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import problem, random_head
 from support.raising import raises
 

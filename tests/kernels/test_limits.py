@@ -6,11 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.config import DrafterConfig
-from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
-from eagle_slim.runtime.kernels.launch import (
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.launch import (
     TritonDrafter,
     Weights,
     allocate_buffers,
@@ -18,9 +16,11 @@ from eagle_slim.runtime.kernels.launch import (
     launch_drafter,
     prefill_drafter,
 )
-from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
-from eagle_slim.runtime.kernels.packed_head import pack_head
-from eagle_slim.runtime.kernels.tuned_cache import FixedLaunch
+from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.drafter.packed_head import pack_head
+from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
+from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import problem, random_head, with_options
 from support.raising import raises
 
@@ -127,7 +127,7 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
 
 
 def test_a_workspace_larger_than_needed(device: str) -> None:
-    """As `bench.stages` makes the barrier's, for time stamps."""
+    """As `benchmarks.shared.stages` makes the barrier's, for time stamps."""
     cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [3], [1])
     plain = launch_drafter(cfg, features, weights, bufs)[0].clone()
     bufs.workspace["barrier"] = torch.zeros(100, dtype=torch.int32, device=device)
@@ -150,7 +150,7 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
     if bufs.keys.is_cuda:
         pytest.skip("there is a GPU")
 
-    from eagle_slim.runtime.kernels import host
+    from eagle_slim.runtime.drafter import kernel_launch as host
 
     bufs.set_step([0], [[1]], [0])
     for error, raised in (

@@ -9,30 +9,27 @@ import sys
 from pathlib import Path
 
 import pytest
+from kernels.cases import CASES
 
 pytestmark = pytest.mark.compiled
 
 TESTS = Path(__file__).parents[1]
-NAMES = [
-    "groups of four", "alone, with tails", "mixed, programs left out", "more parts than programs", "eagle",
-    "fewer rows than programs", "widest", "fp8", "eagle, fp8",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, object]]:
-    """One process for all: it forks, which needs every thread but the first to be absent."""
+    """One process for all: it forks, which is safe only without other threads."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-W", "ignore", "-m", "kernels.many_programs", *NAMES]
+    command = [sys.executable, "-W", "ignore", "-m", "kernels.many_programs"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     found = {line.pop("case"): line for line in lines}
-    assert list(found) == NAMES
+    assert list(found) == list(CASES)
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(results: dict[str, dict[str, object]], name: str) -> None:
     result = results[name]
     assert result["agrees"], result["is"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime.kernels.packing import (
+from eagle_slim.runtime.drafter.kernels.packing import (
     assign_rows,
     chunk_size,
     cut_chunks,

@@ -6,9 +6,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from eagle_slim.runtime.kernels.packing import assign_rows, cut_parts, rows_per_program
-from eagle_slim.runtime.kernels.projections import Parts, Residual, Share, finish_residual, finish_rows, stream_parts
-from eagle_slim.runtime.kernels.weight_stream import NextOperand, Operand, Tile
+from eagle_slim.runtime.drafter.kernels.packing import assign_rows, cut_parts, rows_per_program
+from eagle_slim.runtime.drafter.kernels.projections import (
+    Parts,
+    Residual,
+    Share,
+    finish_residual,
+    finish_rows,
+    stream_parts,
+)
+from eagle_slim.runtime.drafter.kernels.weight_stream import NextOperand, Operand, Tile
 from kernels.tolerances import OP_ATOL
 
 

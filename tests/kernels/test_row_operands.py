@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter.kernels.row_operands import (
+    norm_factors,
+    norm_factors_ref,
+    tap_operands,
+    tap_operands_ref,
+)
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.row_operands import norm_factors, norm_factors_ref, tap_operands, tap_operands_ref
 from support.raising import raises
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
-from eagle_slim.runtime.bench import shared_packing
-from eagle_slim.runtime.bench.problem import Dims
-from eagle_slim.runtime.drafter.config import DrafterConfig
-from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.generation.device import DeviceDecoders
-from eagle_slim.runtime.generation.stats import count_tuned
-from eagle_slim.runtime.kernels import packed_head
-from eagle_slim.runtime.kernels.launch import SharedPacking, TritonDrafter, Weights, launch_drafter
+from eagle_slim.runtime.drafter import packed_head
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.launch import SharedPacking, TritonDrafter, launch_drafter
 from eagle_slim.runtime.model import _rank_rows
+from eagle_slim.runtime.requests.stats import count_tuned
+from eagle_slim.runtime.step.decoders import DeviceDecoders
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.drafting import problem, random_head
 from support.tiny_models import VOCAB, tiny_target, write_head
@@ -96,20 +92,3 @@ def test_other_heads_are_packed_for_themselves() -> None:
     assert packing.serves(first)
     assert not packing.serves(last)
     assert packing.for_head(last).head is last
-
-
-def test_the_benchmark_compares_the_same_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafted: list[tuple[int, int, int]] = []
-
-    def draft(cfg: DrafterConfig, weights: Weights, reference: HeadWeights, *_: object) -> Callable[[], object]:
-        assert weights.packed is not None
-        assert reference.draft_vocab == cfg.draft_vocab
-        drafted.append((weights.packed.draft_vocab, cfg.draft_vocab, cfg.num_slots))
-        return lambda: None
-
-    monkeypatch.setattr(shared_packing, "draft", draft)
-    dims = {"tiny": Dims(64, 96, 4, 2, 16, 300)}
-    found = shared_packing.bench(torch.device("cpu"), {"tiny": (120, (120, 50))}, dims, (1, 2), TREE, 5, 1)
-    assert drafted == [(rows, used, slots) for used in (120, 50) for slots in (1, 2) for rows in (120, used)]
-    assert [(row["packed"], row["draft_vocab"]) for row in found["rows"]] == [(120, 120)] * 2 + [(120, 50)] * 2
-    assert all(row["shared_over_own"] == row["shared_us"] / row["own_us"] for row in found["rows"])

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.kernels import acceptance, fused_layers, prompt_chunks, tree_rows
-from eagle_slim.runtime.kernels.acceptance import SlotState
-from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
+from eagle_slim.runtime.step.kernels.acceptance import SlotState
+from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
+from eagle_slim.runtime.target.kernels import fused_layers, tree_rows
+from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import layout_tree
 from kernels.tolerances import OP_ATOL
 from torch import Tensor

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.drafter.config import DrafterConfig
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
-from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.acceptance import SlotState
-from eagle_slim.runtime.kernels.host import chip_of
-from eagle_slim.runtime.kernels.launch import Weights, allocate_buffers, launch_drafter, set_tail
-from eagle_slim.runtime.kernels.launch_params import choose_launch
-from eagle_slim.runtime.kernels.tail_rows import (
+from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, set_tail
+from eagle_slim.runtime.drafter.launch_params import choose_launch
+from eagle_slim.runtime.drafter.tail_rows import (
     allocate_tails,
     gather_rows,
     gather_rows_ref,
     join_tokens,
     join_tokens_ref,
 )
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from kernels.replaying import assert_agrees, assert_equal_trees, draft
 from support.drafting import problem, random_head, with_follow
 from support.raising import raises

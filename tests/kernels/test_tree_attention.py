@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime.bench import splits
-from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
-from eagle_slim.runtime.kernels.tree_attention import (
+from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
+from eagle_slim.runtime.target.kernels.tree_attention import (
     AttentionScratch,
     AttentionTiles,
     Splits,
@@ -20,12 +19,13 @@ from eagle_slim.runtime.kernels.tree_attention import (
     tree_attention,
     tree_attention_ref,
 )
-from eagle_slim.runtime.kernels.tree_rows import ForwardRows, tree_rows_ref
+from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.tree import layout_tree
 from kernels.test_step_kernels import random_parents
 from kernels.tolerances import OP_ATOL
 
-RESULTS = Path(splits.__file__).parent / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SLOW = pytest.mark.slow
 TILES = AttentionTiles(block_q=16, block_k=16, num_warps=4, num_stages=2)
 
 
@@ -40,8 +40,8 @@ ONE, FEW, MANY = (1, 4, 2, 16, [70, 0, 3]), (7, 6, 2, 24, [33, 90, 1]), (70, 2, 
         (FEW, torch.float32, None),
         (FEW, torch.float16, 5),
         (FEW, torch.float32, 40),
-        (MANY, torch.float32, None),
-        (MANY, torch.float16, 40),
+        pytest.param(MANY, torch.float32, None, marks=SLOW),
+        pytest.param(MANY, torch.float16, 40, marks=SLOW),
     ],
 )
 def test_trees(
@@ -59,7 +59,9 @@ def test_trees(
     check(rows, heads, kv_heads, head_dim, dtype, window, [length + nodes for length in lengths])
 
 
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(5.0, False), (None, True), (1.5, True)])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks"), [pytest.param(5.0, False, marks=SLOW), pytest.param(None, True, marks=SLOW), (1.5, True)]
+)
 def test_capped_scores_and_sinks(device: str, softcap: float | None, has_sinks: bool) -> None:
     chunk = one_chunk(device, 37, 32, 32)
     sinks = torch.randn(4, device=device) * 3 if has_sinks else None
@@ -138,26 +140,3 @@ def test_the_committed_sweep_justifies_the_splits() -> None:
         wanted = num_cuts(total, chosen.in_use(total), tiles.block_k)
         alike = [us for splits, us in row["us"].items() if num_cuts(total, int(splits), tiles.block_k) == wanted]
         assert min(alike) <= 1.05 * row["best_us"], row
-
-
-def test_the_sweep_checks_and_compares_every_number_of_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splits, "COLD_BYTES", 1)
-    monkeypatch.setattr(splits, "SPLITS", (1, 3))
-    shape = splits.Heads(1, 1, 16)
-    found = splits.bench(
-        torch.device("cpu"), shape, (1,), (70,), (2,), 1, torch.float32, lambda run: run
-    )  # fmt: skip
-    (row,) = found["rows"]
-    assert set(row["us"]) == {"1", "3"}  # tiles of 32 keys
-    assert row["rule_splits"] == 1  # of 128 keys at least
-    assert row["rule_over_best"] == found["worst_rule_over_best"] == row["rule_us"] / min(row["us"].values())
-    merge = splits.tree_attention
-
-    def wrong(*arguments: object) -> None:
-        merge(*arguments)  # type: ignore[arg-type]
-        if arguments[-1].most == 3:  # type: ignore[attr-defined]
-            arguments[6].mul_(1.1)  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(splits, "tree_attention", wrong)
-    with pytest.raises(AssertionError, match=r"^3: "):
-        splits.bench(torch.device("cpu"), shape, (1,), (70,), (2,), 1, torch.float32, lambda run: run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.tree_bias import tree_bias, tree_bias_ref
+from eagle_slim.runtime.safeailab.kernels.tree_bias import tree_bias, tree_bias_ref
 from support.raising import raises
 
 

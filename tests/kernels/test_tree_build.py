@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.kernels.tree_build import build_tree_on_device
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.kernels.tree_build import build_tree_on_device
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import Candidates, build_tree, level_offset, select_frontier
 from kernels.example_tree import PARENTS, ROOT, SCORES, TOKENS
 from support.raising import raises

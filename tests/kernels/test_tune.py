@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import tune
-from eagle_slim.runtime.bench.problem import MODELS, Dims, draft_config
-from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.kernels.launch_params import (
+from eagle_slim.runtime.drafter.launch_params import (
     INTERPRETER,
     KNOWN_CHIPS,
     LaunchParams,
@@ -21,8 +18,11 @@ from eagle_slim.runtime.kernels.launch_params import (
     choose_launch,
     choose_layout,
 )
-from eagle_slim.runtime.kernels.shape_records import record_shape
-from eagle_slim.runtime.kernels.tuned_cache import cache_key
+from eagle_slim.runtime.drafter.shape_records import record_shape
+from eagle_slim.runtime.drafter.tuned_cache import cache_key
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
+from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from support.raising import raises
 
 CHIP = KNOWN_CHIPS[90]
@@ -140,7 +140,7 @@ def test_variants_fit_and_differ() -> None:
 
 def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real measurement, where a graph is the call itself: it would refuse a wrong draft."""
-    monkeypatch.setattr("eagle_slim.runtime.bench.baseline.capture", lambda run: lambda: None)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.tuning.timing.capture", lambda run: lambda: None)
     monkeypatch.setattr(tune, "PREFIX", 16)
     dims = Dims(64, 96, 4, 2, 16, 300)
     cfg = draft_config(dims, 120, TreeConfig(1, 3, 10), 1, tune.PREFIX, torch.float16)

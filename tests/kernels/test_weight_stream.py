@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from eagle_slim.runtime.kernels.weight_stream import store_activation
+from eagle_slim.runtime.drafter.kernels.weight_stream import store_activation
 
 
 @triton.jit

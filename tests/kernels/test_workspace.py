@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime.bench.stages import phases
-from eagle_slim.runtime.kernels.compile_check import LLAMA_8B, SMOLLM2
-from eagle_slim.runtime.kernels.launch_params import KNOWN_CHIPS, choose_launch
-from eagle_slim.runtime.kernels.workspace import BUFFERS, SIZES, Workspace, allocate_workspace, sizes, table
+from eagle_slim.runtime.drafter.compile_check import LLAMA_8B, SMOLLM2
+from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.drafter.workspace import BUFFERS, SIZES, Workspace, allocate_workspace, sizes, table
+
+from benchmarks.shared.stages import phases
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
 FP8 = replace(LLAMA_8B, weight_dtype=torch.float8_e4m3fn)
@@ -18,7 +19,7 @@ EAGLE = replace(SMOLLM2, kind="eagle", feature_width=SMOLLM2.hidden)
 
 
 def test_the_documentation_prints_it() -> None:
-    assert table() in DOCS.read_text(encoding="utf-8"), "python -m eagle_slim.runtime.kernels.workspace prints it anew"
+    assert table() in DOCS.read_text(encoding="utf-8"), "python -m eagle_slim.runtime.drafter.workspace prints it anew"
 
 
 def test_every_name_is_explained() -> None:

@@ -1,7 +1,7 @@
 """How close a kernel must come to its fp32 reference, by the narrowest type that enters the products."""
 
 import torch
-from eagle_slim.runtime.bench.agreement import LOG_PROB_ATOL
+from eagle_slim.runtime.drafter.tuning.agreement import LOG_PROB_ATOL
 
 __all__ = ["LOG_PROB_ATOL", "OP_ATOL"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel, TritonDrafter
-from eagle_slim.runtime.config import TreeConfig
-from eagle_slim.runtime.draft_weights import check_draft_weights
+from eagle_slim.runtime.drafter.draft_weights import check_draft_weights
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.loading import choose_drafter
+from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import random_head
 from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head

@@ -78,7 +78,9 @@ def test_accuracy_vs_speed(run_here: Callable[..., str], tmp_path: Path) -> None
     assert [row[0] for row in rows] == ["plain", "full", "1,024"]
     assert all(float(row[row.index("all") + 1]) >= 1.0 for row in rows)
     assert "recommended draft vocabulary" in out
-    assert "<!DOCTYPE html>" in (tmp_path / "compare.html").read_text(encoding="utf-8")
+    page = (tmp_path / "compare.html").read_text(encoding="utf-8")
+    assert "<!DOCTYPE html>" in page
+    assert re.search(r'"coverage": \[\{"name": "these answers", .*\{"name": "self-chat \(held-out\)", ', page)
 
 
 @contextmanager

@@ -6,15 +6,15 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from eagle_slim.runtime import GenerationOutput, GenerationStats, MissLog, RequestOutput
-from eagle_slim.runtime.comparison.answers import Answer, AnswerKey
-from eagle_slim.runtime.comparison.compare import PLAIN, Candidate, Mode, Plan
-from eagle_slim.runtime.comparison.prompt_file import Prompt
-from eagle_slim.runtime.comparison.token_log import log_of_answers
+from eagle_slim.runtime.compare import CompareOptions, Prompt
+from eagle_slim.runtime.compare.answers import Answer, AnswerKey
+from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
+from eagle_slim.runtime.compare.plan import Plan
+from eagle_slim.runtime.compare.token_log import log_of_answers
 from eagle_slim.runtime.miss_log import check_log
 from eagle_slim.vocab_tools import TokenCounts, merge_counts, rank_vocabulary
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
@@ -118,9 +118,12 @@ def test_a_kill_leaves_the_log_as_it_was_or_as_it_will_be(tmp_path: Path, monkey
         assert found == before or TokenCounts.load(path).num_tokens == 2
 
 
-def test_of_a_comparison_each_text_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_comparison_each_text_is_counted_once() -> None:
     prompts = [Prompt(("a",), "code"), Prompt(("b", "c"), "chat"), Prompt(("d",), "code")]
-    plan = Plan(prompts, [Mode("greedy")], 4, repeats=2, batches=(2, 1))
+    heads = {"four": "head", "four, tree 1/2/3": "head", "other": "second"}
+    drafted = [Candidate(label, "4 + prompt", None, 4, follow="prompt", head=head) for label, head in heads.items()]
+    plain = Candidate(PLAIN, PLAIN, None)
+    plan = Plan(prompts, [plain, *drafted], CompareOptions(modes=("greedy",), repeats=2, batches=(2, 1)))
 
     def answer(candidate: str, group: int, turn: int, rows: list[list[int]], category: str | None, *, repeat: int = 0,
                batch: int = 2, missed: tuple[int, ...] = ()) -> Answer:  # fmt: skip
@@ -141,24 +144,18 @@ def test_of_a_comparison_each_text_is_counted_once(monkeypatch: pytest.MonkeyPat
         answer(PLAIN, 0, 0, [[1]], "code", batch=1),
     ]
 
-    model = SimpleNamespace(
-        draft_vocab=4, drafter=SimpleNamespace(weights=SimpleNamespace(follow=SimpleNamespace(source="text")))
-    )
-    heads = {"four": "head", "four, tree 1/2/3": "head", "other": "second"}
-    candidates = [Candidate(label, model, head=head) for label, head in heads.items()]  # type: ignore[arg-type]
-    monkeypatch.setattr(MissLog, "of", lambda _: new_log())
-    counts = log_of_answers(None, plan, answers, candidates).to_counts()  # type: ignore[arg-type]
+    counts = log_of_answers(new_log(), plan, answers).to_counts()
     found = {source.name: np.flatnonzero(source.counts).tolist() for source in counts.sources}
     assert found == {"code": [1, 4], "chat": [2, 3]}
     assert counts.num_tokens == 4
-    name = "4 and what joins from the text"
+    name = "4 and what joins from the prompt"
     code, chat = (source.provenance["missed"] for source in counts.sources)
     assert code == {name: {"tokens": 2, "missed": 1}, f"second: {name}": {"tokens": 2, "missed": 2}}
     assert chat == {name: {"tokens": 2, "missed": 1}}
     # A batch larger than the file answers each prompt several times; another mode is another text.
-    plan = Plan(prompts[:2], [Mode("greedy"), Mode("sampled")], 4, batches=(5,))
+    plan = Plan(prompts[:2], [plain], CompareOptions(batches=(5,)))
     first = answer(PLAIN, 0, 0, [[1], [2], [1], [2], [1]], None, batch=5)
     second = answer(PLAIN, 0, 1, [[3], [3]], None, batch=5)
     third = replace(first, key=first.key._replace(mode="sampled"))
-    counts = log_of_answers(None, plan, [first, second, third], []).to_counts()  # type: ignore[arg-type]
+    counts = log_of_answers(new_log(), plan, [first, second, third]).to_counts()
     assert sum(source.counts for source in counts.sources).tolist() == [0, 2, 2, 1, 0, 0, 0, 0, 0, 0]

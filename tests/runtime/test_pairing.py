@@ -17,7 +17,7 @@ from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, Uns
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
-from eagle_slim.runtime.target.transformers import check_supported
+from eagle_slim.runtime.target.wrapper import check_supported
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.raising import raises

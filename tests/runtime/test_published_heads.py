@@ -21,9 +21,9 @@ from eagle_slim.convert import convert_head
 from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.launch import TritonDrafter
 from eagle_slim.runtime.drafter.reference import ReferenceDrafter
-from eagle_slim.runtime.kernels.launch import TritonDrafter
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.transformers import default_tap_layers
 from eagle_slim.runtime.tree import DraftTree
 from safetensors.torch import load_file, save_file

@@ -8,8 +8,8 @@ from typing import Any
 import eagle_slim.runtime.tree as tree_module
 import pytest
 import torch
-from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import (
     Candidates,
     DraftTree,

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import torch
-from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor
 from transformers.masking_utils import sliding_window_overlay
 

@@ -1,4 +1,4 @@
-"""A draft vocabulary that follows the text: which ids join, and what is drafted over base and tail, by PyTorch."""
+"""A draft vocabulary that follows the prompt: which ids join, and what is drafted over base and tail, by PyTorch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.bench.agreement import union_head
-from eagle_slim.runtime.config import TreeConfig
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.slots import ActiveSlots
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from support.drafting import random_head, with_follow
+from support.drafting import random_head, union_head, with_follow
 from support.raising import raises
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
@@ -30,20 +28,18 @@ ROW_OF_ID = torch.tensor([8, 7, 6, 5, 4, 3, 2, 1, -1, 0], dtype=torch.int32)
 RANKED = np.array([7, 5, 2, 9])
 
 
-def follow_of(most: int = 2, source: str = "prompt") -> FollowRows:
-    return FollowRows.of(source, most, BASE, ROWS, ROW_OF_ID, RANKED)
+def follow_of(most: int = 2) -> FollowRows:
+    return FollowRows.of(most, BASE, ROWS, ROW_OF_ID, RANKED)
 
 
 def test_the_example() -> None:
     follow = follow_of()
     assert follow.ids.tolist() == [7, 5, 9, 4, 6]  # ranked ones first, the others by id
-    tail: tuple[int, ...] = ()
-    seen = []
-    for token in (2, 9, 8, 5, 9, 7):
-        tail = follow.join(tail, [token])
-        seen.append(follow.ids[list(tail)].tolist())
-    assert seen == [[], [9], [9], [5, 9], [5, 9], [7, 5]]
-    assert follow.join((), (7, 9, 5, 2, 8, 9)) == tail
+    tail = follow.tail_of((2, 9, 8, 5, 9, 7))
+    assert follow.ids[list(tail)].tolist() == [7, 5]
+    assert follow.tail_of((7, 9, 5, 2, 8, 9)) == tail
+    assert follow.ids[list(follow.tail_of((2, 9, 8)))].tolist() == [9]
+    assert follow.tail_of(()) == ()
     assert [token for token in range(10) if follow.holds(tail, token)] == [5, 7]
     assert follow.rows_of(tail)[:, 0].tolist() == [7, 5]
     assert (follow.width, follow_of(most=100).width) == (16, 16)
@@ -60,14 +56,16 @@ def test_base_and_tail_side_by_side() -> None:
 
 
 def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    drafter = ReferenceDrafter(head, TreeConfig(2, 4, 20))
-    drafter.allocate(3, 30)
-    features = torch.randn(3, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
+    drafter = Drafter(head, TreeConfig(2, 4, 20)).on_slots(3, 30)
+    new = torch.randn(3, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
+    drafter.features[:, :2] = new
+    drafter.bufs.set_step([0, 1, 2], [[3, 5], [7], [1, 2]], [0, 0, 0])
     for slot, tail in tails.items():
         if head.follow is not None:
-            drafter.join(slot, head.follow.ids[list(tail)].tolist())
-    pairs = NewPairs(features, torch.tensor([[3, 5], [7, 9], [1, 2]]), torch.tensor([2, 1, 2]), (2, 1, 2))
-    return drafter.draft(ActiveSlots.of([0, 1, 2], 3), pairs).draft_tokens.tolist()
+            assert drafter.bufs.tails is not None
+            drafter.bufs.tails.set_slot(slot, tail, head.follow)
+    drafter.draft()
+    return drafter.bufs.draft_tokens.tolist()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
@@ -78,15 +76,6 @@ def test_a_draft_is_that_of_a_head_of_base_and_tail(kind: str) -> None:
     for slot, tail in tails.items():
         assert mine[slot] == draft(union_head(head, tail), {})[slot], slot
     assert mine[0] != draft(replace(head, follow=None), {})[0]
-
-
-def test_forgotten_with_the_sequence() -> None:
-    head = with_follow(random_head(), 60)
-    drafter = ReferenceDrafter(head, TreeConfig(1, 2, 5))
-    drafter.allocate(2, 10)
-    drafter.join(1, range(100))
-    drafter.reset_slot(1)
-    assert drafter.tails == [(), ()]
 
 
 def test_rows_of_another_head_are_refused() -> None:
@@ -103,24 +92,20 @@ def small_vocab(ids: list[int]) -> DraftVocab:
     return DraftVocab(np.array(ids), 1, VOCAB)
 
 
-@pytest.mark.parametrize(("follow", "options"), [("prompt", {}), ("text", {"temperature": 0.9, "seed": 3})])
-def test_output_is_the_targets_own(tmp_path: Path, follow: str, options: dict[str, float]) -> None:
-    """Both loops draft the same over four prompts and two slots, whose tails fill up; tokens are plain decoding's."""
-    target, head = tiny_target("llama"), write_head(tmp_path)
-    models = [
-        SpeculativeModel.from_pretrained(
-            target, head, draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow=follow, follow_rows=7,
-            target_backend=backend, **TREE,
-        )
-        for backend in ("transformers", "fused")
-    ]  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}], ids=["greedy", "sampled"])
+def test_output_is_the_targets_own(tmp_path: Path, options: dict[str, float]) -> None:
+    """Four prompts over two slots, whose tails are forgotten with their sequences; tokens are plain decoding's."""
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="prompt",
+        follow_rows=7, **TREE,
+    )  # fmt: skip
     prompts = random_prompts([1, 9, 70, 2])
     options = {"max_new_tokens": 16, "max_slots": 2, **options}
-    pieces, device = (model.generate(prompts, **options) for model in models)
-    plain = models[0].generate(prompts, speculative=False, **options)
-    assert (pieces.stats.path[:15], device.stats.path[:15]) == ("steps in pieces", "steps on the de")
-    assert pieces.token_ids == device.token_ids == plain.token_ids
-    assert pieces.stats.accepted_lengths == device.stats.accepted_lengths
+    drafted = model.generate(prompts, **options)
+    assert drafted.token_ids == model.generate(prompts, speculative=False, **options).token_ids
+    for prompt, result in zip(prompts, drafted.results, strict=True) if "seed" not in options else ():
+        alone = model.generate(prompt, **options).stats
+        assert result.stats.accepted_lengths == alone.accepted_lengths
 
 
 def test_what_joins_is_drafted(tmp_path: Path) -> None:
@@ -133,45 +118,32 @@ def test_what_joins_is_drafted(tmp_path: Path) -> None:
         name: model.generate(prompt, max_new_tokens=24, ignore_eos=True).stats.accepted_lengths
         for name, model in {
             "full": full, "few": few, "prompt": few.with_follow("prompt"), "two": few.with_follow("prompt", 2),
-            "text": few.with_follow("text").with_follow("prompt"),
+            "again": few.with_follow("prompt", 2).with_follow("prompt"),
         }.items()
     }  # fmt: skip
     # Ids 0 and 1 are not in the prompt, and never drafted.
-    assert lengths["prompt"] == lengths["text"] == lengths["full"] != lengths["few"]
-    assert few.with_follow("text").with_follow(None).drafter.weights.follow is None
-
-
-def test_what_is_generated_joins_as_well(tmp_path: Path) -> None:
-    """A prompt of ids that the base holds gives nothing to follow; its answer, which repeats itself, does."""
-    model = SpeculativeModel.from_pretrained(
-        tiny_target("llama", 2), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), **TREE
-    )
-    stats = {
-        follow: model.with_follow(follow).generate([[5, 9]], max_new_tokens=40, ignore_eos=True).stats
-        for follow in ("prompt", "text")
-    }
-    assert stats["text"].num_missed < stats["prompt"].num_missed / 2
-    assert stats["text"].num_passes < stats["prompt"].num_passes
+    assert lengths["prompt"] == lengths["again"] == lengths["full"] != lengths["few"]
+    assert few.with_follow("prompt").with_follow(None).drafter.weights.follow is None
 
 
 def test_another_base_follows_with_what_is_outside_it(tmp_path: Path) -> None:
     model = SpeculativeModel.from_pretrained(
-        tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="text", **TREE
+        tiny_target("llama"), write_head(tmp_path), draft_vocab=small_vocab([2, 5, 9, 13, 4]), follow="prompt", **TREE
     )
     follow = model.with_draft_vocab(small_vocab([2, 3, 7, 8])).drafter.weights.follow
     assert follow is not None
-    assert (follow.source, sorted(follow.ids.tolist())) == ("text", sorted({*range(VOCAB)} - {2, 3, 7, 8}))
+    assert sorted(follow.ids.tolist()) == sorted({*range(VOCAB)} - {2, 3, 7, 8})
     assert model.with_tree(TreeConfig(1, 2, 5)).drafter.weights.follow is model.drafter.weights.follow
 
 
 @pytest.mark.parametrize(
     ("options", "facts"),
     [
-        ({"follow": "page"}, {"option": "follow", "found": "page"}),
-        ({"follow": "text", "follow_rows": 0}, {"option": "follow_rows", "found": 0}),
-        ({"follow": "text", "follow_rows": 8193}, {"option": "follow_rows", "found": 8193}),
-        ({"follow": "text", "follow_rows": True}, {"option": "follow_rows", "found": True}),
-        ({"follow": "text", "follow_rows": 2.5}, {"option": "follow_rows", "found": 2.5}),
+        ({"follow": "text"}, {"option": "follow", "found": "text"}),
+        ({"follow": "prompt", "follow_rows": 0}, {"option": "follow_rows", "found": 0}),
+        ({"follow": "prompt", "follow_rows": 8193}, {"option": "follow_rows", "found": 8193}),
+        ({"follow": "prompt", "follow_rows": True}, {"option": "follow_rows", "found": True}),
+        ({"follow": "prompt", "follow_rows": 2.5}, {"option": "follow_rows", "found": 2.5}),
         ({"follow": "prompt"}, {"option": "follow", "missing": "rows"}),
     ],
 )

@@ -9,10 +9,11 @@ from eagle_slim.convert import Artifact, VocabRequest, convert_head, open_head
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.head.kept_rows import KEPT_ROWS_NAME
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare_cli import _candidates, _ranking
+from eagle_slim.runtime.compare import CompareOptions
+from eagle_slim.runtime.compare.candidates import Candidate, find_candidates, rank_heads
 from eagle_slim.runtime.drafter.joinable import load_joinable_rows
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.target.transformers import TargetModel
+from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file
 from support.heads import write_freq
 from support.hub_server import HubServer, connected
@@ -36,6 +37,11 @@ def converted(folder: Path, head: Path, **options: object) -> Artifact:
 
 def joinable(head, target, draft_ids, dtype=torch.float32):
     return load_joinable_rows(head, target, np.array(draft_ids), dtype, torch.device("cpu"))
+
+
+def candidates(model: SpeculativeModel, **asked: object) -> list[Candidate]:
+    options = CompareOptions(**asked)
+    return find_candidates(rank_heads([model], options, print), options, print)
 
 
 def test_kept_rows_of_an_artifact(tmp_path: Path, target: TargetModel) -> None:
@@ -118,9 +124,8 @@ def test_kept_rows_follow_by_their_rank_in_a_comparison(tmp_path: Path) -> None:
     artifact = converted(tmp_path, write_head(tmp_path / "head", draft_ids=TRAINED), draft_vocab=4, keep_rows=9)
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), artifact, depth=2, top_k=2)
     other = write_freq(tmp_path / "other.pt", RANKED[3::-1])
-    for token_map in (None, str(other)):
-        ranking = _ranking(model, False, (), token_map, True, None)
-        (found,) = _candidates(model, ranking, ("full",), [], "head", False, ("prompt",), 512)
+    for token_map in (None, other):
+        (found,) = candidates(model, sizes=("full",), follow=("prompt",), token_map=token_map)
         follow = found.model.drafter.weights.follow
         assert follow is not None
         assert follow.ids.tolist() == RANKED[4:9]
@@ -130,15 +135,14 @@ def test_a_comparison_takes_the_sizes_that_an_artifact_keeps_rows_for(tmp_path: 
     artifact = converted(tmp_path, write_head(tmp_path / "head", draft_ids=TRAINED), draft_vocab=4, keep_rows=9)
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), artifact, depth=2, top_k=2)
 
-    def compared(token_map: str | None, *sizes: int | str) -> dict[str, list[int]]:
-        ranking = _ranking(model, False, (), token_map, True, sizes)
-        found = _candidates(model, ranking, sizes, [], "head", False, (None,), 512)
+    def compared(token_map: Path | None, *sizes: int | str) -> dict[str, list[int]]:
+        found = candidates(model, sizes=sizes, token_map=token_map)
         return {each.label: each.model.drafter.weights.draft_to_target.tolist() for each in found}
 
     own = f"all 4 of {VOCAB}"
     assert compared(None, "full", 4, 7) == {own: sorted(RANKED[:4]), "7": sorted(RANKED[:7])}
     other = write_freq(tmp_path / "other.pt", RANKED[::-1])
-    assert compared(str(other), "full", 4) == {own: sorted(RANKED[:4]), "4": sorted(RANKED[5:9])}
+    assert compared(other, "full", 4) == {own: sorted(RANKED[:4]), "4": sorted(RANKED[5:9])}
 
 
 def test_offline_nothing_is_fetched_later_either(tmp_path: Path) -> None:

@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.head.open import open_head
-from eagle_slim.runtime.config import TreeConfig
 from eagle_slim.runtime.drafter.computable import check_computable
-from eagle_slim.runtime.drafter.config import DrafterConfig
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.launch import prefill_drafter
 from eagle_slim.runtime.drafter.rope import apply_rotary, rotary_embedding, rotated_first
 from eagle_slim.runtime.drafter.weights import HeadWeights, choose_draft_ids, load_head_weights
 from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
 from eagle_slim.runtime.pairing import resolve_tap_layers
-from eagle_slim.runtime.slots import ActiveSlots
-from eagle_slim.runtime.target.transformers import TargetModel
-from eagle_slim.runtime.tree import DraftTree
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.target.wrapper import TargetModel
 from support.drafting import with_options
 from support.naive_drafter import Naive
 from support.raising import raises
@@ -35,23 +34,19 @@ def head_weights(folder: Path, target_seed: int = 0) -> HeadWeights:
     return load_head_weights(head, target, choose_draft_ids(head, None, None), torch.float32, torch.device("cpu"))
 
 
-def feed(drafter: ReferenceDrafter, steps: list[tuple[Tensor, list[int]]], slot: int, num_slots: int) -> DraftTree:
-    """Prefill with the first step, then draft after each further one; the last tree."""
-    drafter.reset_slot(slot)
+def feed(drafter: BufferedDrafter, steps: list[tuple[Tensor, list[int]]], slot: int) -> tuple[list[int], list[int]]:
+    """Prefill with the first step, then draft after each further one; tokens and parents of the last tree."""
     features, tokens = steps[0]
-    drafter.prefill(slot, features, torch.tensor(tokens))
-    active = ActiveSlots.of([slot], num_slots)
-    width = drafter.tree.path_width
+    prefill_drafter(drafter.cfg, features, torch.tensor(tokens), drafter.weights, drafter.bufs, slot)
+    past = len(tokens)
     for features, tokens in steps[1:]:
-        all_features = torch.full((num_slots, width, features.shape[1]), float("nan"))
-        all_features[slot] = 0
-        all_features[slot, : len(tokens)] = features
-        all_tokens = torch.full((num_slots, width), -1)
-        all_tokens[slot, : len(tokens)] = torch.tensor(tokens)
-        counts = torch.zeros(num_slots, dtype=torch.int64)
-        counts[slot] = len(tokens)
-        tree = drafter.draft(active, NewPairs(all_features, all_tokens, counts, (len(tokens),)))
-    return tree
+        drafter.features.fill_(float("nan"))
+        drafter.features[slot] = 0
+        drafter.features[slot, : len(tokens)] = features
+        drafter.bufs.set_step([slot], [tokens], [past])
+        drafter.draft()
+        past += len(tokens)
+    return drafter.bufs.draft_tokens[slot].tolist(), drafter.bufs.parents[slot].tolist()
 
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -91,34 +86,31 @@ def test_trees_equal_those_of_the_definition(tmp_path: Path, head: str) -> None:
     counts = [4, 1, 3, 2]
     features = torch.randn(sum(counts), weights.feature_width, generator=generator)
     tokens = torch.randint(VOCAB, (sum(counts),), generator=generator).tolist()
-    drafter = ReferenceDrafter(weights, TREE)
-    drafter.allocate(num_slots=2, capacity=30)
+    drafter = Drafter(weights, TREE).on_slots(2, 30)
     naive = Naive(weights)
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     for upto in range(2, len(counts) + 1):
         cuts = list(zip([0, *ends[: upto - 1]], ends[:upto], strict=True))
         steps = [(features[a:b], tokens[a:b]) for a, b in cuts]
-        tree = feed(drafter, steps, slot=1, num_slots=2)
         expected = naive.draft(features[: ends[upto - 1]], tokens[: ends[upto - 1]], TREE)
-        assert tree.draft_tokens[1].tolist() == expected[0]
-        assert tree.parents[1].tolist() == expected[1]
-        assert tree.draft_tokens[0].eq(-1).all()
+        assert feed(drafter, steps, slot=1) == expected
+        assert drafter.bufs.draft_tokens[0].eq(-1).all()
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_the_persistent_drafter_takes_every_head(tmp_path: Path, head: str) -> None:
     weights = head_weights(write_head(tmp_path, **HEADS[head]))
-    assert DrafterConfig.of(weights, TREE, num_slots=1, capacity=30).draft_vocab == weights.draft_vocab
+    check_kernel_limits(DrafterConfig.of(weights, TREE, num_slots=1, capacity=30))
 
 
 def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
     weights = head_weights(write_head(tmp_path, hidden_act="relu"))
-    ReferenceDrafter(weights, TREE)
+    Drafter(weights, TREE).on_slots(1, 30)
     check_computable(open_head(tmp_path))
     with raises(UnsupportedModelError, option="activation", found="relu"):
         check_computable(open_head(tmp_path), "triton")
     with raises(UnsupportedModelError, option="activation", found="relu"):
-        DrafterConfig.of(weights, TREE, num_slots=1, capacity=30)
+        Drafter(weights, TREE, "triton")
 
 
 def test_tensors_of_options_must_fit(tmp_path: Path) -> None:
@@ -135,25 +127,21 @@ def test_tensors_of_options_must_fit(tmp_path: Path) -> None:
 def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> None:
     weights = head_weights(write_head(tmp_path))
     generator = torch.Generator().manual_seed(9)
-    naive, drafter = Naive(weights), ReferenceDrafter(weights, TREE)
-    drafter.allocate(num_slots=3, capacity=20)
-    new, width = {0: 2, 2: 4}, TREE.path_width
-    prompts = {0: 1, 2: 9}
+    naive, drafter = Naive(weights), Drafter(weights, TREE).on_slots(3, 20)
+    new, prompts = {0: 2, 2: 4}, {0: 1, 2: 9}
     features = {
         slot: torch.randn(prompts[slot] + new[slot], weights.feature_width, generator=generator) for slot in new
     }
     tokens = {slot: torch.randint(VOCAB, (prompts[slot] + new[slot],), generator=generator) for slot in new}
-    pairs_features = torch.zeros(3, width, weights.feature_width)
-    pairs_tokens, counts = torch.full((3, width), -1), torch.zeros(3, dtype=torch.int64)
-    for slot, count in new.items():
-        drafter.prefill(slot, features[slot][: prompts[slot]], tokens[slot][: prompts[slot]])
-        pairs_features[slot, :count] = features[slot][prompts[slot] :]
-        pairs_tokens[slot, :count] = tokens[slot][prompts[slot] :]
-        counts[slot] = count
-    tree = drafter.draft(ActiveSlots.of([0, 2], 3), NewPairs(pairs_features, pairs_tokens, counts, (2, 4)))
+    for slot, past in prompts.items():
+        args = (features[slot][:past], tokens[slot][:past], drafter.weights, drafter.bufs, slot)
+        prefill_drafter(drafter.cfg, *args)
+        drafter.features[slot, : new[slot]] = features[slot][past:]
+    drafter.bufs.set_step([0, 2], [tokens[slot][prompts[slot] :].tolist() for slot in new], [1, 9])
+    drafter.draft()
     for slot in new:
-        assert tree.draft_tokens[slot].tolist() == naive.draft(features[slot], tokens[slot].tolist(), TREE)[0]
-    assert drafter.lengths == [3, 0, 13]
+        expected = naive.draft(features[slot], tokens[slot].tolist(), TREE)[0]
+        assert drafter.bufs.draft_tokens[slot].tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -263,11 +251,10 @@ def test_a_scaling_by_length_is_fixed_when_slots_are_allocated(tmp_path: Path) -
     for capacity in (64, 65):
         fixed = replace(weights, rotary=weights.rotary.for_length(capacity))
         for name, head in (("own", weights), ("fixed", fixed)):
-            drafter = ReferenceDrafter(head, TREE)
-            drafter.allocate(num_slots=1, capacity=capacity)
-            trees[capacity, name] = feed(drafter, [(features[:4], tokens[:4]), (features[4:], tokens[4:])], 0, 1)
-        assert torch.equal(trees[capacity, "own"].draft_tokens, trees[capacity, "fixed"].draft_tokens)
-    assert not torch.equal(trees[64, "own"].draft_tokens, trees[65, "own"].draft_tokens)
+            drafter = Drafter(head, TREE).on_slots(1, capacity)
+            trees[capacity, name] = feed(drafter, [(features[:4], tokens[:4]), (features[4:], tokens[4:])], 0)
+        assert trees[capacity, "own"] == trees[capacity, "fixed"]
+    assert trees[64, "own"] != trees[65, "own"]
 
 
 def test_rotary_tables_of_heads_that_do_not_divide_the_hidden_size() -> None:

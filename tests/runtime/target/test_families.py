@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "two rotations": ("Gemma3ForCausalLM", "Gemma3TextConfig", {"head_dim": 8, "sliding_window": WINDOW}),
     "sinks": ("GptOssForCausalLM", "GptOssConfig", {"head_dim": 8, "sliding_window": WINDOW, **EXPERTS}),
     "partial rotation": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {}),
+    "one projection": ("Phi3ForCausalLM", "Phi3Config", {}),
     "latent": ("DeepseekV3ForCausalLM", "DeepseekV3Config",
                {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
                 "num_experts_per_tok": 2, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -51,9 +52,12 @@ def test_greedy_equals_the_targets_own(tmp_path: Path, family: str) -> None:
     widen(target.named_parameters())
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
     prompts = random_prompts([1, 9, 17])
+    wanted = [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
     output = model.generate(prompts, max_new_tokens=16, ignore_eos=True)
-    assert output.token_ids == [plain_greedy(target, prompt, 16, eos=None) for prompt in prompts]
+    assert output.token_ids == wanted
     assert max(output.stats.accepted_lengths) > 1
+    plain = model.generate(prompts, max_new_tokens=16, ignore_eos=True, speculative=False, max_slots=2)
+    assert plain.token_ids == wanted
 
 
 def test_text_of_a_vision_language_model_whose_tower_has_as_many_layers(tmp_path: Path) -> None:
@@ -112,5 +116,5 @@ def test_hidden_states_of_another_form_are_refused(tmp_path: Path) -> None:
     }  # fmt: skip
     target = transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**{**SIZES, **options})).eval()
     model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4, total_tokens=25)
-    with pytest.raises(UnsupportedModelError, match=r"hands hidden states of shape \[2, 1, 9, 32\]"):
+    with pytest.raises(UnsupportedModelError, match=r"hands hidden states of shape \[2, 1, 1, 32\]"):
         model.generate(random_prompts([9])[0], max_new_tokens=4)

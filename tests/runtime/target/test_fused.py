@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
-from eagle_slim.runtime.kernels.tree_rows import ForwardRows, tree_rows_ref
-from eagle_slim.runtime.target.device_buffers import KVCache
-from eagle_slim.runtime.target.fused import FusedTarget, LayerOps, unfit_reason
-from eagle_slim.runtime.tree import layout_tree
+from eagle_slim.runtime.ops import Ops
+from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
+from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.target.fused import FusedTarget, unfit_reason
+from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
+from eagle_slim.runtime.tree import Trees, layout_tree
 from support.tiny_models import VOCAB, random_prompts, tiny_target
 from torch import Tensor, nn
 
@@ -39,8 +40,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def poisoned_cache(target: FusedTarget, slots: int, capacity: int) -> KVCache:
     """Rows that were never written hold NaN, which must reach no result."""
     cache = KVCache(target, slots, capacity)
-    cache.keys.fill_(float("nan"))
-    cache.values.fill_(float("nan"))
+    for tensor in cache.stacks[0]:
+        tensor.fill_(float("nan"))
     return cache
 
 
@@ -95,7 +96,7 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
         wanted_features.append(features[-1])
     _, prompt_features = hidden_states(model, prompt)
 
-    target = FusedTarget(model, TAPS, LayerOps.twins())
+    target = FusedTarget(model, TAPS, Ops(use_kernels=False))
     target.reserve_positions(64)
     lengths = torch.zeros(3, dtype=torch.int32)
     cache = poisoned_cache(target, 3, 40)
@@ -106,7 +107,7 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
     for by_slot, value in zip(slots, (tokens, tree.parents, tree.tree_position_ids), strict=True):
         by_slot[1] = value[0]
     active = torch.tensor([1, -1, -1], dtype=torch.int32)
-    tree_rows_ref(active, torch.tensor([1], dtype=torch.int32), *slots, rows)
+    tree_rows_ref(Trees(active, torch.tensor([1], dtype=torch.int32), *slots), rows)
     target.forward(rows, cache, bufs)
     torch.testing.assert_close(bufs.logits[:7], torch.stack(wanted), rtol=1e-4, atol=2e-4)
     torch.testing.assert_close(bufs.features[:7], torch.stack(wanted_features), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,212 @@
+"""How fast is the persistent drafter, against eager PyTorch, against a CUDA graph of PyTorch, and against the memory?
+
+    python -m benchmarks.draft [--rows REGEX] [--out benchmarks/results/DATE-h200-draft.json]
+    python -m benchmarks.draft --stages --rows llama-3.1-8b/v32000/d5/b1/p512
+
+Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with top_k 10 and total_tokens 60, random
+weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
+
+    bf16, fp8           the persistent kernel, weights in bf16 and in e4m3, replayed from a CUDA graph
+    B                   `baseline.TorchDraft` (cuBLAS, SDPA, torch.topk; fc and tree build too), one CUDA graph
+    A                   the same, eager
+    floor               bytes of weights and KV that must be read, over the copy bandwidth measured here
+
+Before a row is timed, every variant's draft is replayed by the fp32 reference (`agreement.replay`), its graph must give
+what the plain launch gave, and a row that fails is not timed. Each sample starts on an idle device right after another
+variant ran; times are from event to event, median of ``--rounds`` with 10th and 90th percentile. ``--stages`` times the
+phases of the kernel instead, by stamps at barriers. Exit status 1: a draft was wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.tuning.agreement import (
+    Step,
+    draft_and_replay,
+    exact_head,
+    log_prob_atol,
+    replay,
+    tree_of,
+)
+from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
+from eagle_slim.runtime.drafter.tuning.problem import (
+    MODELS,
+    Row,
+    all_rows,
+    draft_config,
+    first_rows,
+    random_head,
+    random_step,
+)
+from eagle_slim.runtime.drafter.tuning.timing import capture, interleave
+from eagle_slim.runtime.drafter.weights import HeadWeights
+from eagle_slim.runtime.settings import TreeConfig
+
+from benchmarks.shared.baseline import TorchDraft
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.stages import phases, stamp_barriers, time_phases
+from benchmarks.shared.timing import copy_bytes_per_s, machine
+
+TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
+CAPACITY = 8192
+"""Room for prefixes, the same for all rows that share a kernel."""
+COMPILE_S = 200.0
+UNSHOWN = ("model", "draft_vocab", "depth", "batch", "prefix", "checks", "level_bytes", "draft_bytes")
+WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+Record = Callable[[Callable[[], object]], Callable[[], object]]
+
+
+class Problems:
+    """Random heads and their packings, kept while rows are of one model."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.device, self.dtype = device, dtype
+        self._model = ""
+        self._head: HeadWeights | None = None
+        self._packed: dict[tuple[int, str], Weights] = {}
+
+    def head(self, row: Row) -> HeadWeights:
+        """The head of a row."""
+        if self._head is None or row.model != self._model:
+            self._model, self._head, self._packed = row.model, None, {}
+            self._head = random_head(MODELS[row.model], self.device, self.dtype)
+        return first_rows(self._head, row.draft_vocab)
+
+    def config(self, row: Row, weights: str) -> DrafterConfig:
+        """Dimensions of a row."""
+        stored = self.dtype if weights == "bf16" else WEIGHTS[weights]
+        tree, prefix = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), max(row.prefix, CAPACITY)
+        return draft_config(MODELS[row.model], row.draft_vocab, tree, row.batch, prefix, self.dtype, stored)
+
+    def packed(self, row: Row, weights: str) -> Weights:
+        """Packed weights; rows that differ in depth, prefix and batch only share them."""
+        head, cfg, key = self.head(row), self.config(row, weights), (row.draft_vocab, weights)
+        if key not in self._packed:
+            self._packed[key] = Weights.pack(head, cfg)
+        return self._packed[key].with_positions(cfg.max_positions)
+
+
+def supported_weights(device: torch.device) -> list[str]:
+    """Which weight types this device has."""
+    has_fp8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    return list(WEIGHTS) if has_fp8 else ["bf16"]
+
+
+@torch.no_grad()
+def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record: Record = capture) -> dict[str, Any]:
+    """Check and time one row; ``faults`` in the result say why a row was not timed. ``record`` makes a graph."""
+    checks: dict[str, str] = {}
+    faults: list[str] = []
+    runs: dict[str, Callable[[], object]] = {}
+    floors: dict[str, float] = {}
+    barriers: dict[str, int] = {}
+    for name in supported_weights(problems.device):
+        cfg, weights = problems.config(row, name), problems.packed(row, name)
+        bufs = allocate_buffers(cfg, weights)
+        features = random_step(cfg, row.prefix, NUM_NEW, bufs)
+        agreement = draft_and_replay(cfg, features, weights, bufs)
+        checks[name] = str(agreement)
+        faults += [f"{name}: {fault}" for fault in agreement.faults]
+        if not agreement.agrees:
+            continue
+        wanted = tree_of(bufs)
+        runs[name] = record(_launcher(cfg, features, weights, bufs))
+        bufs.draft_tokens.fill_(-2)
+        bufs.retrieve_indices.fill_(-2)
+        runs[name]()
+        check_finished(bufs)
+        if not all(map(torch.equal, vars(wanted).values(), vars(tree_of(bufs)).values())):
+            faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
+        floors[name] = cfg.draft_bytes([row.prefix] * row.batch) / bandwidth * 1e6
+        assert weights.packed is not None
+        barriers[name] = len(phases(cfg, weights.packed.launches.layout.split))
+
+    cfg, head = problems.config(row, "bf16"), problems.head(row)
+    bufs = Buffers.allocate(cfg, problems.device)
+    features = random_step(cfg, row.prefix, NUM_NEW, bufs)
+    step, baseline = Step.of(features, bufs), TorchDraft(cfg, head, bufs, features)
+    baseline.run()
+    assert baseline.candidates is not None
+    agreement = replay(
+        exact_head(head, cfg), cfg.tree, step, baseline.candidates, None, baseline.keys, baseline.values,
+        atol=log_prob_atol(cfg), exact_ties=False,
+    )  # fmt: skip
+    checks["baseline"] = str(agreement)
+    faults += [f"baseline: {fault}" for fault in agreement.faults]
+    measured: dict[str, Any] = {
+        **asdict(row), "name": row.name, "checks": checks, "faults": faults, "barriers": barriers,
+        "level_bytes": cfg.level_bytes, "draft_bytes": cfg.draft_bytes([row.prefix] * row.batch), "floor_us": floors,
+    }  # fmt: skip
+    if not faults:
+        variants = {**runs, "B": record(baseline.run), "A": baseline.run}
+        times = interleave(variants, problems.device, rounds, seldom=frozenset({"A"}))
+        measured["times"] = {name: asdict(value) for name, value in times.items()}
+        for name, floor in floors.items():
+            own_us = times[name].median_us
+            measured[f"{name}_floor_share"] = floor / own_us
+            measured |= {f"{name}_vs_{other}": times[other].median_us / own_us for other in "AB"}
+    return measured
+
+
+def _launcher(cfg: DrafterConfig, features: torch.Tensor, weights: Weights, bufs: Buffers) -> Callable[[], object]:
+    return lambda: launch_drafter(cfg, features, weights, bufs)
+
+
+def measure_stages(problems: Problems, row: Row) -> dict[str, Any]:
+    """Time the phases of a row's kernels, which must not have been compiled before `stamp_barriers`."""
+    found = {}
+    for name in supported_weights(problems.device):
+        cfg, weights = problems.config(row, name), problems.packed(row, name)
+        bufs = allocate_buffers(cfg, weights)
+        key = f"{row.name} {name}"
+        found[key] = time_phases(cfg, random_step(cfg, row.prefix, NUM_NEW, bufs), weights, bufs)
+        for entry in found[key]:
+            show({"kernel": key, **entry})
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    rows = {row.name: row for row in all_rows()}
+    command = Command("draft", __doc__, rows)
+    command.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
+    command.add_argument("--stages", action="store_true", help="time the phases of the kernel instead")
+    args = command.parse_args(argv)
+    chosen = [rows[name] for name in command.chosen(args)]
+    problems = Problems(command.gpu())
+    device = problems.device
+    result: dict[str, Any] = {"machine": machine(device)}
+    if args.stages:
+        stamp_barriers()
+        result["stages"] = {}
+        for row in chosen:
+            result["stages"] |= measure_stages(problems, row)
+            write(result, args.out)
+        return
+    kernels = dict.fromkeys(replace(row, prefix=0) for row in chosen)
+    jobs = [
+        tuned_job(MODELS[row.model], problems.config(row, weights), device)
+        for row in kernels
+        for weights in supported_weights(device)
+    ]
+    print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
+    result["copy_bytes_per_s"] = bandwidth = copy_bytes_per_s(device)
+    result |= {"top_k": TOP_K, "total_tokens": TOTAL_TOKENS, "num_new": NUM_NEW, "rounds": args.rounds, "rows": []}
+    for row in chosen:
+        result["rows"].append(measure(problems, row, bandwidth, args.rounds))
+        show({name: value for name, value in result["rows"][-1].items() if name not in UNSHOWN})
+        write(result, args.out)
+    if any(row["faults"] for row in result["rows"]):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

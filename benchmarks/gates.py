@@ -1,0 +1,198 @@
+"""Has anything become slower, and does drafting still beat plain decoding where it has to?
+
+    python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
+    python -m benchmarks.gates --record          # references for this device, then as above
+
+Micro gates: the phases of a step (draft, verify, accept, commit) and tree attention over all layers after 512, 8,192
+and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
+for attention, the logits for accept, the accepted rows read and written for commit. The copy is replayed in turn with
+the operation, so clocks and neighbours touch both. A ratio is there to be compared: a copy in a graph moves less than
+the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
+
+All must be green three times in a row; then the full gates run: drafting over plain decoding, with random weights and a
+drawn verdict (`drawn_verdicts`). What is green, and when, is `gate_rules`; every threshold stands in ``gates.json``.
+Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from eagle_slim.runtime.drafter.tuning.precompile import compile_all, job_of
+from eagle_slim.runtime.drafter.tuning.timing import capture
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
+
+from benchmarks.shared.command import Command, write
+from benchmarks.shared.decoding import (
+    DrawnVerdicts,
+    RandomModel,
+    Variant,
+    attention_of_layers,
+    draft_bytes,
+    filled_phases,
+)
+from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
+from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, FullRecord, Gates, MicroGates, judge, median_ratios
+from benchmarks.shared.timing import machine, time_queued_us
+
+TOP_K = 10
+SAMPLES = 9
+STEPS, TURNS = NUM_LENGTHS // 4, 4
+Run = Callable[[], object]
+
+
+class Micro:
+    """The operations of the micro gates over one decoder, and one round of their ratios."""
+
+    def __init__(self, gates: MicroGates, model: RandomModel, samples: int = SAMPLES) -> None:
+        self.gates, self.model, self.samples = gates, model, samples
+        self.device = model.target.device
+        longest = max([gates.prefix, *gates.prefixes])
+        # The walk is timed by repeating it, and each time moves on.
+        room = (samples + 2) * _TIMES["accept"] * MAX_NEW_TOKENS
+        cache = model.new_cache(1, longest + gates.nodes + room)
+        self.decoder = model.decoder(cache, TreeConfig(gates.depth, TOP_K, gates.nodes), gates.draft_vocab)
+        DrawnVerdicts(self.decoder).set_([gates.accepted_length] * NUM_LENGTHS)
+        self._record = capture if self.device.type == "cuda" else lambda run: run
+        self._copies: dict[int, Run] = {}
+        self._attentions: dict[int, Run] = {}
+
+    @torch.inference_mode()
+    def ratios(self) -> dict[str, float]:
+        """Each operation's time over the copy's: medians of interleaved samples."""
+        found = {}
+        for name, run in filled_phases(self.decoder, 1, self.gates.prefix):
+            run()
+            found[name] = self._ratio(run, self.phase_bytes[name], _TIMES[name])
+        for prefix in self.gates.prefixes:
+            name = f"attention at {prefix}"
+            if prefix not in self._attentions:
+                # Over the tree that has just been drafted; the cache is read from memory.
+                self._attentions[prefix] = self._record(attention_of_layers(self.decoder, prefix))
+            found[name] = self._ratio(self._attentions[prefix], self.model.kv_bytes(prefix), _TIMES["attention"])
+        return found
+
+    @property
+    def phase_bytes(self) -> dict[str, int]:
+        """Bytes that each phase must move."""
+        gates, model = self.gates, self.model
+        element = model.target.dtype.itemsize
+        features = gates.accepted_length * model.target.feature_width * element
+        return {
+            "draft": draft_bytes(self.decoder, gates.prefix),
+            "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
+            "accept": gates.nodes * model.dims.vocab * element,
+            "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),
+        }
+
+    def _ratio(self, run: Run, size_bytes: int, times: int) -> float:
+        if size_bytes not in self._copies:
+            self._copies[size_bytes] = self._record(copy_of(size_bytes, self.device))
+        copy = self._copies[size_bytes]
+        pairs = [
+            (time_queued_us(run, self.device, times), time_queued_us(copy, self.device, times))
+            for _ in range(self.samples)
+        ]
+        own, copied = zip(*pairs, strict=True)
+        return float(statistics.median(own) / statistics.median(copied))
+
+
+_TIMES = {"draft": 4, "verify": 2, "accept": 20, "commit": 20, "attention": 4}
+"""Repetitions in a row of one sample: enough that a launch's own time does not count."""
+_LARGEST_COPY = 1 << 30
+
+
+def copy_of(size_bytes: int, device: torch.device) -> Run:
+    """Copies that move ``size_bytes``, half read and half written, at most 1 GiB of each at a time."""
+    half = max(1, size_bytes // 2)
+    source = torch.zeros(min(half, _LARGEST_COPY), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    pieces = [_LARGEST_COPY] * (half // _LARGEST_COPY) + [half % _LARGEST_COPY]
+
+    def run() -> None:
+        for size in filter(None, pieces):
+            target[:size].copy_(source[:size])
+
+    return run
+
+
+@torch.inference_mode()
+def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS) -> FullRecord:
+    """Run plain decoding and drafting in turn, as the benchmark `generate` does."""
+    tree = TreeConfig(gate.depth, TOP_K, gate.nodes)
+    cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)
+    decoder = model.decoder(cache, tree, gate.draft_vocab)
+    verdicts = DrawnVerdicts(decoder)
+    plain = Variant(model.decoder(cache, None), {})
+    drafted = Variant(decoder, {}, verdicts, draw_lengths(gate.accepted_length, verdicts.longest))
+    for variant in (plain, drafted):
+        # Compiles and captures.
+        variant.run(0, gate.sequences, gate.prefix, 2)
+        variant.runs.clear()
+    for turn in range(turns):
+        for variant in (plain, drafted):
+            variant.run(turn, gate.sequences, gate.prefix, steps)
+    speeds = [variant.summary() for variant in (plain, drafted)]
+    return FullRecord(
+        speeds[0]["tokens_per_s"], speeds[1]["tokens_per_s"], speeds[1]["accepted_length"], speeds[1]["is_length_met"]
+    )
+
+
+def record(gates: Gates, path: Path, micro: Micro) -> Gates:
+    """Measure this device's references, medians of as many rounds as must be green, and write them to ``path``."""
+    described = machine(micro.device)
+    ratios = median_ratios([micro.ratios() for _ in range(gates.green_rounds)])
+    references = gates.micro.references | {str(described["device"]): {**described, "ratios": ratios}}
+    gates = replace(gates, micro=replace(gates.micro, references=references))
+    gates.save(path)
+    return gates
+
+
+def run(
+    gates: Gates, path: Path, model: RandomModel, is_recording: bool = False, samples: int = SAMPLES
+) -> dict[str, Any]:
+    """Measure and judge; with ``is_recording`` the references are measured and written to ``path`` before."""
+    micro, described = Micro(gates.micro, model, samples), machine(model.target.device)
+    gates = record(gates, path, micro) if is_recording else gates
+    say = partial(print, flush=True)
+    return {
+        "machine": described,
+        **judge(gates, str(described["device"]), micro.ratios, partial(measure_full, model), say),
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the gates; `--help` lists the options."""
+    command = Command("gates", __doc__)
+    command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
+    args = command.parse_args(argv)
+    device, gates = command.gpu(), Gates.load(THRESHOLDS)
+    try:
+        if not args.record:
+            gates.reference(str(machine(device)["device"]))
+    except UsageError as error:
+        command.error(str(error))
+    shapes: list[tuple[MicroGates | FullGate, int]] = [
+        (gates.micro, 1),
+        *((gate, gate.sequences) for gate in gates.full),
+    ]
+    jobs = [
+        job_of(gates.micro.model, TreeConfig(of.depth, TOP_K, of.nodes), slots, 2048, of.draft_vocab, device)
+        for of, slots in shapes
+    ]
+    print(f"{sum(compile_all(jobs, 120))} of {len(jobs)} kernels compiled ahead", flush=True)
+    report = run(gates, THRESHOLDS, RandomModel(gates.micro.model, device), args.record)
+    write(report, args.out)
+    sys.exit(0 if report["is_green"] else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Decoders over random targets and heads of known dimensions, their steps as generation runs them, and drawn verdicts.
+
+A target's time does not depend on its weights' values, so random ones tell what a step costs of a model that is not at
+hand. What they cannot tell is how many drafted tokens are accepted: see `drawn_verdicts`. All that benchmarks need of
+the decoder's insides is here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from eagle_slim.runtime.drafter.buffered import BufferedDrafter
+from eagle_slim.runtime.drafter.launch import SharedPacking
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, first_rows, random_head
+from eagle_slim.runtime.drafter.tuning.timing import synchronize
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
+from eagle_slim.runtime.step.decoder import DeviceDecoder
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules
+from eagle_slim.runtime.target.captured import CapturedTarget
+from eagle_slim.runtime.target.device_buffers import KVCache
+from eagle_slim.runtime.target.fused import FusedTarget
+from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.target.transformers import TargetModel
+from torch import Tensor, nn
+
+from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_paths
+from benchmarks.shared.timing import time_queued_us
+
+LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36}
+TIED = ("smollm2-135m", "llama-3.2-1b")
+PEAKED = 12.0
+"""Gain of a random LM head whose distributions are as peaked as a trained one's: trees then reach their depth."""
+GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True, has_top_p=True)
+LENGTH_TOLERANCE = 0.02
+
+
+def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Build a random Llama or Qwen3 of these dimensions on the device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3" if name.startswith("qwen3") else "llama", vocab_size=dims.vocab, hidden_size=dims.hidden,
+        intermediate_size=dims.intermediate, num_hidden_layers=LAYERS[name], num_attention_heads=dims.heads,
+        num_key_value_heads=dims.kv_heads, head_dim=dims.head_dim, max_position_embeddings=131072,
+        tie_word_embeddings=name in TIED,
+    )  # fmt: skip
+    with device:
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model
+
+
+class RandomModel:
+    """A random target and a random head over its whole vocabulary; decoders over them share every weight.
+
+    ``name``: one of `LAYERS`. ``is_fused``: our own forward; else transformers', captured.
+    """
+
+    def __init__(
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, is_fused: bool = True
+    ) -> None:
+        self.name, self.dims = name, MODELS[name]
+        self.model = random_target(name, self.dims, dtype, device)
+        # As the training code of EAGLE-3 chooses them.
+        taps = (2, LAYERS[name] // 2, LAYERS[name] - 3)
+        self.target: FusedTarget | CapturedTarget = (
+            FusedTarget(self.model, taps) if is_fused else CapturedTarget(TargetModel(self.model, taps))
+        )
+        self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
+        self._packings: dict[int, SharedPacking] = {}
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that a pass reads: all but the embedding's, unless it is the LM head too."""
+        is_tied = self.name in TIED
+        named = self.model.named_parameters()
+        return sum(p.numel() * p.element_size() for key, p in named if is_tied or "embed_tokens" not in key)
+
+    def kv_bytes(self, rows: int) -> int:
+        """Bytes of the target's keys and values of ``rows`` tokens."""
+        target = self.target
+        return 2 * rows * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize
+
+    def new_cache(self, num_slots: int, capacity: int) -> KVCache:
+        """Allocate a cache of random keys and values, as if every row had been written."""
+        cache = KVCache(self.target, num_slots, capacity)
+        cache.keys.normal_()
+        cache.values.normal_()
+        self.target.reserve_positions(capacity + MAX_NEW_TOKENS)
+        return cache
+
+    def decoder(self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0) -> DeviceDecoder:
+        """Build a decoder over the whole cache that drafts over the first ``draft_vocab`` rows; plain without a tree.
+
+        Packed weights are kept for the next decoder over as many rows.
+        """
+        if tree is None:
+            return DeviceDecoder(self.target, cache, None, cache.num_slots)
+        head, packing, backend = first_rows(self.head, draft_vocab), None, "reference"
+        if self.target.device.type == "cuda":
+            packing, backend = self._packings.setdefault(draft_vocab, SharedPacking(head)), "triton"
+        drafter = BufferedDrafter(head, tree, cache.num_slots, cache.capacity, backend, packing)
+        drafter.bufs.keys.normal_()
+        drafter.bufs.values.normal_()
+        return DeviceDecoder(self.target, cache, drafter, cache.num_slots)
+
+
+def fill(decoder: DeviceDecoder, num_active: int, prefix: int) -> None:
+    """Pretend that ``num_active`` sequences of ``prefix`` tokens are running, without an end in sight."""
+    decoder.clear_()
+    state = decoder.state
+    state.lengths[:num_active] = prefix
+    state.num_new[:num_active] = 1
+    state.prefix[:num_active] = prefix - 1
+    state.new_tokens[:num_active, 0] = 7
+    state.max_generated.fill_(1 << 30)
+    state.running[:num_active] = 1
+    decoder.ops.list_active(state)
+
+
+def set_sampling(decoder: DeviceDecoder, temperature: float, top_p: float) -> None:
+    """Have steps with the rules `SAMPLED` sample so, from random numbers that stay."""
+    decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0, 0, 0]))
+    decoder.choice.uniforms.uniform_()
+
+
+def filled_phases(
+    decoder: DeviceDecoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Fill the decoder, and yield the phases of one step: each must be run before the next is asked for."""
+    fill(decoder, num_active, prefix)
+    yield from decoder.timed_step(num_active, rules)
+
+
+def phase_times(
+    decoder: DeviceDecoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY, rounds: int = 10,
+    times: int = 4, has_phases: bool = True,
+) -> dict[str, float]:  # fmt: skip
+    """Milliseconds of each phase where it stands, and of whole steps: medians of means of ``times`` replays in a row.
+
+    A phase can be repeated: only the walk moves on, by a few rows a time, and no phase depends much on that.
+    """
+    device = decoder.target.device
+    row = {}
+    for name, run in filled_phases(decoder, num_active, prefix, rules) if has_phases else ():
+        run()
+        row[f"{name}_ms"] = statistics.median(time_queued_us(run, device, times) for _ in range(rounds)) / 1e3
+    samples = []
+    for _ in range(rounds):
+        fill(decoder, num_active, prefix)
+        samples.append(time_queued_us(partial(decoder.step, num_active, rules), device, times))
+    return row | {"step_ms": statistics.median(samples) / 1e3}
+
+
+def draft_bytes(decoder: DeviceDecoder, prefix: int) -> int:
+    """Bytes of weights and keys that a draft for one sequence reads."""
+    assert decoder.drafter is not None
+    return decoder.drafter.cfg.draft_bytes([prefix])
+
+
+def attention_of_layers(decoder: DeviceDecoder, prefix: int) -> Callable[[], None]:
+    """Attention of all layers over the tree that one sequence has drafted last, after ``prefix`` tokens."""
+    target, drafter = decoder.target, decoder.drafter
+    assert isinstance(target, FusedTarget)
+    assert drafter is not None
+    tree, nodes = drafter.bufs, decoder.nodes
+    lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
+    rows, first = ForwardRows.allocate(1, nodes, lengths), torch.zeros_like(lengths)
+    decoder.ops.tree_rows(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids, rows)
+    bufs = target.new_buffers(1, nodes, nodes)
+    bufs.qkv.normal_()
+
+    def run() -> None:
+        for keys, values in zip(decoder.cache.keys, decoder.cache.values, strict=True):
+            target.ops.tree_attention(
+                bufs.qkv, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
+            )
+
+    return run
+
+
+class StepsRun(NamedTuple):
+    """A run of steps: the wall clock's milliseconds of one, tokens that all sequences gained, and steps of them all."""
+
+    step_ms: float
+    tokens: int
+    passes: int
+
+
+def run_steps(decoder: DeviceDecoder, num_active: int, steps: int) -> StepsRun:
+    """Run greedy steps as generation does: the host reads each step's record while the next one runs."""
+    record, device = decoder.state.record, decoder.target.device
+    # One for each step: none is read before its copy is done, or overwritten before it is read.
+    values = torch.empty((steps, *record.shape), dtype=record.dtype, pin_memory=record.is_cuda)
+    ready: list[torch.cuda.Event] = []
+    tokens = 0
+    synchronize(device)
+    begun = time.perf_counter()
+    for step in range(steps + 1):
+        if step < steps:
+            decoder.step(num_active, GREEDY)
+            values[step].copy_(record, non_blocking=True)
+            if record.is_cuda:
+                ready.append(torch.cuda.Event())
+                ready[-1].record()
+        if step > 0:
+            if record.is_cuda:
+                ready[step - 1].synchronize()
+            tokens += sum(row[0] for row in values[step - 1].tolist()[:-1])
+    synchronize(device)
+    return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
+
+
+class DrawnVerdicts:
+    """Lengths that a decoder's steps accept instead of what its target would; before anything of it is captured.
+
+    They may be exchanged at any time (`set_`): graphs read them from the device.
+    """
+
+    def __init__(self, decoder: DeviceDecoder) -> None:
+        if decoder.drafter is None:
+            raise UsageError("Plain decoding accepts no drafted tokens; draw verdicts of a drafting decoder.")
+        device = decoder.target.device
+        self.longest = decoder.width
+        self.lengths = torch.ones(NUM_LENGTHS, dtype=torch.int32, device=device)
+        self.turns = torch.zeros(decoder.num_slots, dtype=torch.int32, device=device)
+        self._positions = decoder.drafter.bufs.tree_position_ids
+        self._state = decoder.state
+        self._walk = decoder.ops.walk
+        decoder.ops = replace(decoder.ops, walk=self._draw_and_walk)
+
+    def set_(self, lengths: list[int], turn: int = 0) -> None:
+        """Take these from now on, as if every slot had taken ``turn`` of them before."""
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.turns.fill_(turn)
+
+    def _draw_and_walk(self, choices: Tensor, draft_tokens: Tensor, parents: Tensor, *rest: object) -> None:
+        # A prompt's last chunk walks over its root alone.
+        if parents.shape[1] == self._positions.shape[1]:
+            draw_paths(
+                choices, draft_tokens, parents, self._positions, self._state.active_slots, self._state.active_count,
+                self.lengths, self.turns,
+            )  # fmt: skip
+        self._walk(choices, draft_tokens, parents, *rest)
+
+
+@dataclass
+class Variant:
+    """A decoder that takes turns with others, ``facts`` for its row, and the lengths that its verdicts are drawn from.
+
+    Plain decoding has none; several variants may share a decoder and its verdicts.
+    """
+
+    decoder: DeviceDecoder
+    facts: dict[str, Any]
+    verdicts: DrawnVerdicts | None = None
+    lengths: list[int] = field(default_factory=list)
+    batch: int = 1
+    runs: list[StepsRun] = field(default_factory=list)
+
+    def prepare(self, turn: int = 0) -> None:
+        """Have the decoder accept this variant's lengths, from the given one on."""
+        if self.verdicts is not None:
+            self.verdicts.set_(self.lengths, turn)
+
+    def run(self, turn: int, batch: int, prefix: int, steps: int) -> None:
+        """Run steps of ``batch`` sequences from a prefix, for the ``turn``-th time; each goes on in the lengths."""
+        self.prepare(turn * steps)
+        self.batch = batch
+        fill(self.decoder, batch, prefix)
+        self.runs.append(run_steps(self.decoder, batch, steps))
+
+    def summary(self) -> dict[str, Any]:
+        """What was accepted, counted; the median step of all runs; tokens/s of all sequences from the two.
+
+        ``is_length_met``: a tree that is not deep enough accepts less than was drawn.
+        """
+        times = [run.step_ms for run in self.runs]
+        accepted = sum(run.tokens for run in self.runs) / sum(run.passes for run in self.runs)
+        step_ms = statistics.median(times)
+        found = {
+            "accepted_length": accepted, "step_ms": step_ms, "step_ms_low": min(times), "step_ms_high": max(times),
+            "tokens_per_s": accepted * self.batch / step_ms * 1e3,
+        }  # fmt: skip
+        if self.lengths:
+            drawn = sum(self.lengths) / len(self.lengths)
+            found["is_length_met"] = abs(accepted / drawn - 1) <= LENGTH_TOLERANCE
+        return found

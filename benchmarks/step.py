@@ -1,0 +1,86 @@
+"""What does a decoding step cost on the device, phase by phase?
+
+    python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
+    python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
+
+A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
+at the first prefix; sampling; medians of graph replays. The phases of the largest tree and of plain steps are timed
+too. The floor is bytes over the copy bandwidth of the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from eagle_slim.runtime.drafter.tuning.precompile import compile_all, job_of
+from eagle_slim.runtime.settings import TreeConfig
+
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import LAYERS, SAMPLED, RandomModel, phase_times, set_sampling
+from benchmarks.shared.timing import copy_bytes_per_s, machine
+
+ROOM = 800
+"""Rows for what 100 steps can add to a sequence, and for a tree."""
+
+
+@torch.inference_mode()
+def measure(
+    model: RandomModel, draft_vocab: int, nodes: Sequence[int], batch: int, prefixes: Sequence[int], bandwidth: float,
+    is_first: bool,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Rows of ``batch`` sequences at every prefix and size of tree, over one cache.
+
+    ``is_first``: at the first prefix sampling, too.
+    """
+    trees = [TreeConfig(5, 10, count) for count in sorted(nodes, reverse=True)]
+    cache = model.new_cache(batch, max(prefixes) + ROOM)
+    for tree in [*trees, None]:
+        decoder = model.decoder(cache, tree, draft_vocab)
+        has_phases = tree in (trees[0], None)
+        for prefix in prefixes:
+            floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
+            row = {"batch": batch, "prefix": prefix, "nodes": decoder.nodes, "floor_ms": floor_ms}
+            row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
+            if is_first and has_phases and prefix == prefixes[0]:
+                set_sampling(decoder, temperature=0.7, top_p=0.9)
+                yield row | {"sampled": True, **phase_times(decoder, batch, prefix, SAMPLED)}
+            yield row
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    command = Command("step", __doc__)
+    command.add_argument("--dims", default="llama-3.1-8b", choices=sorted(LAYERS))
+    command.add_argument("--draft-vocab", type=int, default=32000)
+    command.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768])
+    command.add_argument("--batch", type=int, nargs="+", default=[1])
+    command.add_argument("--nodes", type=int, nargs="+", default=[60])
+    command.add_argument("--target", choices=("fused", "transformers"), default="fused")
+    args = command.parse_args(argv)
+    device = command.gpu()
+    bandwidth = copy_bytes_per_s(device)
+    model = RandomModel(args.dims, device, is_fused=args.target == "fused")
+    rows = min(args.draft_vocab, model.dims.vocab)
+    jobs = [
+        job_of(args.dims, TreeConfig(5, 10, nodes), batch, 2048, rows, device)
+        for nodes in args.nodes
+        for batch in args.batch
+    ]
+    print(f"{sum(compile_all(jobs, 180))} of {len(jobs)} kernels compiled ahead", flush=True)
+    result: dict[str, Any] = {
+        "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
+        "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
+    }  # fmt: skip
+    for batch in args.batch:
+        # Several of the longest sequences would not fit.
+        prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
+        for row in measure(model, rows, args.nodes, batch, prefixes, bandwidth, is_first=batch == 1):
+            show(row)
+            result["rows"].append(row)
+            write(result, args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Benchmarks of the converter, one script per question."""

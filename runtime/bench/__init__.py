@@ -1,1 +1,0 @@
-"""Benchmarks of the runtime, one script per question."""

@@ -1,0 +1,98 @@
+"""What a comparison measures and how: everything but the models and the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..errors import UsageError
+from ..settings import SamplingConfig, TreeConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+
+MODES = ("greedy", "sampled")
+_SAMPLING = SamplingConfig(temperature=1.0)
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `compare`.
+
+    Attributes:
+        sizes: draft vocabularies to compare: numbers of rows, or "full" for all that a head has. None is "full" and the
+            powers of two from 32,768 down to 2,048 that a head can be cut to.
+        trees: shapes of the draft tree; None for the shape that the models have.
+        follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
+        follow_rows: most ids that join; None is 512.
+        counts: files of `eagle-vocab count`, or counts, to rank by. Without them and a token map, a head is ranked as
+            its manifest says, the built-in one by its own counts.
+        token_map: a file or a vocabulary to rank by.
+        modes: "greedy", "sampled", or both.
+        sampling: how the mode "sampled" chooses tokens.
+        batches: how many prompts are answered at a time. Groups of that many follow each other in the order of the
+            prompts, the last one filled up from the beginning.
+        max_new_tokens: most tokens of an answer.
+        repeats: how many times all of it is measured.
+        use_chat_template: False continues the prompts as they are.
+
+    Raises `UsageError` for values out of range, values given twice, and options without effect.
+    """
+
+    sizes: Sequence[int | Literal["full"]] | None = None
+    trees: Sequence[TreeConfig] | None = None
+    follow: Sequence[Literal["prompt"] | None] = (None,)
+    follow_rows: int | None = None
+    counts: Sequence[TokenCounts | str | Path] = ()
+    token_map: DraftVocab | str | Path | None = None
+    modes: Sequence[str] = MODES
+    sampling: SamplingConfig = _SAMPLING
+    batches: Sequence[int] = (1,)
+    max_new_tokens: int = 128
+    repeats: int = 1
+    use_chat_template: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("sizes", "trees", "follow", "modes", "batches"):
+            values = getattr(self, name)
+            if values is not None and not (values and len(set(values)) == len(values)):
+                raise _refusal(name, "one value or more, each once", values)
+        for size in self.sizes or ():
+            if size != "full" and not (isinstance(size, int) and size > 0):
+                raise _refusal("sizes", 'numbers of rows, or "full"', size)
+        for name, known in (("modes", MODES), ("follow", ("prompt", None))):
+            for value in getattr(self, name):
+                if value not in known:
+                    raise _refusal(name, " or ".join(map(str, known)), value)
+        for name, least in (("batches", 1), ("max_new_tokens", 2), ("repeats", 1)):
+            value = getattr(self, name)
+            if min(value if isinstance(value, Sequence) else (value,)) < least:
+                raise _refusal(name, f"at least {least}", value)
+        if "sampled" in self.modes and self.sampling.is_greedy:
+            raise UsageError(
+                "--temperature 0 is greedy. Give --modes greedy, or a temperature above 0 to sample with.",
+                option="--temperature", found=0,
+            )  # fmt: skip
+        if self.follow_rows is not None and "prompt" not in self.follow:
+            raise UsageError(
+                "--follow-rows is how many ids of a prompt join. Give --follow prompt as well.",
+                option="--follow-rows", missing="--follow",
+            )  # fmt: skip
+
+    def generation(self, mode: str) -> Mapping[str, Any]:
+        """Return the arguments of `SpeculativeModel.generate` that choose tokens as a mode does."""
+        if mode == "greedy":
+            return {}
+        always = ("temperature", "seed")
+        return {
+            name: value for name, value in asdict(self.sampling).items()
+            if name in always or value != getattr(SamplingConfig, name)
+        }  # fmt: skip
+
+
+def _refusal(option: str, expected: str, found: object) -> UsageError:
+    return UsageError(f"{option}: expected {expected}, found {found!r}.", option=option, expected=expected, found=found)

@@ -1,0 +1,250 @@
+"""From answers to figures: a row for every candidate, mode, batch size and category."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .answers import Answer
+from .candidates import PLAIN, Candidate, CoverageCurve
+from .plan import Plan
+from .statistics import Estimate, Measured, Timings, find_disturbed, find_stalls, measure, ratio
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a candidate, a mode, a batch size, and a category (or "all")."""
+
+    candidate: Candidate
+    mode: str
+    batch: int
+    category: str
+    num_prompts: int
+    """Prompts (groups of them in a batch) that the intervals are over."""
+    num_answers: int
+    num_identical: int
+    """Answers equal to plain decoding's, token for token."""
+    num_new_tokens: int
+    num_missed: int
+    """New tokens that the draft vocabulary did not hold; 0 for plain decoding, which drafts nothing."""
+    accepted_lengths: Mapping[int, int]
+    prefill_s: float
+    total_s: float
+    measured: Measured | None = None
+    """None where no step was made: every answer ended with its first token."""
+    speedup: Estimate | None = None
+    """How many times faster than plain decoding."""
+
+    @property
+    def label(self) -> str:
+        """Name of the candidate."""
+        return self.candidate.label
+
+    @property
+    def num_passes(self) -> int:
+        """Target passes, summed over sequences."""
+        return sum(self.accepted_lengths.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens that the passes gave."""
+        return sum(length * count for length, count in self.accepted_lengths.items())
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per target pass."""
+        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+    @property
+    def missed_rate(self) -> float:
+        """Share of the new tokens that the draft vocabulary did not hold."""
+        return self.num_missed / self.num_new_tokens if self.num_new_tokens else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decoding speed, prompt processing left out; of all sequences of a batch together."""
+        return self.measured.tokens_per_s.value if self.measured else 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step: medians of drafting, verifying and host work."""
+        return self.measured.step_s if self.measured else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row's figures under their names; times in seconds, None where nothing was measured."""
+        found = self.measured
+        estimates: dict[str, Estimate | None] = {
+            "mean_accepted_length": found.accepted_length if found else None,
+            "tokens_per_s": found.tokens_per_s if found else None,
+            "speedup": self.speedup,
+        }
+        return {
+            **self.candidate.to_json(),
+            "mode": self.mode,
+            "batch": self.batch,
+            "category": self.category,
+            "num_prompts": self.num_prompts,
+            "num_answers": self.num_answers,
+            "num_identical": self.num_identical,
+            "num_new_tokens": self.num_new_tokens,
+            "num_passes": self.num_passes,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "num_missed": self.num_missed,
+            "missed_rate": round(self.missed_rate, 6),
+            **{name: _end(estimate, "value") for name, estimate in estimates.items()},
+            **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
+            "step_s": round(self.step_s, 6),
+            "draft_s_per_step": round(found.draft_s, 6) if found else 0.0,
+            "verify_s_per_step": round(found.verify_s, 6) if found else 0.0,
+            "host_s_per_step": round(found.host_s, 6) if found else 0.0,
+            "prefill_s": round(self.prefill_s, 4),
+            "total_s": round(self.total_s, 4),
+            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
+        }
+
+
+@dataclass(frozen=True)
+class CompareReport:
+    """Everything that was measured; `recommend` draws the conclusions."""
+
+    rows: tuple[Row, ...]
+    curves: tuple[CoverageCurve, ...]
+    setup: dict[str, Any]
+    remarks: tuple[str, ...] = ()
+    """Stalls and other disturbances of the measurement, as sentences."""
+    is_complete: bool = True
+    """Whether all answers that were planned are in."""
+
+    def find(self, label: str, mode: str, category: str = ALL, batch: int | None = None) -> Row:
+        """Return one row, of the first batch size unless one is given. Raises KeyError when it is not there."""
+        for row in self.rows:
+            if (row.label, row.mode, row.category) == (label, mode, category) and batch in (None, row.batch):
+                return row
+        raise KeyError((label, mode, category, batch))
+
+    @property
+    def modes(self) -> list[str]:
+        """Names of the modes, in the order they were run."""
+        return list(dict.fromkeys(row.mode for row in self.rows))
+
+    @property
+    def batches(self) -> list[int]:
+        """Batch sizes, in the order they were run."""
+        return list(dict.fromkeys(row.batch for row in self.rows))
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The candidates, in the order given, without plain decoding."""
+        return list(dict.fromkeys(row.candidate for row in self.rows if not row.candidate.is_plain))
+
+
+def build_report(plan: Plan, answers: Sequence[Answer], curves: Iterable[CoverageCurve] = ()) -> CompareReport:
+    """Work out the figures of every candidate, mode, batch size and category from answers, all of them or a part."""
+    categories = list(dict.fromkeys(answer.category for answer in answers if answer.category is not None))
+    shown = [ALL, *(categories if len(categories) > 1 else [])]
+    rows: list[Row] = []
+    remarks: list[str] = []
+    for mode in plan.options.modes:
+        for batch in plan.options.batches:
+            run = [answer for answer in answers if (answer.key.mode, answer.key.batch) == (mode, batch)]
+            for category in shown:
+                chosen = [answer for answer in run if category in (ALL, answer.category)]
+                if chosen:
+                    found, timings = _measure(plan.candidates, chosen)
+                    rows += _rows(plan.candidates, chosen, found, (mode, batch, category))
+                    if category == ALL:
+                        remarks += _remarks(timings, found, mode if batch == 1 else f"{mode}, batch {batch}")
+    return CompareReport(
+        tuple(rows), tuple(curves), plan.describe(), tuple(remarks), is_complete=len(answers) == plan.num_calls
+    )
+
+
+def _measure(
+    candidates: Sequence[Candidate], answers: Sequence[Answer]
+) -> tuple[dict[str, Measured], dict[str, Timings]]:
+    """Measure on the prompts that every candidate has answered in full: a comparison may have been interrupted."""
+    by_label: dict[str, list[Answer]] = {candidate.label: [] for candidate in candidates}
+    for answer in answers:
+        by_label[answer.key.candidate].append(answer)
+    turns = [{(a.key.repeat, a.key.group, a.key.turn) for a in each} for each in by_label.values()]
+    complete = set.intersection(*turns)
+    groups = {group: place for place, group in enumerate(sorted({group for _, group, _ in complete}))}
+    timings = {}
+    for candidate in candidates:
+        own = by_label[candidate.label]
+        used = [a for a in own if (a.key.repeat, a.key.group, a.key.turn) in complete]
+        steps = np.array([step for a in used for step in a.steps], dtype=np.float64).reshape(-1, 3)
+        owners = [groups[a.key.group] for a in used for _ in a.steps]
+        accepted, passes = np.zeros(len(groups)), np.zeros(len(groups))
+        for a in used:
+            passes[groups[a.key.group]] += sum(a.accepted_lengths.values())
+            accepted[groups[a.key.group]] += sum(length * count for length, count in a.accepted_lengths.items())
+        timings[candidate.label] = Timings(
+            steps[:, 0], steps[:, 1], steps[:, 2], np.array(owners, dtype=np.int64), accepted, passes,
+            nodes=candidate.tree[2],
+        )  # fmt: skip
+    return measure(timings) if groups else {}, timings
+
+
+def _rows(
+    candidates: Sequence[Candidate],
+    answers: Sequence[Answer],
+    found: Mapping[str, Measured],
+    place: tuple[str, int, str],
+) -> Iterable[Row]:
+    for candidate in candidates:
+        label = candidate.label
+        own = [answer for answer in answers if answer.key.candidate == label]
+        lengths: Counter[int] = Counter()
+        for answer in own:
+            lengths.update(answer.accepted_lengths)
+        num_prompts = len({answer.key.group for answer in own})
+        speedup = ratio(found[label], found[PLAIN], num_prompts) if label in found and PLAIN in found else None
+        yield Row(
+            candidate,
+            *place,
+            num_prompts=num_prompts,
+            num_answers=sum(answer.num_answers for answer in own),
+            num_identical=sum(answer.num_identical for answer in own),
+            num_new_tokens=sum(len(row) for answer in own for row in answer.token_ids),
+            num_missed=sum(answer.num_missed for answer in own),
+            accepted_lengths=dict(sorted(lengths.items())),
+            prefill_s=sum(answer.prefill_s for answer in own),
+            total_s=sum(answer.total_s for answer in own),
+            measured=found.get(label),
+            speedup=speedup,
+        )
+
+
+def _remarks(timings: Mapping[str, Timings], found: Mapping[str, Measured], where: str) -> Iterable[str]:
+    for stall in find_stalls(timings):
+        yield (
+            f"{where}, {stall.candidate}: {stall.num_stalled} of {stall.num_steps} steps stalled, the longest for "
+            f"{stall.longest_s * 1e3:.0f} ms; {stall.median_s * 1e3:.1f} ms is usual. The medians leave them out."
+        )
+    for label in find_disturbed(found):
+        own, pooled = found[label].own_verify_s, found[label].verify_s
+        yield (
+            f"{where}, {label}: verifying took {own * 1e3:.1f} ms a step, {pooled * 1e3:.1f} ms over all candidates, "
+            "though the work is the same. The machine was busy with something else; measure again when it is quiet."
+        )
+    plain = found.get(PLAIN)
+    slower = [each.verify_s for label, each in found.items() if label != PLAIN]
+    if plain and slower and plain.verify_s > 1.25 * min(slower):
+        yield (
+            f"{where}: plain decoding took {plain.verify_s * 1e3:.1f} ms a step, longer than verifying a whole tree "
+            f"({min(slower) * 1e3:.1f} ms), which is more work. The speed-ups are too high; measure again."
+        )
+
+
+def _end(estimate: Estimate | None, end: str) -> float | None:
+    """Return an estimate's value, or an end of its interval, for JSON: None where there is none."""
+    value = math.inf if estimate is None else getattr(estimate, end)
+    return round(value, 4) if math.isfinite(value) else None

@@ -1,0 +1,197 @@
+"""The result of a comparison, and its forms: text, Markdown, JSON, CSV, and one self-contained HTML page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from eagle_slim.convert.atomic import atomic_directory, check_output
+
+from ..errors import UsageError
+from ..miss_log import MissLog
+from .answers import Answer
+from .recommend import Advice
+from .report import CompareReport
+from .statistics import Estimate
+
+_DATA_MARK = "/*DATA*/null"
+_MARKER = "compare.json"
+_NUM_NAMES = 4
+"""Columns of the table that hold names and stand on the left."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` found."""
+
+    report: CompareReport
+    """The figures: a row for each candidate, mode, batch size and category."""
+    recommendations: Sequence[Advice]
+    """Which draft vocabulary to use on this device, for each mode and batch size."""
+    answers: Sequence[Answer]
+    """Every answer, in the order in which they were made."""
+    miss_log: MissLog
+    """The tokens of plain decoding's answers, each text once, as counts for the next ranking."""
+    answers_file: Path | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers that were planned are in."""
+        return self.report.is_complete
+
+    def write(self, folder: str | Path, force: bool = False) -> None:
+        """Write compare.json, .csv, .md and .html into a folder, all of them or none.
+
+        The file of answers is written there too, as answers.jsonl, and removed from its old place once the comparison
+        is complete. Raises `OutputExistsError` for a folder that exists, unless ``force`` is given and a comparison
+        wrote it; `OutputError` where it cannot be written.
+        """
+        with atomic_directory(folder, force=force, marker=_MARKER) as inside:
+            (inside / _MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+            (inside / "compare.csv").write_text(self.to_csv(), encoding="utf-8")
+            (inside / "compare.md").write_text(self.to_markdown(), encoding="utf-8")
+            (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
+            if self.answers_file is not None:
+                (inside / "answers.jsonl").write_bytes(self.answers_file.read_bytes())
+        if self.answers_file is not None and self.is_complete:
+            self.answers_file.unlink()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the answers as plain values: setup, rows, coverage curves, remarks, advice."""
+        report = self.report
+        return {
+            "setup": report.setup,
+            "is_complete": report.is_complete,
+            "rows": [row.to_json() for row in report.rows],
+            "coverage": [
+                {"name": curve.name, "sizes": list(curve.sizes), "covered": list(curve.covered)}
+                for curve in report.curves
+            ],
+            "remarks": list(report.remarks),
+            "recommendations": [each.to_json() for each in self.recommendations],
+        }
+
+    def to_text(self) -> str:
+        """Return an aligned table, the advice and the remarks.
+
+        Times are in milliseconds a step; ``missed`` is the share of tokens that the draft vocabulary does not hold;
+        ``exact``: answers equal to plain decoding's, of all.
+        """
+        lines = list(_cells(self.report))
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        table = "\n".join(
+            "  ".join(
+                cell.ljust(width) if i < _NUM_NAMES else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+        advice = ["\n  ".join([each.headline, *each.reasons]) for each in self.recommendations]
+        remarks = "\n".join(f"disturbed: {remark}" for remark in self.report.remarks)
+        return "\n\n".join([table, *advice, *([remarks] if remarks else [])])
+
+    def to_markdown(self) -> str:
+        """Return the table, the advice and the remarks as Markdown."""
+        titles, *lines = _cells(self.report)
+        rule = ["---"] * _NUM_NAMES + ["---:"] * (len(titles) - _NUM_NAMES)
+        parts = [self._heading(), "\n".join(_markdown_row(line) for line in (titles, rule, *lines))]
+        for each in self.recommendations:
+            parts.append("\n".join([f"**{each.headline[0].upper()}{each.headline[1:]}**", "", *_bullets(each.reasons)]))
+        if self.report.remarks:
+            parts.append("\n".join(["Disturbances:", "", *_bullets(self.report.remarks)]))
+        return "\n\n".join(parts) + "\n"
+
+    def to_csv(self) -> str:
+        """Return one line per row with all figures of `Row.to_json`; accepted lengths as ``length:count`` pairs."""
+        rows = [row.to_json() for row in self.report.rows]
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            lengths = " ".join(f"{length}:{count}" for length, count in row["accepted_lengths"].items())
+            writer.writerow(row | {"accepted_lengths": lengths})
+        return buffer.getvalue()
+
+    def to_html(self) -> str:
+        """Return one HTML page with charts, table and hover; it fetches nothing."""
+        template = files("eagle_slim.runtime.compare").joinpath("page.html").read_text(encoding="utf-8")
+        # Inside a script element only "</" and "<!--" could end the data or change how it is read.
+        data = json.dumps(self.to_json(), ensure_ascii=False).replace("<", "\\u003c")
+        assert _DATA_MARK in template
+        return template.replace(_DATA_MARK, data)
+
+    def _heading(self) -> str:
+        setup = self.report.setup
+        part = "" if self.is_complete else " The comparison was interrupted; these are the answers so far."
+        return (
+            f"{setup['target']} with {', '.join(setup['heads'])}: {setup['device']}, {setup['dtype']}; "
+            f"{setup['drafter']} drafter, {setup['draft_weights']} weights; "
+            f"{'; '.join(setup['trees'])}; {setup['num_prompts']} prompts, at most "
+            f"{setup['max_new_tokens']} new tokens, {setup['repeats']} repeat(s).{part}"
+        )
+
+
+def prepare_folder(folder: str | Path, force: bool = False, resume: bool = False) -> Path:
+    """Return the file of answers for a comparison that `Comparison.write` will write to a folder: FOLDER.answers.jsonl.
+
+    Nothing is computed in vain: answers of an interrupted comparison are kept for ``resume``, removed by ``force``.
+    Raises `UsageError` for such answers with neither, and as `Comparison.write` does.
+    """
+    answers = Path(folder).expanduser()
+    answers = answers.with_name(answers.name + ".answers.jsonl")
+    if answers.exists() and force and not resume:
+        answers.unlink()
+    if answers.exists() and not resume:
+        raise UsageError(
+            f"{answers}: the answers of an interrupted comparison. Give --resume to take it up, or --force to start "
+            "over.",
+            option="--resume", path=str(answers),
+        )  # fmt: skip
+    check_output(folder, force or answers.exists(), _MARKER)
+    answers.parent.mkdir(parents=True, exist_ok=True)
+    return answers
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _bullets(lines: Sequence[str]) -> list[str]:
+    return [f"* {line}" for line in lines]
+
+
+def _cells(report: CompareReport) -> Iterator[list[str]]:
+    yield [
+        "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
+        "host", "passes", "exact",
+    ]  # fmt: skip
+    for row in report.rows:
+        found = row.measured
+        times = (found.step_s, found.draft_s, found.verify_s, found.host_s) if found else ()
+        yield [
+            row.label,
+            row.mode,
+            str(row.batch),
+            row.category,
+            f"{row.mean_accepted_length:.3f}",
+            "-" if row.candidate.is_plain else f"{row.missed_rate:.1%}",
+            _with_error(found.tokens_per_s if found else None, 1),
+            _with_error(row.speedup, 2),
+            *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
+            str(row.num_passes),
+            f"{row.num_identical}/{row.num_answers}",
+        ]
+
+
+def _with_error(estimate: Estimate | None, digits: int) -> str:
+    """Format a value with the relative half-width of its interval; a question mark where that says nothing."""
+    if estimate is None:
+        return "-"
+    error = "?" if estimate.error is None else f"{estimate.error:.0%}"
+    return f"{estimate.value:.{digits}f} ±{error}"

@@ -1,0 +1,249 @@
+"""Speeds from timings that are disturbed: medians over steps, and paired bootstrap intervals over prompts.
+
+All candidates answer the same prompts, so a resample draws the same prompts for all of them, and what a prompt does to
+every candidate cancels in the ratio of two. The target's work in a step is the same for every draft vocabulary, so its
+time is one quantity: the median over the steps of all candidates whose trees have as many nodes. An interval is the
+bootstrap's standard error of the logarithm times Student's t for the number of prompts, which is wide for a few.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+NUM_RESAMPLES = 400
+CONFIDENCE = 0.95
+# A step this many times longer than the median is a stall of the machine, not just a longer step.
+_STALL = 4.0
+# Verifying costs the same for every candidate; a candidate whose median differs by this factor ran on a busier machine.
+_DISTURBED = 1.25
+# From here on Student's t hardly changes.
+_MANY_PROMPTS = 200
+# An interval that reaches further than this many times the value says nothing.
+_WIDEST = 10.0
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What one candidate did, step by step.
+
+    ``draft_s``, ``verify_s``, ``host_s`` float64 [steps]; ``prompt_of_step`` int64 [steps], numbers from 0. By prompt,
+    float64 [prompts]: ``accepted``, the tokens that its steps gave, and ``passes``, the target passes of its sequences
+    (as many as its steps, unless several sequences share a step). ``nodes``: of the trees, 1 for plain decoding.
+    """
+
+    draft_s: NDArray[np.float64]
+    verify_s: NDArray[np.float64]
+    host_s: NDArray[np.float64]
+    prompt_of_step: NDArray[np.int64]
+    accepted: NDArray[np.float64]
+    passes: NDArray[np.float64]
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A positive quantity, with the interval that holds it with 95% confidence; infinite for a single prompt."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, value: float, resampled: NDArray[np.float64], num_prompts: int, comparisons: int = 1) -> Estimate:
+        """Build from the value and its resamples; ``comparisons`` made with the same data widen the interval."""
+        if num_prompts < 2 or value <= 0:
+            return cls(value, 0.0, math.inf)
+        error = float(np.log(resampled).std() * math.sqrt(num_prompts / (num_prompts - 1)))
+        factor = math.exp(min(700.0, student_t(1 - (1 - CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
+        return cls(value, value / factor, value * factor)
+
+    @property
+    def error(self) -> float | None:
+        """By which share of the value the interval reaches beyond it; None where that is too wide to say anything."""
+        error = self.high / self.value - 1 if math.isfinite(self.high) else math.inf
+        return error if error < _WIDEST else None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The figures of one candidate: estimates, and the same quantities for every resample, float64 [resamples]."""
+
+    accepted_length: Estimate
+    tokens_per_s: Estimate
+    draft_s: float
+    """Median over steps, as are the next two."""
+    verify_s: float
+    """Median over the steps of all candidates with as many nodes."""
+    host_s: float
+    own_verify_s: float
+    """Median over this candidate's own steps."""
+    resampled_tokens_per_s: NDArray[np.float64]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step."""
+        return self.draft_s + self.verify_s + self.host_s
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Steps of one candidate that took far longer than its median: how many, of how many, and the longest."""
+
+    candidate: str
+    num_stalled: int
+    num_steps: int
+    longest_s: float
+    median_s: float
+
+
+def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured]:
+    """Measure candidates that answered the same prompts; those that made no step are left out."""
+    timings = {name: each for name, each in timings.items() if len(each.draft_s) and each.passes.sum() > 0}
+    if not timings:
+        return {}
+    num_prompts = len(next(iter(timings.values())).accepted)
+    draws = np.random.default_rng(seed).multinomial(
+        num_prompts, np.full(num_prompts, 1 / num_prompts), size=NUM_RESAMPLES
+    )
+    weights = np.concatenate([np.ones((1, num_prompts), dtype=np.int64), draws])  # [1 + resamples, prompts]
+    verify_s = {}
+    for nodes in {each.nodes for each in timings.values()}:
+        pool = [each for each in timings.values() if each.nodes == nodes]
+        times, prompts = (np.concatenate([getattr(each, n) for each in pool]) for n in ("verify_s", "prompt_of_step"))
+        verify_s[nodes] = _weighted_medians(times, prompts, weights)
+    found = {}
+    for name, each in timings.items():
+        steps = np.bincount(each.prompt_of_step, minlength=num_prompts)
+        draft_s, host_s = (
+            _weighted_medians(times, each.prompt_of_step, weights) for times in (each.draft_s, each.host_s)
+        )
+        accepted, passes, num_steps = (weights @ per_prompt for per_prompt in (each.accepted, each.passes, steps))
+        # A resample without a single step of a candidate says nothing about it.
+        valid = (num_steps > 0) & (passes > 0) & (accepted > 0)
+        valid[0] = True
+        with np.errstate(divide="ignore", invalid="ignore"):
+            lengths = np.where(valid, accepted / passes, accepted[0] / passes[0])
+            speeds = accepted / num_steps / (draft_s + verify_s[each.nodes] + host_s)
+            speeds = np.where(valid & (speeds > 0), speeds, speeds[0])
+        found[name] = Measured(
+            Estimate.of(float(lengths[0]), lengths[1:], num_prompts),
+            Estimate.of(float(speeds[0]), speeds[1:], num_prompts),
+            float(draft_s[0]), float(verify_s[each.nodes][0]), float(host_s[0]), float(np.median(each.verify_s)),
+            speeds[1:],
+        )  # fmt: skip
+    return found
+
+
+def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1) -> Estimate:
+    """Return how many times faster ``one`` is than ``other``, from paired resamples of one `measure`."""
+    value = one.tokens_per_s.value / other.tokens_per_s.value
+    return Estimate.of(value, one.resampled_tokens_per_s / other.resampled_tokens_per_s, num_prompts, comparisons)
+
+
+def find_stalls(timings: Mapping[str, Timings]) -> list[Stall]:
+    """Find the candidates with steps far longer than their median."""
+    stalls = []
+    for name, each in timings.items():
+        times = each.draft_s + each.verify_s + each.host_s
+        if not len(times):
+            continue
+        median = float(np.median(times))
+        stalled = times[times > _STALL * median]
+        if len(stalled):
+            stalls.append(Stall(name, len(stalled), len(times), float(stalled.max()), median))
+    return stalls
+
+
+def find_disturbed(measured: Mapping[str, Measured]) -> list[str]:
+    """Find the candidates whose own verify time differs from that of all, though the target's work was the same."""
+    return [
+        name for name, each in measured.items()
+        if each.verify_s and not 1 / _DISTURBED <= each.own_verify_s / each.verify_s <= _DISTURBED
+    ]  # fmt: skip
+
+
+def student_t(probability: float, degrees: int) -> float:
+    """Return the quantile of Student's t distribution for a probability of at least 0.5, by bisection."""
+    low, high = 0.0, 1.0
+    while _student_t_cdf(high, degrees) < probability:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_t_cdf(middle, degrees) < probability else (low, middle)
+    return high
+
+
+def _student_t_cdf(t: float, degrees: int) -> float:
+    """Abramowitz and Stegun 26.7.3 and 26.7.4, for t of at least 0."""
+    theta = math.atan(t / math.sqrt(degrees))
+    cosine, term, series = math.cos(theta), 1.0, 1.0
+    if degrees % 2:
+        for k in range(1, (degrees - 1) // 2):
+            term *= cosine**2 * 2 * k / (2 * k + 1)
+            series += term
+        inside = theta + math.sin(theta) * cosine * series if degrees > 1 else theta
+        return 0.5 + inside / math.pi
+    for k in range(1, degrees // 2):
+        term *= cosine**2 * (2 * k - 1) / (2 * k)
+        series += term
+    return 0.5 + math.sin(theta) * series / 2
+
+
+def _weighted_medians(
+    times: NDArray[np.float64], prompts: NDArray[np.int64], weights: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """Return the median of ``times`` [steps] where each counts as often as its prompt in each row of ``weights``.
+
+    ``prompts`` int64 [steps], ``weights`` int64 [rows, prompts]; gives float64 [rows], NaN for a row without steps.
+    """
+    order = np.argsort(times, kind="stable")
+    ascending, owners = times[order], prompts[order]
+    medians = np.empty(len(weights))
+    for row, counts in enumerate(weights):
+        cumulative = np.cumsum(counts[owners])
+        total = cumulative[-1] if len(cumulative) else 0
+        if not total:
+            medians[row] = np.nan
+            continue
+        # The mean of the two middle values, which are the same one for an odd number.
+        low, high = np.searchsorted(cumulative, [(total + 1) // 2, total // 2 + 1])
+        medians[row] = (ascending[low] + ascending[high]) / 2
+    return medians
+
+
+def prompts_needed(difference: Estimate, num_prompts: int, smallest: float, comparisons: int = 1) -> int:
+    """Return about how many more prompts would decide, if they vary as much as those measured.
+
+    The interval shrinks with the root of their number, and with Student's t, which is wide for a few.
+
+    ``difference``: a ratio of speeds, widened for ``comparisons``. It is decided when its interval excludes 1, or, for
+    a difference below ``smallest``, when the interval is that narrow.
+    """
+    if not math.isfinite(difference.high):
+        return max(1, 8 - num_prompts)
+    probability = 1 - (1 - CONFIDENCE) / (2 * comparisons)
+    half = math.log(difference.high / difference.value)
+    wanted = max(abs(math.log(difference.value)), smallest)
+    # How far the logarithm differs between two prompts, in units of what is wanted.
+    spread = half / wanted * math.sqrt(num_prompts) / student_t(probability, num_prompts - 1)
+
+    def is_enough(total: int) -> bool:
+        return student_t(probability, total - 1) * spread <= math.sqrt(total)
+
+    if is_enough(_MANY_PROMPTS):
+        candidates = range(num_prompts + 1, _MANY_PROMPTS)
+        needed = num_prompts + 1 + bisect_left(candidates, True, key=is_enough)
+    else:
+        needed = math.ceil((student_t(probability, _MANY_PROMPTS - 1) * spread) ** 2)
+    more = max(1, needed - num_prompts)
+    magnitude: int = 10 ** max(0, len(str(more)) - 2)
+    return math.ceil(more / magnitude) * magnitude

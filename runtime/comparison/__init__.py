@@ -1,1 +1,0 @@
-"""Accuracy against speed over several draft vocabularies."""

@@ -1,0 +1,155 @@
+"""What a draft is handed has to fit together: the kernel would read and write beyond it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..errors import UsageError
+from .buffers import Buffers
+from .dimensions import DrafterConfig, check_head_fits
+from .packed_weights import Weights
+
+
+def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    """Refuse features that are not of this configuration; returns the taps, one or three."""
+    taps = (X,) if isinstance(X, Tensor) else X
+    separate = not isinstance(X, Tensor)
+    if not isinstance(taps, (tuple, list)) or not all(isinstance(tap, Tensor) for tap in taps):
+        raise UsageError(f"Features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features")
+    if (separate and len(taps) != 3) or len({(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps}) != 1:
+        raise UsageError(
+            "Features are one tensor, or three of equal shape, strides and dtype on one device.", tensor="features"
+        )
+    if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
+        raise UsageError(
+            "Only an EAGLE-3 head with fc takes three taps; this one takes one tensor of features.", tensor="features"
+        )
+    shape, width = taps[0].shape, cfg.feature_width // len(taps)
+    slots = cfg.num_slots
+    if len(shape) != 3 or shape[0] != slots or not 1 <= shape[1] <= cfg.tree.new_tokens_width or shape[2] != width:
+        raise UsageError(
+            f"Features must be [{slots} slots, 1 to {cfg.tree.new_tokens_width} new tokens, {cfg.feature_width}]; got "
+            f"{[tuple(tap.shape) for tap in taps]}.",
+            tensor="features",
+            found=tuple(shape),
+        )
+    if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
+        raise UsageError(
+            f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.",
+            tensor="features",
+            found=taps[0].dtype,
+        )
+    return taps
+
+
+def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+    """Refuse parts of another configuration: the kernel would read and write beyond them."""
+    for part, kind in ((cfg, DrafterConfig), (weights, Weights), (bufs, Buffers)):
+        if not isinstance(part, kind):
+            raise UsageError(
+                f"A draft takes a DrafterConfig, Weights and Buffers; got {type(part).__name__}.",
+                part=type(part).__name__,
+                expected=kind.__name__,
+            )
+    # Looked at once: the same parts come at every step.
+    parts = (cfg, weights.head, weights.packed, len(bufs.workspace))
+    known = bufs.host.get("fits")
+    if known is not None and all(mine is theirs for mine, theirs in zip(parts, known, strict=True)):
+        return
+    check_head_fits(cfg, weights.head)
+    _check_buffers(cfg, weights, bufs)
+    if weights.packed is not None and weights.packed.stream.dtype != cfg.weight_dtype:
+        raise UsageError(
+            f"The weights are packed in {weights.packed.stream.dtype}, the configuration has weight_dtype = "
+            f"{cfg.weight_dtype}; take Weights.pack(head, cfg).",
+            field="weight_dtype",
+            found=weights.packed.stream.dtype,
+            expected=cfg.weight_dtype,
+        )
+    if weights.packed is not None and weights.packed.cos.shape[0] < cfg.max_positions:
+        raise UsageError(
+            f"The weights are packed for {weights.packed.cos.shape[0]} positions, the configuration has "
+            f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions}).",
+            field="max_positions",
+        )
+    if weights.packed is not None and not weights.is_fixed_for(cfg.num_tokens):
+        raise UsageError(
+            f"The head's RoPE scaling depends on the length of the text: the weights have it for "
+            f"{weights.packed.num_tokens} tokens, the configuration for {cfg.num_tokens}; take "
+            f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens}).",
+            field="num_tokens", found=weights.packed.num_tokens, expected=cfg.num_tokens,
+        )  # fmt: skip
+    bufs.host["fits"] = parts
+
+
+def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
+    allocate = "allocate them with allocate_buffers(cfg, weights)."
+    slots, total = cfg.num_slots, cfg.total_tokens
+    cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
+    wanted = {"draft_tokens": (slots, total), "retrieve_indices": (slots, total, cfg.tree.path_width), "keys": cache}
+    for name, shape in wanted.items():
+        found = tuple(getattr(bufs, name).shape)
+        if found != shape:
+            raise UsageError(
+                f"The buffers hold {name} {found}, the configuration needs {shape}; {allocate}",
+                tensor=name,
+                found=found,
+                expected=shape,
+            )
+    width = 0 if bufs.tails is None else bufs.tails.ranks.shape[1]
+    if width != cfg.tail_rows:
+        raise UsageError(
+            f"The buffers have room for {width} rows that join a sequence, the configuration for {cfg.tail_rows}; "
+            f"{allocate}",
+            tensor="tails", found=width, expected=cfg.tail_rows,
+        )  # fmt: skip
+    if (bufs.keys.dtype, bufs.keys.device) != (cfg.dtype, weights.head.device):
+        raise UsageError(
+            f"The buffers hold keys in {bufs.keys.dtype} on {bufs.keys.device}, the configuration needs {cfg.dtype} "
+            f"where the weights are, on {weights.head.device}; {allocate}",
+            tensor="keys",
+        )
+    if bufs.tree_rows != cfg.depth * cfg.top_k or bufs.target_vocab != cfg.target_vocab:
+        raise UsageError(
+            f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
+            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}; {allocate}",
+            tree_rows=bufs.tree_rows,
+            target_vocab=bufs.target_vocab,
+        )
+    if weights.packed is None or not bufs.workspace:
+        return
+    from .workspace import allocate_workspace
+
+    for name, like in allocate_workspace(cfg, weights.packed.launches.get(cfg), "meta").items():
+        tensor = bufs.workspace.get(name)
+        # It may be larger: with time stamps, the barrier's state is.
+        if tensor is None or tensor.dtype != like.dtype or tensor.numel() < like.numel():
+            held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+            raise UsageError(
+                f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}; "
+                f"{allocate}",
+                buffer=name,
+                expected=(like.dtype, tuple(like.shape)),
+            )
+
+
+def check_step(width: int, bufs: Buffers) -> None:
+    """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
+    slots, count = len(bufs.num_new), int(bufs.active_count)
+    active = bufs.active_slots[: max(0, count)].tolist()
+    if not 0 <= count <= slots or len(set(active)) != count or not all(0 <= slot < slots for slot in active):
+        raise UsageError(
+            f"The {count} active slots {active} must be different and below {slots}.", active=active, slots=slots
+        )
+    num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
+    for slot in active:
+        if num_new[slot] > width:
+            raise UsageError(
+                f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.",
+                slot=slot,
+                num_new=num_new[slot],
+                width=width,
+            )
+        bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])

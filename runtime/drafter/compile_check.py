@@ -1,0 +1,239 @@
+"""Compile the persistent drafter for a chip that is not there, and report what it takes of it.
+
+    python -m eagle_slim.runtime.drafter.compile_check --chip 90 [--fp8] [--slots 1] [--small | --wide]
+        [--options] [--tail 512]
+
+Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
+registers, spills, and the inner loops of products, in which nothing may spill. Must run without ``TRITON_INTERPRET``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from .dimensions import DrafterConfig
+from .kernel_launch import compile_options, kernel_constants
+from .kernels.ancestor_attention import KVCache
+from .kernels.lm_topk import TailRows
+from .kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
+from .kernels.tree_build import TreeOutputs
+from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
+from .workspace import BUFFERS, Workspace, element_types
+
+LLAMA_8B = DrafterConfig(
+    kind="eagle3", hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, feature_width=12288,
+    target_vocab=128256, draft_vocab=32000, depth=5, top_k=10, total_tokens=60, norm_eps=1e-5, num_slots=1,
+    max_positions=8192,
+)  # fmt: skip
+SMOLLM2 = replace(
+    LLAMA_8B, hidden=576, intermediate=1536, num_heads=9, num_kv_heads=3, head_dim=64, feature_width=1728,
+    target_vocab=49152,
+)  # fmt: skip
+LLAMA_405B = replace(LLAMA_8B, hidden=16384, intermediate=53248, num_heads=128, feature_width=49152)
+OPTIONS: dict[str, Any] = {
+    "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": "gelu", "norm_before_residual": True,
+    "norm_output": True, "tap_norms": 3, "sliding_window": 512,
+}  # fmt: skip
+"""Everything that an EAGLE-3 head may have besides."""
+
+
+TRITON_TYPES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
+    torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+
+
+def signature(cfg: DrafterConfig) -> dict[str, Any]:
+    """Triton types of every argument of the kernel: of groups, a group of types."""
+    by_dtype = {dtype: f"*{name}" for dtype, name in TRITON_TYPES.items()}
+    model, weight = by_dtype[cfg.dtype], by_dtype[cfg.weight_dtype]
+    types = element_types(cfg)
+    groups = {
+        "features": Features(model, "i32", "i32"),
+        "tap_offset_1": "i64",
+        "tap_offset_2": "i64",
+        "step": StepInputs(*["*i32"] * len(StepInputs._fields)),
+        "head": HeadTensors(
+            stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,
+            norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
+            draft_vocab="i32", stride_embedding="i32",
+        ),
+        "cache": KVCache(model, model, "i32", "i32"),
+        "ws": Workspace(*(by_dtype[types[buffer.dtype]] for buffer in BUFFERS)),
+        "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
+        **({"tails": TailRows(weight, "*fp32", "*i32", "*i32")} if cfg.tail_rows else {}),
+    }  # fmt: skip
+    return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
+
+
+def _names(group: Any) -> tuple[str, ...]:
+    """The fields of a named tuple."""
+    names: tuple[str, ...] = group._fields
+    return names
+
+
+def compile_to_ptx(cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> CompiledKernel:
+    """Compile for ``chip`` as far as ``asm["ptx"]``."""
+    types = signature(cfg)
+    aligned = {
+        (draft_kernel.arg_names.index(group), place): [["tt.divisibility", 16]]
+        for group, fields in types.items()
+        if isinstance(fields, tuple)
+        for place, (name, kind) in enumerate(zip(_names(fields), fields, strict=True))
+        if kind.startswith("*") or name.startswith("stride")
+    }
+    constants = kernel_constants(cfg, params, cfg.draft_vocab)
+    constants |= {} if cfg.tail_rows else {"tails": None}
+    by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(draft_kernel, types, by_index, aligned)
+    return to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
+
+
+def to_ptx(source: ASTSource, chip: Chip, options: dict[str, Any]) -> CompiledKernel:
+    """Compile for ``chip`` as far as ``asm["ptx"]``: `assembler_report` assembles it, and once is enough."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.add_stages_inspection_hook = _without_assembling
+        return triton.compile(source, target=GPUTarget("cuda", chip.capability, 32), options=options)
+
+
+def _without_assembling(_backend: Any = None, stages: dict[str, Any] | None = None, *_: Any) -> tuple[str, str]:
+    """Triton calls it with its stages, and with nothing for a key under which the result is kept."""
+    if stages is not None:
+        stages["cubin"] = lambda ptx, metadata: b""
+    return "without assembling", "without assembling"
+
+
+def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:
+    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
+    compiled = compile_to_ptx(cfg, chip, params or choose_launch(cfg, chip))
+    report, sass = assembler_report(compiled.asm["ptx"], chip)
+    return {"shared_bytes": compiled.metadata.shared, **report}, sass
+
+
+def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
+    """Assemble PTX: ptxas' own account, and the disassembled machine code.
+
+    ``registers``, ``spill_bytes`` and ``stack_bytes`` of a thread; ``serialized_products``: how often ptxas warns that
+    it makes asynchronous matrix products wait for each other.
+    """
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tool = get_ptxas(chip.capability)
+    ptxas = Path(getattr(tool, "path", tool))
+    with tempfile.TemporaryDirectory() as folder:
+        path, binary = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        path.write_text(ptx)
+        suffix = "a" if chip.capability >= 90 else ""
+        command = [str(ptxas), "-v", f"-arch=sm_{chip.capability}{suffix}", str(path), "-o", str(binary)]
+        report = _run(command).stderr
+        sass = _run([str(ptxas.with_name("nvdisasm")), "-c", str(binary)]).stdout
+    numbers = {
+        "registers": r"Used (\d+) registers",
+        "spill_bytes": r"(\d+) bytes spill stores",
+        "stack_bytes": r"(\d+) bytes stack frame",
+    }
+    found = {name: max(int(value) for value in re.findall(pattern, report)) for name, pattern in numbers.items()}
+    return {**found, "serialized_products": report.count("C7514")}, sass
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@dataclass(frozen=True)
+class ProductLoop:
+    """One inner loop of the machine code that multiplies matrices while it copies the next tiles."""
+
+    first: int
+    """Number of its first instruction."""
+    num_products: int
+    num_copies: int
+    local_inside: int
+    """Accesses to local memory (spills) between the first and the last product."""
+    local_in_loop: int
+
+
+_PRODUCT = re.compile(r"\b[A-Z0-9]*MMA\b")  # HMMA, QMMA; HGMMA, QGMMA (wgmma); UTCHMMA, UTCQMMA (tcgen05)
+_COPY = re.compile(r"\bLDGSTS\b")
+_LOCAL = re.compile(r"\b(LDL|STL)\b")
+
+
+def product_loops(sass: str) -> list[ProductLoop]:
+    """Find the innermost loops with products and asynchronous copies in nvdisasm's listing."""
+    labels: dict[str, int] = {}
+    code: list[str] = []
+    for line in sass.splitlines():
+        if found := re.match(r"\s*(\.L_\w+):", line):
+            labels[found[1]] = len(code)
+        elif found := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+            code.append(found[1])
+    spans = []
+    for place, instruction in enumerate(code):
+        jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", instruction)
+        if jump and labels[jump[1]] <= place:
+            body = code[labels[jump[1]] : place + 1]
+            if any(map(_PRODUCT.search, body)) and any(map(_COPY.search, body)):
+                spans.append((labels[jump[1]], place))
+    loops = []
+    for first, last in sorted(set(spans)):
+        if any(first <= start and stop <= last and (start, stop) != (first, last) for start, stop in spans):
+            continue
+        body = code[first : last + 1]
+        products = [place for place, instruction in enumerate(body) if _PRODUCT.search(instruction)]
+        inside = body[products[0] : products[-1] + 1]
+        loops.append(
+            ProductLoop(
+                first,
+                len(products),
+                sum(bool(_COPY.search(x)) for x in body),
+                sum(bool(_LOCAL.search(x)) for x in inside),
+                sum(bool(_LOCAL.search(x)) for x in body),
+            )
+        )
+    return loops
+
+
+def main() -> None:
+    """Print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
+    parser.add_argument("--fp8", action="store_true", help="FP8 weights")
+    parser.add_argument("--slots", type=int, default=1)
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
+    size.add_argument("--wide", action="store_true", help="Llama-3.1-405B dimensions instead")
+    parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
+    parser.add_argument("--eagle", action="store_true", help="an EAGLE-1/2 head")
+    parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
+    parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
+    args = parser.parse_args()
+    model = SMOLLM2 if args.small else LLAMA_405B if args.wide else LLAMA_8B
+    cfg = replace(model, num_slots=args.slots, tail_rows=args.tail)
+    if args.fp8:
+        cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
+    if args.options:
+        cfg = replace(cfg, **OPTIONS)
+    if args.eagle:
+        cfg = replace(cfg, kind="eagle", feature_width=cfg.hidden)
+    chip = KNOWN_CHIPS[args.chip]
+    report, sass = compile_kernel(cfg, chip)
+    if args.sass:
+        args.sass.write_text(sass)
+    loops = [asdict(loop) for loop in product_loops(sass)]
+    print(json.dumps({"chip": chip.name, "limit_bytes": chip.shared_bytes, **report, "product_loops": loops}))
+
+
+if __name__ == "__main__":
+    main()

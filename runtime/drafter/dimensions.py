@@ -1,0 +1,259 @@
+"""The dimensions of one draft, for the persistent drafter and its reference twin."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedModelError, UsageError
+from ..settings import MAX_NEW_TOKENS, TreeConfig
+from .follow import MAX_FOLLOW_ROWS, UNIT_ROWS
+from .weights import HeadWeights
+
+ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh", "gelu_accurate": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+}  # fmt: skip
+"""What the persistent drafter computes, by the names of `transformers.activations.ACT2FN`: equal ones have many."""
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Every dimension of a draft; names as in `transformers` configurations and in EAGLE.
+
+    ``kind`` "eagle3" or "eagle" (EAGLE-1/2); ``feature_width`` the target's features, all taps together;
+    ``draft_vocab`` rows of the LM head in use; ``num_slots`` sequences side by side; ``max_positions`` rows of the KV
+    cache per slot, the tree's ``depth * top_k`` included. ``dtype`` is bf16 or fp16 (fp32 for tests);
+    ``weight_dtype`` the same or float8_e4m3fn. ``activation`` is one of the values of `ACTIVATIONS`; the options of
+    EAGLE-3 heads (``norm_before_residual``, ``norm_output``, ``tap_norms``: RMSNorms before fc, 1 for ``input_norm``,
+    one a tap for ``fc_norm``) are those of `HeadWeights`, and so is ``sliding_window``. Raises `UsageError` for
+    dimensions that do not fit each other; what the kernel takes of them says `check_kernel_limits`.
+    """
+
+    kind: str
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    feature_width: int
+    target_vocab: int
+    draft_vocab: int
+    depth: int
+    top_k: int
+    total_tokens: int
+    norm_eps: float
+    num_slots: int
+    max_positions: int
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype = torch.bfloat16
+    has_fc: bool = True
+    has_fc_bias: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    activation: str = "silu"
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    tap_norms: int = 0
+    sliding_window: int | None = None
+    tail_rows: int = 0
+    """Places for LM-head rows that join a sequence's draft vocabulary, whole units of 16; 0 where nothing does."""
+
+    def __post_init__(self) -> None:
+        tree = TreeConfig(self.depth, self.top_k, self.total_tokens)
+        least = {
+            "hidden": 1, "intermediate": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 2, "feature_width": 1,
+            "target_vocab": self.top_k, "draft_vocab": self.top_k, "num_slots": 1,
+            "max_positions": tree.depth * tree.top_k + 1, "tail_rows": 0,
+        }  # fmt: skip
+        for name, low in least.items():
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
+                raise _misfit(name, f"an integer of at least {low}", value)
+            # NumPy's integers become Python's, which are what is compiled for.
+            object.__setattr__(self, name, int(value))
+        if self.draft_vocab > self.target_vocab:
+            raise _misfit(
+                "draft_vocab", f"at most the target's whole vocabulary of {self.target_vocab}", self.draft_vocab
+            )
+        eps: Any = self.norm_eps
+        if not isinstance(eps, Real) or not 0 <= float(eps) < math.inf:
+            raise _misfit("norm_eps", "a number of at least 0", eps)
+        if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
+            raise _misfit("weight_dtype", f"{self.dtype} or float8_e4m3fn", self.weight_dtype)
+        if self.tail_rows % UNIT_ROWS:
+            raise _misfit("tail_rows", f"a multiple of {UNIT_ROWS}", self.tail_rows)
+        if self.num_heads % self.num_kv_heads:
+            raise _misfit("num_heads", f"a multiple of num_kv_heads = {self.num_kv_heads}", self.num_heads)
+        if self.head_dim % 2:
+            raise _misfit("head_dim", "even", self.head_dim)
+        if self.kind not in ("eagle3", "eagle"):
+            raise _misfit("kind", '"eagle3" or "eagle"', self.kind)
+        if self.kind == "eagle" and not self.has_fc:
+            raise _misfit("has_fc", "True for an EAGLE-1/2 head, which has fc at every level", False)
+        if (self.kind == "eagle" or not self.has_fc) and self.feature_width != self.hidden:
+            which = "an EAGLE-1/2 head" if self.kind == "eagle" else "a head with has_fc = False"
+            raise _misfit("feature_width", f"hidden = {self.hidden} for {which}", self.feature_width)
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise _misfit("sliding_window", "at least 1, or None", self.sliding_window)
+        if self.kind == "eagle":
+            for name in ("norm_before_residual", "norm_output", "tap_norms"):
+                if getattr(self, name):
+                    raise _misfit(name, "False for an EAGLE-1/2 head, which has none", getattr(self, name))
+        taps = self.tap_norms
+        if taps and not (self.has_fc and taps > 0 and self.feature_width % taps == 0):
+            raise _misfit(
+                "tap_norms",
+                f"RMSNorms before an fc, which cut feature_width = {self.feature_width} into equal parts",
+                taps,
+            )
+
+    @classmethod
+    def of(
+        cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
+    ) -> DrafterConfig:
+        """Read a head's dimensions; ``capacity`` tokens per slot, room for the tree comes on top."""
+        return cls(
+            **head_dimensions(head), draft_vocab=head.draft_vocab,
+            depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
+            num_slots=num_slots, max_positions=capacity + tree.depth * tree.top_k,
+            weight_dtype=weight_dtype or head.dtype,
+            tail_rows=0 if head.follow is None else head.follow.width,
+        )  # fmt: skip
+
+    @property
+    def tree(self) -> TreeConfig:
+        """The tree's three numbers."""
+        return TreeConfig(self.depth, self.top_k, self.total_tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a sequence that the cache has room for, beside a tree and the new tokens of a step."""
+        return max(1, self.max_positions - self.depth * self.top_k - self.tree.new_tokens_width)
+
+    @property
+    def qkv_size(self) -> int:
+        """Outputs of the fused q, k, v projection."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def qkv_in(self) -> int:
+        """Inputs of the q, k, v projection: (embedding, feature) in EAGLE-3, the fused feature in EAGLE-1/2."""
+        return 2 * self.hidden if self.kind == "eagle3" else self.hidden
+
+    @property
+    def fc_in(self) -> int:
+        """Inputs of ``fc``."""
+        return self.feature_width if self.kind == "eagle3" else 2 * self.hidden
+
+    @property
+    def max_k(self) -> int:
+        """Power of two that holds top_k."""
+        return max(2, 1 << (self.top_k - 1).bit_length())
+
+    @property
+    def embed_rows(self) -> int:
+        """Embedding rows kept per sequence: the new tokens, or every child of a level."""
+        return max(MAX_NEW_TOKENS, self.top_k**2)
+
+    @property
+    def level_bytes(self) -> int:
+        """Bytes of weights that one level must read: the floor's larger part."""
+        layer = self.qkv_size * self.qkv_in + self.num_heads * self.head_dim * self.hidden
+        layer += 3 * self.intermediate * self.hidden + self.draft_vocab * self.hidden
+        layer += self.fc_in * self.hidden if self.kind == "eagle" else 0
+        return layer * self.weight_dtype.itemsize
+
+    def draft_bytes(self, prefixes: list[int]) -> int:
+        """Least bytes of weights and KV that one draft of sequences with these prefixes must read."""
+        fc = self.fc_in * self.hidden * self.weight_dtype.itemsize if self.kind == "eagle3" and self.has_fc else 0
+        kv = sum(prefixes) * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return fc + (self.depth + 1) * (self.level_bytes + kv)
+
+
+def check_kernel_limits(cfg: DrafterConfig) -> None:
+    """Raise unless the persistent kernel can draft so: `UnsupportedModelError` for the activation, else `UsageError`.
+
+    hidden up to 16,384, head_dim to 256, draft_vocab to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
+    slots 1 to 16, positions to 131,072 and a tree, tail_rows to 8,192; bfloat16, float16 or float32.
+    """
+    check_kernel_activation(cfg.activation)
+    bounds = {
+        "hidden": (16, 16384), "intermediate": (16, 65536), "num_heads": (1, 1024), "head_dim": (2, 256),
+        "feature_width": (16, 1 << 20), "target_vocab": (1, 1 << 30), "draft_vocab": (1, 262144), "depth": (1, 10),
+        "top_k": (1, 16), "total_tokens": (2, 128), "num_slots": (1, 16), "max_positions": (1, 131072 + 256),
+        "tail_rows": (0, MAX_FOLLOW_ROWS),
+    }  # fmt: skip
+    for name, (low, high) in bounds.items():
+        value = getattr(cfg, name)
+        if not low <= value <= high:
+            raise UsageError(
+                f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.",
+                field=name, found=value, expected=(low, high),
+            )  # fmt: skip
+    if cfg.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UsageError(
+            f"The persistent drafter computes in bfloat16, float16 or float32; got {cfg.dtype}.",
+            field="dtype", found=cfg.dtype,
+        )  # fmt: skip
+    # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
+    unit, weights = (32, " with FP8 weights") if cfg.weight_dtype.itemsize == 1 else (16, "")
+    sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width")}
+    for name, size in {**sizes, "num_heads * head_dim": cfg.num_heads * cfg.head_dim}.items():
+        if size % unit:
+            raise UsageError(
+                f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}.",
+                field=name, found=size, expected=unit,
+            )  # fmt: skip
+
+
+def check_kernel_activation(activation: str) -> None:
+    """Raise `UnsupportedModelError` for an activation that the persistent kernel does not compute."""
+    if activation not in {*ACTIVATIONS, *ACTIVATIONS.values()}:
+        raise UnsupportedModelError(
+            'drafter="triton" computes SiLU, GELU and its tanh form; the head has '
+            f'{activation}. Use drafter="reference".',
+            option="activation", found=activation, expected=sorted(ACTIVATIONS),
+        )  # fmt: skip
+
+
+def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
+    """Raise `UsageError` for a configuration of another head."""
+    for name, value in head_dimensions(head).items():
+        if value != getattr(cfg, name):
+            raise UsageError(
+                f"The head has {name} = {value}, the configuration {getattr(cfg, name)}; make it with "
+                "DrafterConfig.of(head, ...).",
+                field=name, found=value, expected=getattr(cfg, name),
+            )  # fmt: skip
+
+
+def _misfit(field: str, expected: str, found: object) -> UsageError:
+    return UsageError(f"{field} must be {expected}; got {found!r}.", field=field, expected=expected, found=found)
+
+
+def head_dimensions(head: HeadWeights) -> dict[str, Any]:
+    """What a configuration has from its head: all but ``draft_vocab``, of which it may use less, by field."""
+    w = head.tensors
+    has_fc = head.kind == "eagle" or head.feature_width != head.hidden
+    return {
+        "kind": head.kind, "hidden": head.hidden, "intermediate": w["mlp.gate_proj.weight"].shape[0],
+        "num_heads": head.num_heads, "num_kv_heads": head.num_kv_heads, "head_dim": head.head_dim,
+        "feature_width": head.feature_width, "target_vocab": head.embedding.shape[0], "norm_eps": head.norm_eps,
+        "dtype": head.dtype, "has_fc": has_fc, "has_fc_bias": has_fc and "fc.bias" in w,
+        "has_qkv_bias": "self_attn.q_proj.bias" in w, "has_o_bias": "self_attn.o_proj.bias" in w,
+        "has_mlp_bias": "mlp.gate_proj.bias" in w, "activation": ACTIVATIONS.get(head.activation, head.activation),
+        "norm_before_residual": head.kind == "eagle3" and head.norm_before_residual,
+        "norm_output": head.kind == "eagle3" and head.norm_output,
+        "tap_norms": len(head.tap_norms) if has_fc and head.kind == "eagle3" else 0,
+        "sliding_window": head.sliding_window,
+    }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Triton kernels of the persistent drafter, one operation per file: reference, kernel, host function."""

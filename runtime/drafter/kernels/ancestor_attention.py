@@ -1,0 +1,591 @@
+"""Attention of drafted nodes over a prefix and each node's own ancestors, with a running maximum.
+
+Nodes of one level share the prefix but not their ancestors, which are not contiguous. Keys come from three places:
+
+* *prefix*: cached positions ``[0, prefix)``, seen by every node;
+* *tree*: cached nodes of earlier levels, slot ``j = (level - 1) * top_k + node`` at position ``prefix + j``; node n
+  sees slot j when its chain names it: ``chain[n, j // top_k] == j`` (one slot of each earlier level);
+* *fresh*: rows of this very pass, not yet cached: the node itself, or, in the extend pass, all new tokens.
+
+Keys in the cache are already rotated; queries and fresh keys are rotated here (rotate-half, cos and sin tables of
+``head_dim / 2`` columns). A sliding window hides keys whose position, on the node's path, is ``window`` or more before
+the query's. One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are merged, one
+query at a time, in a second step.
+
+The worked example of `eagle_slim.runtime.tree`, top_k 2, at a third level: tree slots 0 1 | 2 3 hold A, B and C, E, the
+nodes expanded before. G, the child of C, which is a child of A, has chain [0, 2]: it sees A, C and itself, never B or
+E. I has chain [1, 3] and sees B and E.
+
+Limits: head_dim <= 256 and even; rows of one pass <= 16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...errors import UsageError
+from ...tensor_checks import check_tensors
+from .frontier import ROWS, chain_at
+from .weight_stream import hidden_zero, store_activation
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Heads of a layer, and how the work on them is cut.
+
+    Query heads of one kv head (a *group*) are handled ``heads_per_unit`` at a time: a *head group* is one unit's heads,
+    and its rows are ``heads_per_unit * ROWS`` queries.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    top_k: int
+    max_depth: int
+    """Columns of the ancestor chains."""
+    heads_per_unit: int
+    block_keys: int
+    """Keys of one tile."""
+    slots: int = 1
+    """Sequences whose chains lie together."""
+    part_keys: int = 1
+    """Prefix keys from which attention is split over programs."""
+    max_parts: int = 16
+    """Most parts of one unit's keys; a power of two."""
+    queries: int = 4
+    """Queries merged at a time."""
+    window: int = 0
+    """A key is seen if query position - key position is below it; 0 for no window."""
+
+    @property
+    def group(self) -> int:
+        """Query heads of one kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def head_groups(self) -> int:
+        """Units that share a kv head."""
+        return -(-self.group // self.heads_per_unit)
+
+    @property
+    def groups(self) -> int:
+        """Units of one sequence, before their keys are cut into parts."""
+        return self.kv_heads * self.head_groups
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of one unit."""
+        return self.heads_per_unit * int(ROWS.value)
+
+    @property
+    def half(self) -> int:
+        """Columns of the RoPE tables."""
+        return self.head_dim // 2
+
+    @property
+    def qkv_size(self) -> int:
+        """Values in a row of q, k and v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def block_d(self) -> int:
+        """Power of two that holds a head."""
+        return int(triton.next_power_of_2(self.head_dim))
+
+    @property
+    def block_half(self) -> int:
+        """Power of two that holds half a head; matrix units want 16."""
+        return max(16, self.block_d // 2)
+
+
+class KVCache(NamedTuple):
+    """Cached keys, rotated, and values: [slots, kv_heads, positions, head_dim]."""
+
+    key: Any
+    value: Any
+    stride_slot: Any
+    stride_head: Any
+
+
+class Rope(NamedTuple):
+    """Rotary tables: fp32 [positions, head_dim / 2]."""
+
+    cos: Any
+    sin: Any
+
+
+class AttentionParts(NamedTuple):
+    """What each part of a unit's keys left, for the merge."""
+
+    stats: Any
+    """fp32 [parts, 2, group_rows]: running maximum and sum."""
+    weighted: Any
+    """fp32 [parts, group_rows, block_d]: the weighted sum of values."""
+
+
+class Rows(NamedTuple):
+    """The sequence that each row of a pass belongs to, int32 [rows]; kept in registers from barrier to barrier."""
+
+    seq: Any
+    """Number among the active sequences."""
+    slot: Any
+    prefix: Any
+    """Positions cached before this draft."""
+    num_new: Any
+
+
+class Unit(NamedTuple):
+    """One unit of work of a sequence."""
+
+    kv_head: Any
+    head_group: Any
+    part: Any
+    num_parts: Any
+
+
+class Running(NamedTuple):
+    """A softmax as far as it has come."""
+
+    maximum: Any
+    """fp32 [group_rows], in units of log2."""
+    sum: Any
+    """fp32 [group_rows]."""
+    weighted: Any
+    """fp32 [group_rows, block_d]: the weighted sum of values."""
+
+
+@triton.jit
+def _rotate(low, high, cos, sin):
+    return low * cos - high * sin, high * cos + low * sin
+
+
+@triton.jit
+def _fold(scores, visible, values, running, cache):
+    """Fold one tile of scores (in units of log2) and values into the running softmax."""
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(running.maximum, tl.max(scores, axis=1))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weight = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(running.maximum - shift)
+    running_sum = running.sum * decay + tl.sum(weight, axis=1)
+    dtype = cache.key.dtype.element_ty
+    acc = tl.dot(weight.to(dtype), values, running.weighted * decay[:, None], input_precision="ieee")
+    return Running(new_max, running_sum, acc)
+
+
+@triton.jit
+def _score(q_low, q_high, k_low, k_high):
+    """Queries times keys, from the halves of both: fp32 [group_rows, keys]."""
+    scores = tl.dot(q_low, k_low, input_precision="ieee")
+    return tl.dot(q_high, k_high, scores, input_precision="ieee")
+
+
+@triton.jit
+def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
+    """Cached keys, in halves [block_half, block_keys], and values [block_keys, block_d] of these positions."""
+    row = position.to(tl.int64) * SHAPE.head_dim
+    mask_ht = (offs_h < SHAPE.half)[:, None] & mask_t[None, :]
+    k_low = tl.load(cache.key + row[None, :] + offs_h[:, None], mask=mask_ht, other=0.0)
+    k_high = tl.load(cache.key + row[None, :] + offs_h[:, None] + SHAPE.half, mask=mask_ht, other=0.0)
+    mask_td = mask_t[:, None] & (offs_d < SHAPE.head_dim)[None, :]
+    v = tl.load(cache.value + row[:, None] + offs_d[None, :], mask=mask_td, other=0.0)
+    return k_low, k_high, v
+
+
+@triton.jit
+def attend_unit(
+    qkv_ptr,  # fp32 [ROWS, qkv_size]: this sequence's rows
+    cache,  # `KVCache` of this slot and kv head: [positions, head_dim]
+    rope,  # `Rope`
+    chain_ptr,  # int32 [ROWS, max_depth], this sequence's
+    parts,  # `AttentionParts` of this unit's group
+    unit,  # `Unit`
+    prefix,  # cached positions before this pass
+    num_new,  # extend pass: new tokens; level >= 1: the positions they took
+    level,
+    SHAPE: tl.constexpr,  # `AttentionShape`
+    ALL_SHARE: tl.constexpr,  # whether all parts share long prefixes: where they can be few
+):
+    """Do one unit of work; the last part also takes in the fresh keys, and caches them. `merge_parts` comes after."""
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    TOP_K: tl.constexpr = SHAPE.top_k
+    HALF: tl.constexpr = SHAPE.half
+    WIDTH: tl.constexpr = SHAPE.qkv_size
+    GROUP_ROWS: tl.constexpr = SHAPE.group_rows
+    BLOCK_T: tl.constexpr = SHAPE.block_keys
+    BLOCK_D: tl.constexpr = SHAPE.block_d
+    WINDOW: tl.constexpr = SHAPE.window
+    SCALE: tl.constexpr = 1.4426950408889634 / HEAD_DIM**0.5
+    dtype = cache.key.dtype.element_ty
+    zero = hidden_zero()
+    offs_r = tl.arange(0, GROUP_ROWS) + zero
+    offs_h = tl.arange(0, SHAPE.block_half) + zero
+    offs_d = tl.arange(0, BLOCK_D) + zero
+    offs_f = tl.arange(0, ROWS) + zero
+    offs_t = tl.arange(0, BLOCK_T) + zero
+    mask_h = offs_h < HALF
+    mask_d = offs_d < HEAD_DIM
+    is_extend = level == 0
+    num_queries = tl.where(is_extend, 1, TOP_K)
+    num_fresh = tl.where(is_extend, num_new, TOP_K)
+    cached = tl.where(is_extend, prefix, prefix + num_new)  # keys that every query of this pass sees in the cache
+    node = offs_r % ROWS
+    head_in_group = unit.head_group * SHAPE.heads_per_unit + offs_r // ROWS
+    mask_r = (node < num_queries) & (head_in_group < SHAPE.group)
+    head = unit.kv_head * SHAPE.group + head_in_group
+    # In the extend pass the only query is the last new token.
+    query_row = tl.where(is_extend, num_new - 1, node)
+    position = prefix + num_new - 1 + level
+    cos = tl.load(rope.cos + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
+    sin = tl.load(rope.sin + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
+    q_offs = query_row[:, None] * WIDTH + head[:, None] * HEAD_DIM + offs_h[None, :]
+    mask_q = mask_r[:, None] & mask_h[None, :]
+    q_low, q_high = _rotate(
+        tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE,
+        tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE,
+        cos[None, :],
+        sin[None, :],
+    )
+    q_low, q_high = q_low.to(dtype), q_high.to(dtype)
+    running = Running(
+        tl.full([GROUP_ROWS], float("-inf"), tl.float32),
+        tl.zeros([GROUP_ROWS], tl.float32),
+        tl.zeros([GROUP_ROWS, BLOCK_D], tl.float32),
+    )
+
+    # The last part takes the fresh keys, the one before it the tree's; the others share the prefix tile by tile. Where
+    # parts are few, these two are too many to leave a long prefix to the others.
+    fresh_part = unit.num_parts - 1
+    tree_part = tl.maximum(unit.num_parts - 2, 0)
+    first_seen = 0
+    if WINDOW > 0:
+        first_seen = tl.minimum(tl.maximum(position - WINDOW + 1, 0), cached)
+    num_tiles = tl.cdiv(cached - first_seen, BLOCK_T)
+    sharing = tl.maximum(unit.num_parts - 2, 1)
+    if ALL_SHARE:
+        sharing = tl.where(num_tiles > sharing, unit.num_parts, sharing)
+    tiles = tl.cdiv(num_tiles, sharing)
+    start = first_seen + unit.part * tiles * BLOCK_T
+    stop = tl.where(unit.part >= sharing, 0, tl.minimum(start + tiles * BLOCK_T, cached))
+    for t0 in range(start, stop, BLOCK_T):
+        mask_t = t0 + offs_t < stop
+        k_low, k_high, v = _load_tile(cache, t0 + offs_t, mask_t, offs_h, offs_d, SHAPE)
+        scores = _score(q_low, q_high, k_low, k_high)
+        running = _fold(scores, mask_t[None, :] & mask_r[:, None], v, running, cache)
+
+    num_slots = tl.maximum(level - 1, 0) * TOP_K
+    if unit.part == tree_part:
+        for j0 in tl.range(0, num_slots, BLOCK_T, num_stages=1):
+            slot = j0 + offs_t
+            mask_t = slot < num_slots
+            link = tl.load(
+                chain_ptr + node[:, None] * SHAPE.max_depth + (slot // TOP_K)[None, :],
+                mask=mask_r[:, None] & mask_t[None, :],
+                other=-1,
+            )
+            k_low, k_high, v = _load_tile(cache, cached + slot, mask_t, offs_h, offs_d, SHAPE)
+            scores = _score(q_low, q_high, k_low, k_high)
+            visible = link == slot[None, :]
+            if WINDOW > 0:
+                visible = visible & (level - 1 - slot // TOP_K < WINDOW)[None, :]
+            running = _fold(scores, visible, v, running, cache)
+    if unit.part == fresh_part:
+        fresh_position = (position + tl.where(is_extend, offs_f - num_new + 1, offs_f * 0)).to(tl.int64)
+        mask_f = offs_f < num_fresh
+        mask_fh = mask_f[:, None] & mask_h[None, :]
+        mask_fd = mask_f[:, None] & mask_d[None, :]
+        fresh_cos = tl.load(rope.cos + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
+        fresh_sin = tl.load(rope.sin + fresh_position[:, None] * HALF + offs_h[None, :], mask=mask_fh, other=0.0)
+        k_offs = offs_f[:, None] * WIDTH + (SHAPE.heads + unit.kv_head) * HEAD_DIM + offs_h[None, :]
+        fresh_low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
+        fresh_high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
+        v_offs = offs_f[:, None] * WIDTH + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
+        fresh_v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
+        k_low, k_high = _rotate(fresh_low, fresh_high, fresh_cos, fresh_sin)
+        k_low, k_high = k_low.to(dtype), k_high.to(dtype)
+        v = fresh_v.to(dtype)
+        scores = _score(q_low, q_high, tl.trans(k_low), tl.trans(k_high))
+        visible = mask_r[:, None] & mask_f[None, :] & (is_extend | (node[:, None] == offs_f[None, :]))
+        if WINDOW > 0:
+            visible = visible & (tl.where(is_extend, num_new - 1 - offs_f, 0) < WINDOW)[None, :]
+        running = _fold(scores, visible, v, running, cache)
+        if unit.head_group == 0:
+            place = cached + offs_f + num_slots
+            cache_row = place.to(tl.int64)[:, None] * HEAD_DIM
+            tl.store(cache.key + cache_row + offs_h[None, :], k_low, mask=mask_fh)
+            tl.store(cache.key + cache_row + offs_h[None, :] + HALF, k_high, mask=mask_fh)
+            tl.store(cache.value + cache_row + offs_d[None, :], v, mask=mask_fd)
+
+    stat = parts.stats + unit.part * 2 * GROUP_ROWS + offs_r
+    tl.store(stat, running.maximum)
+    tl.store(stat + GROUP_ROWS, running.sum)
+    acc_offs = offs_r[:, None] * BLOCK_D + offs_d[None, :]
+    mask_out = mask_r[:, None] & mask_d[None, :]
+    tl.store(parts.weighted + unit.part * GROUP_ROWS * BLOCK_D + acc_offs, running.weighted, mask=mask_out)
+
+
+@triton.jit
+def unit_of(group, part, num_parts, SHAPE: tl.constexpr):
+    """The unit that a group's number stands for, and the number of its sequence; inverse of `query_place`."""
+    kv_head = (group // SHAPE.head_groups) % SHAPE.kv_heads
+    a = group // (SHAPE.head_groups * SHAPE.kv_heads)
+    return a, Unit(kv_head, group % SHAPE.head_groups, part, num_parts)
+
+
+@triton.jit
+def query_place(a, node, head, SHAPE: tl.constexpr):
+    """Which group of units, and which of its rows, holds a query of the a-th sequence."""
+    in_group = head % SHAPE.group
+    group = (a * SHAPE.kv_heads + head // SHAPE.group) * SHAPE.head_groups + in_group // SHAPE.heads_per_unit
+    return group, in_group % SHAPE.heads_per_unit * ROWS + node
+
+
+@triton.jit
+def parts_at(parts, first_part, SHAPE: tl.constexpr):
+    """`AttentionParts` from the ``first_part``-th (int64) on."""
+    rows = first_part * SHAPE.heads_per_unit * ROWS
+    return AttentionParts(parts.stats + rows * 2, parts.weighted + rows * SHAPE.block_d)
+
+
+@triton.jit
+def cache_at(cache, slot, kv_head):
+    """`KVCache` of one slot (int64) and kv head."""
+    place = slot * cache.stride_slot + kv_head.to(tl.int64) * cache.stride_head
+    return KVCache(cache.key + place, cache.value + place, cache.stride_slot, cache.stride_head)
+
+
+@triton.jit
+def merge_parts(
+    parts,  # `AttentionParts` of all groups
+    first_part,  # int64 [queries]: number of the first part of each query's group
+    row,  # [queries]: its row in the group
+    num_parts,  # [queries]
+    mask_q,
+    out_ptr,  # [rows, heads * head_dim], see `weight_stream.store_activation`
+    out_row,  # [queries]
+    head,  # [queries]
+    SHAPE: tl.constexpr,
+):
+    """Merge the parts of some queries: the softmax-weighted sum of what each part saw."""
+    GROUP_ROWS: tl.constexpr = SHAPE.group_rows
+    zero = hidden_zero()
+    offs_p = tl.arange(0, SHAPE.max_parts) + zero
+    offs_d = tl.arange(0, SHAPE.block_d) + zero
+    mask_d = (offs_d < SHAPE.head_dim)[None, :]
+    part = first_part[:, None] + offs_p[None, :]  # [queries, parts]
+    mask = (offs_p[None, :] < num_parts[:, None]) & mask_q[:, None]
+    part_max = tl.load(parts.stats + part * 2 * GROUP_ROWS + row[:, None], mask=mask, other=float("-inf"))
+    part_sum = tl.load(parts.stats + part * 2 * GROUP_ROWS + GROUP_ROWS + row[:, None], mask=mask, other=0.0)
+    place = (part * GROUP_ROWS + row[:, None])[:, :, None] * SHAPE.block_d + offs_d[None, None, :]
+    part_acc = tl.load(parts.weighted + place, mask=mask[:, :, None] & mask_d[:, None, :], other=0.0)
+    top = tl.max(part_max, axis=1)
+    weight = tl.exp2(part_max - tl.where(mask_q, top, 0.0)[:, None])
+    norm = tl.where(mask_q, tl.sum(part_sum * weight, axis=1), 1.0)
+    total = tl.sum(part_acc * weight[:, :, None], axis=1) / norm[:, None]
+    column = (head * SHAPE.head_dim)[:, None] + offs_d[None, :]
+    row_size: tl.constexpr = SHAPE.heads * SHAPE.head_dim
+    store_activation(out_ptr, out_row.to(tl.int64)[:, None], column, total, mask_q[:, None] & mask_d, row_size)
+
+
+@triton.jit
+def most_parts(num_active, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr):
+    """Most parts that each group of units is split into, so that every program has work once."""
+    return tl.minimum(tl.maximum(PROGRAMS // (num_active * SHAPE.groups), 1), SHAPE.max_parts)
+
+
+@triton.jit
+def parts_of(prefix, most, SHAPE: tl.constexpr):
+    """Parts of a sequence's keys: one for the fresh keys, one for the tree's, the others share the prefix."""
+    if SHAPE.window > 0:
+        prefix = tl.minimum(prefix, SHAPE.window)
+    return tl.minimum(most, tl.cdiv(prefix, SHAPE.part_keys) + 2)
+
+
+@triton.jit
+def of_sequence(value, seq, a):
+    """The value of sequence ``a`` among ``value`` [rows], whose rows belong to ``seq`` [rows]; int32, not negative.
+
+    Kept in registers, such values need not be read again after each barrier.
+    """
+    return tl.max(tl.where(seq == a, value, 0), axis=0)
+
+
+@triton.jit
+def attend(
+    qkv_ptr,  # fp32 [active * ROWS, qkv_size]
+    cache,  # `KVCache`
+    rope,  # `Rope`
+    chain_ptr,  # int32 [2, slots, ROWS, max_depth], see `frontier.chain_at`
+    parts,  # `AttentionParts`
+    rows,  # `Rows`
+    num_active,
+    level,
+    PROGRAMS: tl.constexpr,
+    SHAPE: tl.constexpr,  # `AttentionShape`
+):
+    """Do this program's units of one level: all active sequences and heads, prefixes split in parts."""
+    num_groups = num_active * SHAPE.groups
+    most = most_parts(num_active, PROGRAMS, SHAPE)
+    for index in tl.range(tl.program_id(0), num_groups * most, PROGRAMS, disable_licm=True):
+        place = index + num_active * 0
+        group = place % num_groups
+        part = place // num_groups
+        a, unit = unit_of(group, part, most, SHAPE)
+        prefix = of_sequence(rows.prefix, rows.seq, a)
+        num_parts = parts_of(prefix, most, SHAPE)
+        if part < num_parts:
+            slot = of_sequence(rows.slot, rows.seq, a).to(tl.int64)
+            row = (a * ROWS).to(tl.int64)
+            attend_unit(
+                qkv_ptr + row * SHAPE.qkv_size, cache_at(cache, slot, unit.kv_head), rope,
+                chain_at(chain_ptr, level, row, SHAPE.slots), parts_at(parts, (group * most).to(tl.int64), SHAPE),
+                Unit(unit.kv_head, unit.head_group, part, num_parts), prefix,
+                of_sequence(rows.num_new, rows.seq, a), level, SHAPE,
+                PROGRAMS // (SHAPE.slots * SHAPE.groups) < SHAPE.max_parts,
+            )  # fmt: skip
+
+
+@triton.jit
+def merge_heads(
+    parts, out_ptr, rows, num_active, num_nodes, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
+):  # fmt: skip
+    """Merge what `attend` left, some queries at a time, into the operand of the output projection."""
+    HEADS: tl.constexpr = SHAPE.heads
+    QUERIES: tl.constexpr = SHAPE.queries
+    most = most_parts(num_active, PROGRAMS, SHAPE)
+    num_queries = num_active * num_nodes * HEADS
+    for first in tl.range(tl.program_id(0) * QUERIES, num_queries, PROGRAMS * QUERIES, disable_licm=True):
+        query = first + tl.arange(0, QUERIES) + hidden_zero()
+        a = query // (num_nodes * HEADS)
+        node = query // HEADS % num_nodes
+        head = query % HEADS
+        mask = query < num_queries
+        prefix = tl.max(tl.where(rows.seq[None, :] == a[:, None], rows.prefix[None, :], 0), axis=1)
+        group, row = query_place(a, node, head, SHAPE)
+        merge_parts(
+            parts, (group * most).to(tl.int64), row, parts_of(prefix, most, SHAPE), mask,
+            out_ptr, a * ROWS + node, head, SHAPE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _attention_kernel(
+    qkv_ptr, cache, rope, chain_ptr, parts, prefix_ptr, num_new_ptr, level, SHAPE: tl.constexpr
+):  # fmt: skip
+    group = tl.program_id(0)
+    num_parts = tl.num_programs(1)
+    slot, unit = unit_of(group, tl.program_id(1), num_parts, SHAPE)
+    attend_unit(
+        qkv_ptr + slot * ROWS * SHAPE.qkv_size, cache_at(cache, slot.to(tl.int64), unit.kv_head), rope,
+        chain_ptr + slot * ROWS * SHAPE.max_depth, parts_at(parts, group.to(tl.int64) * num_parts, SHAPE), unit,
+        tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot), level + slot * 0, SHAPE, True,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(parts, out_ptr, num_parts, SHAPE: tl.constexpr):
+    slot, node = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(2) + tl.arange(0, 1)
+    group, row = query_place(slot, node, head, SHAPE)
+    merge_parts(
+        parts, group.to(tl.int64) * num_parts, row, head * 0 + num_parts, head >= 0,
+        out_ptr, head * 0 + slot * ROWS + node, head, SHAPE,
+    )  # fmt: skip
+
+
+def ancestor_attention_ref(
+    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
+    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Definition, one node and one head at a time in fp32; arguments as `ancestor_attention`, the cache is filled
+    too."""
+    slots, _, _, head_dim = keys.shape
+    half = head_dim // 2
+    out = torch.zeros(slots, 16, heads, head_dim)
+    for slot in range(slots):
+        past, new = int(prefix[slot]), int(num_new[slot])
+        rows = qkv[slot].float().unflatten(-1, (-1, head_dim))  # [rows, heads + 2 kv_heads, head_dim]
+        num_rows = new if level == 0 else top_k
+        first = past if level == 0 else past + new + (level - 1) * top_k
+        for i in range(num_rows):
+            position = past + i if level == 0 else past + new - 1 + level
+            c, s = cos[position].float(), sin[position].float()
+            low, high = rows[i, : heads + kv_heads, :half].clone(), rows[i, : heads + kv_heads, half:].clone()
+            rows[i, : heads + kv_heads, :half] = low * c - high * s
+            rows[i, : heads + kv_heads, half:] = high * c + low * s
+            keys[slot, :, first + i] = rows[i, heads : heads + kv_heads].to(keys.dtype)
+            values[slot, :, first + i] = rows[i, heads + kv_heads :].to(values.dtype)
+        for node in range(1 if level == 0 else top_k):
+            query = rows[new - 1 if level == 0 else node]
+            at = past + new - 1 + level
+            nearest = at + 1 if window is None else window
+            seen = [place for place in range(past + new) if at - place < nearest]
+            if level > 0:
+                seen += [past + new + int(chain[slot, node, e]) for e in range(level - 1) if level - 1 - e < nearest]
+                seen.append(first + node)
+            for head in range(heads):
+                k = keys[slot, head // (heads // kv_heads), seen].float()
+                v = values[slot, head // (heads // kv_heads), seen].float()
+                out[slot, node, head] = torch.softmax(k @ query[head] / math.sqrt(head_dim), 0) @ v
+    return out.flatten(2)
+
+
+def ancestor_attention(
+    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
+    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
+    num_parts: int = 1, block_t: int = 64, window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend one pass of drafted nodes, and append their keys and values to the cache.
+
+    ``qkv`` fp32 [slots, 16, (heads + 2 kv_heads) * head_dim], not rotated; ``keys``, ``values`` [slots, kv_heads,
+    positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
+    max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
+    last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
+    Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined. Raises
+    `UsageError` for other tensors and levels. The caller sees to it that all positions are within the cache.
+    """
+    if keys.dim() != 4 or heads % kv_heads or not 1 <= top_k <= 16 or not 0 <= level <= chain.shape[-1] + 1:
+        raise UsageError(
+            f"keys {list(keys.shape)} must have 4 dimensions, {heads=} be a multiple of {kv_heads=}, {top_k=} be 1 to "
+            f"16 and {level=} within the {chain.shape[-1]} levels of chain and one more.",
+            heads=heads, kv_heads=kv_heads, top_k=top_k, level=level,
+        )  # fmt: skip
+    slots, _, positions, head_dim = keys.shape
+    cache = (slots, kv_heads, positions, head_dim)
+    turns = (cos.shape[0] if cos.dim() == 2 else None, head_dim // 2)
+    check_tensors(
+        qkv.device, qkv=(qkv, torch.float32, (slots, 16, (heads + 2 * kv_heads) * head_dim)),
+        keys=(keys, keys.dtype, cache), values=(values, keys.dtype, cache),
+        cos=(cos, torch.float32, turns), sin=(sin, torch.float32, turns),
+        chain=(chain, torch.int32, (slots, 16, None)),
+        prefix=(prefix, torch.int32, (slots,)), num_new=(num_new, torch.int32, (slots,)),
+    )  # fmt: skip
+    shape = AttentionShape(
+        heads, kv_heads, head_dim, top_k, chain.shape[-1], heads_per_attention_unit(heads // kv_heads, head_dim),
+        block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)), window=window or 0,
+    )  # fmt: skip
+    groups = slots * shape.groups
+    out = torch.empty(slots, 16, heads * head_dim, dtype=keys.dtype, device=qkv.device)
+    parts = AttentionParts(
+        qkv.new_empty(groups, num_parts, 2, shape.group_rows),
+        qkv.new_empty(groups, num_parts, shape.group_rows, shape.block_d),
+    )
+    cached = KVCache(keys, values, keys.stride(0), keys.stride(1))
+    _attention_kernel[(groups, num_parts)](
+        qkv, cached, Rope(cos, sin), chain, parts, prefix, num_new, level, shape, num_warps=8
+    )
+    nodes = 1 if level == 0 else top_k
+    _merge_kernel[(slots, nodes, heads)](parts, out, num_parts, shape, num_warps=4)
+    return out
+
+
+def heads_per_attention_unit(group: int, head_dim: int) -> int:
+    """Query heads handled together: a power of two that keeps the accumulator within 128 rows of 128 columns."""
+    return min(int(triton.next_power_of_2(group)), 8 if head_dim <= 128 else 4)

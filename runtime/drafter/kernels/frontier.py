@@ -1,0 +1,159 @@
+"""The frontier: the best candidates of a level become the nodes of the next one.
+
+The definition is `eagle_slim.runtime.tree.select_frontier`: the best ``top_k`` of a level's candidates by (fp32 score
+descending, candidate index ascending). A node's *ancestor chain* names, for each earlier level, the tree slot of its
+ancestor there: ``chain[n, e] = e * top_k + (the node of level e + 1 above n)``, the slots that it attends to
+(`ancestor_attention`).
+
+The worked example of `eagle_slim.runtime.tree`, top_k 2. The nodes of level 1 are A and B, with empty chains; its
+candidates are C, D (A's children) and E, F (B's), numbers 2 to 5 of the tree. The best two are C (-1.5, of node 0) and
+E (-1.75, of node 1): the frontier of level 2, with chains [0] and [1], as A lies in tree slot 0 and B in slot 1. If
+there were a level 3, its nodes would be G (C's child) and I (E's), with chains [0, 2] and [1, 3].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...errors import UsageError
+from ...tensor_checks import check_tensors
+from .lm_topk import Selection
+from .selection import LOWEST_KEY, count_ahead, key_index, key_value, order_key
+from .weight_stream import hidden_zero
+
+MAX_DEPTH = 16
+"""Columns of the ancestor chains: a power of two above the largest depth."""
+CHAIN_COLUMNS = tl.constexpr(MAX_DEPTH)
+ROWS = tl.constexpr(16)
+"""Rows of one pass per sequence: new tokens of the extend pass, or nodes of a level."""
+
+
+class Frontier(NamedTuple):
+    """The nodes of a level, of one sequence or of all."""
+
+    score: Any
+    """fp32 [ROWS]: cumulative log-probability."""
+    candidate: Any
+    """int32 [ROWS]: candidate index in the tree."""
+    parent: Any
+    """int32 [ROWS]: node of the level before whose child it is."""
+    child: Any
+    """int32 [ROWS]: and which child."""
+
+
+@triton.jit
+def frontier_at(frontier, row):
+    """`Frontier` from a row on."""
+    return Frontier(frontier.score + row, frontier.candidate + row, frontier.parent + row, frontier.child + row)
+
+
+@triton.jit
+def chain_at(chain_ptr, level, row, SLOTS: tl.constexpr):
+    """Ancestor chains of a level's nodes, from a row on; two levels take turns."""
+    return chain_ptr + ((level % 2) * SLOTS * ROWS + row) * CHAIN_COLUMNS
+
+
+@triton.jit
+def choose_frontier(
+    key_ptr,  # int64 [nodes, max_k]: children of this level's nodes of one sequence, by score and candidate
+    num_nodes,
+    first_candidate,  # candidate index of this level's first
+    level,
+    frontier,  # `Frontier` of this sequence, written
+    chain_ptr,  # int32 [ROWS, MAX_DEPTH] of this level's nodes
+    next_chain_ptr,  # of the next level's
+    SELECT: tl.constexpr,  # `lm_topk.Selection`
+):
+    """Choose the best top_k candidates of a level as the next level's nodes, and extend their ancestor chains."""
+    TOP_K: tl.constexpr = SELECT.top_k
+    MAX_K: tl.constexpr = SELECT.max_k
+    zero = hidden_zero()
+    offs_k = tl.arange(0, MAX_K) + zero
+    offs_e = tl.arange(0, CHAIN_COLUMNS) + zero
+    place = tl.arange(0, SELECT.pairs) + zero
+    num_keys = num_nodes * MAX_K
+    key = tl.load(key_ptr + place, mask=place < num_keys, other=LOWEST_KEY)
+    rank = count_ahead(key, key_ptr, num_keys, 1, MAX_K)
+    chosen = (key != LOWEST_KEY) & (rank < TOP_K)
+    candidate = key_index(key)
+    tl.store(frontier.score + rank, key_value(key), mask=chosen)
+    tl.store(frontier.candidate + rank, first_candidate + candidate, mask=chosen)
+    tl.store(frontier.parent + rank, candidate // TOP_K, mask=chosen)
+    tl.store(frontier.child + rank, candidate % TOP_K, mask=chosen)
+    tl.debug_barrier()
+    mask_k = offs_k < TOP_K
+    parent = tl.load(frontier.parent + offs_k, mask=mask_k, other=0)
+    older = (offs_e < level - 1)[None, :] & mask_k[:, None]
+    chain = tl.load(chain_ptr + parent[:, None] * CHAIN_COLUMNS + offs_e[None, :], mask=older, other=-1)
+    chain = tl.where((offs_e == level - 1)[None, :], (level - 1) * TOP_K + parent[:, None], chain)
+    tl.store(next_chain_ptr + offs_k[:, None] * CHAIN_COLUMNS + offs_e[None, :], chain, mask=mask_k[:, None])
+
+
+@triton.jit
+def _frontier_kernel(
+    score_ptr, key_ptr, level, num_nodes, first_candidate, frontier, chain_ptr, next_chain_ptr, SELECT: tl.constexpr
+):  # fmt: skip
+    MAX_K: tl.constexpr = SELECT.max_k
+    place = tl.arange(0, SELECT.pairs)
+    node = place // MAX_K
+    child = place % MAX_K
+    real = (node < num_nodes) & (child < SELECT.top_k)
+    candidate = node * SELECT.top_k + child
+    score = tl.load(score_ptr + candidate, mask=real, other=0.0)
+    tl.store(key_ptr + place, tl.where(real, order_key(score, candidate), LOWEST_KEY))
+    tl.debug_barrier()
+    choose_frontier(key_ptr, num_nodes, first_candidate, level, frontier, chain_ptr, next_chain_ptr, SELECT)
+
+
+@dataclass(frozen=True)
+class FrontierNodes:
+    """The nodes chosen for the next level, best first: [top_k], and their chains int32 [top_k, MAX_DEPTH]."""
+
+    scores: Tensor
+    candidates: Tensor
+    parents: Tensor
+    children: Tensor
+    chains: Tensor
+
+
+def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> FrontierNodes:
+    """Definition, with Python's own sorting; arguments as `frontier_on_device`."""
+    first = 0 if level == 0 else top_k + (level - 1) * top_k**2
+    values = [0.0 + value for value in scores.tolist()]
+    best = sorted(range(len(values)), key=lambda place: (-values[place], place))[:top_k]
+    longer = torch.full((top_k, MAX_DEPTH), -1, dtype=torch.int32)
+    for node, candidate in enumerate(best):
+        parent = candidate // top_k
+        longer[node, : max(0, level - 1)] = chains[parent, : max(0, level - 1)]
+        if level > 0:
+            longer[node, level - 1] = (level - 1) * top_k + parent
+    chosen = torch.tensor(best, dtype=torch.int32)
+    return FrontierNodes(scores[best], first + chosen, chosen // top_k, chosen % top_k, longer)
+
+
+def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -> FrontierNodes:
+    """Choose the next level's nodes.
+
+    ``scores`` fp32 [candidates of the level]: top_k at level 0, else top_k squared, by (node, child); ``chains`` int32
+    [16, MAX_DEPTH] of the level's nodes. Raises `UsageError` for other tensors, and top_k beyond 1 to 16.
+    """
+    nodes = 1 if level == 0 else top_k
+    if not 1 <= top_k <= 16 or not 0 <= level <= MAX_DEPTH:
+        raise UsageError(f"{top_k=} must be 1 to 16 and {level=} 0 to {MAX_DEPTH}.", top_k=top_k, level=level)
+    check_tensors(
+        scores.device, scores=(scores, torch.float32, (nodes * top_k,)), chains=(chains, torch.int32, (16, MAX_DEPTH))
+    )
+    select = Selection.of(top_k, 16, 16, 1)
+    keys = torch.empty(select.pairs, dtype=torch.int64, device=scores.device)
+    frontier = Frontier(scores.new_empty(16), *(chains.new_empty(16) for _ in range(3)))
+    longer = torch.empty_like(chains)
+    first = 0 if level == 0 else top_k + (level - 1) * top_k**2
+    _frontier_kernel[(1,)](scores, keys, level, nodes, first, frontier, chains, longer, select, num_warps=8)
+    score, candidate, parent, child = (field[:top_k] for field in frontier)
+    return FrontierNodes(score, candidate, parent, child, longer[:top_k])

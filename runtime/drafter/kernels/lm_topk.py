@@ -1,0 +1,505 @@
+"""Streaming top-k over the LM head: the k best rows of ``x @ weight.T`` and its log-sum-exp, without the logits.
+
+    values[r], ids[r] = k best of logits[r] by (logit descending, id ascending);  lse[r] = log sum exp logits[r]
+
+Each program multiplies its block of LM-head rows, tile by tile. A tile of logits passes through a scratch of its own
+(fp32 [BLOCK_M, BLOCK_N], which stays in the L2) so that one node's logits lie in one warp, where k rounds of
+take-the-largest keep the k best and a running maximum and sum. Per program and node only k (value, id) pairs and two
+floats reach memory; merging picks the k best programs by their first pair, then the k best of their k * k pairs.
+
+Bytes moved: the LM head once. Limits: k <= 16, draft vocabulary >= k, logits without NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...errors import UsageError
+from .packing import assign_rows, chunk_size, cut_tiles, rows_per_program
+from .selection import (
+    LANES,
+    LOWEST_KEY,
+    NO_INDEX,
+    THREADS,
+    count_ahead,
+    each_thread,
+    key_index,
+    key_value,
+    max_of_row,
+    order_key,
+    sum_of_row,
+    take_best,
+)
+from .weight_stream import Operand, Tile, hidden_zero, stream_matmul, unaligned_zero
+
+SELECT_ROWS = tl.constexpr(16)
+"""Nodes selected at a time: with 8 warps, two to a warp."""
+LIST_BATCH = tl.constexpr(16)
+"""Programs' lists come in multiples of this; those beyond the programs are empty."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many are chosen, and the sizes of the lists that they are chosen from."""
+
+    top_k: int
+    max_k: int
+    """Places in a list: a power of two that holds ``top_k``."""
+    group_rows: int
+    """Rows of nodes come in groups of so many."""
+    block_m: int
+    """Rows of nodes, a power of two: lists of one program."""
+    programs: int
+    """Power of two that holds the programs."""
+    pairs: int
+    """Power of two that holds ``max_k`` lists of ``max_k`` places."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether nodes in use are brought together before they are selected from: groups have rows without one."""
+        return self.block_m > self.group_rows
+
+    @classmethod
+    def of(cls, top_k: int, group_rows: int, block_m: int, num_programs: int) -> Selection:
+        """Sizes for ``num_programs`` programs, which select from at most 16 lists of 16 places."""
+        threads = int(THREADS.value)
+        return cls(
+            top_k, places(top_k), group_rows, block_m, max(threads, triton.next_power_of_2(num_programs)), threads
+        )
+
+
+@dataclass(frozen=True)
+class HeadTiles:
+    """How a program's LM-head rows are stored, and how they are read."""
+
+    stored: int
+    """Rows of one stored tile, a power of two; the last one may have fewer."""
+    owned: int
+    """Rows that are stored."""
+    hidden: int
+    chunk: int
+    """Columns stored together."""
+    scaled: bool
+    """Rows have a scale each."""
+    several: bool
+    """A launch reads more than one tile."""
+    tile: Tile
+
+    @property
+    def step(self) -> int:
+        """Rows multiplied at a time: they never lie in two stored tiles."""
+        return min(self.stored, self.tile.block_n)
+
+
+class HeadRows(NamedTuple):
+    """This program's rows of the LM head."""
+
+    weight: Any
+    """Region [tiles, hidden / chunk, rows of the tile, chunk]."""
+    scale: Any
+    """fp32 [rows of this program], read when scaled."""
+    ids: Any
+    """int32 [rows of this program]: id of each row."""
+    num_rows: Any
+    """Rows in use."""
+
+
+class TailRows(NamedTuple):
+    """LM-head rows that joined the draft vocabulary of each slot: `drafter.follow.Tails`."""
+
+    weight: Any
+    """[slots, units, chunks, rows of a unit, columns of a chunk]."""
+    scale: Any
+    """fp32 [slots, width], read when scaled."""
+    ids: Any
+    """int32 [slots, width]: id of each row; none of them is among the base's."""
+    sizes: Any
+    """int32 [slots]: rows in use."""
+
+
+class Nodes(NamedTuple):
+    """Which rows of x are nodes in use: the first ``rows`` of each of the first ``groups`` groups."""
+
+    groups: Any
+    rows: Any
+
+
+class Lists(NamedTuple):
+    """The best of one program, of each node: or of all programs, one after the other."""
+
+    keys: Any
+    """int64 [nodes, max_k]: `order_key` of the best so far, then `LOWEST_KEY`."""
+    maxima: Any
+    """fp32 [nodes]: the largest logit."""
+    sums: Any
+    """fp32 [nodes]: the sum of exp(logit - maximum)."""
+
+
+@triton.jit
+def scratch_place(row, column, BLOCK_N: tl.constexpr):
+    """Where a logit lies in a program's scratch: [BLOCK_M / 16 groups, BLOCK_N / LANES, 16 rows, LANES].
+
+    So the LANES threads of each of 16 rows read 256 neighbours at a time.
+    """
+    group = row // SELECT_ROWS * (SELECT_ROWS * BLOCK_N)
+    return group + column // LANES * (SELECT_ROWS * LANES) + row % SELECT_ROWS * LANES + column % LANES
+
+
+@triton.jit
+def packed_row(row, nodes, GROUP_ROWS: tl.constexpr):
+    """Number of a node among those in use."""
+    return row // GROUP_ROWS * nodes.rows + row % GROUP_ROWS
+
+
+@triton.jit
+def unpacked_row(place, nodes, GROUP_ROWS: tl.constexpr):
+    """Inverse of `packed_row`."""
+    return place // nodes.rows * GROUP_ROWS + place % nodes.rows
+
+
+@triton.jit
+def update_best(
+    scratch_ptr,  # fp32 [block_m, BLOCK_N], this program's
+    row_ids_ptr,  # int32: id of each column of the tile
+    num_columns,
+    lists,  # `Lists` of this program
+    first_row,  # of SELECT_ROWS nodes, as they lie in the scratch
+    nodes,  # `Nodes`
+    tile_start,  # first row of this tile; at 0 there is nothing to fold into
+    SELECT: tl.constexpr,  # `Selection`
+    PACKED: tl.constexpr,  # whether rows of the scratch are `packed_row`s
+    BLOCK_N: tl.constexpr,
+    FOLD: tl.constexpr,  # whether there is more than one tile
+):
+    """Fold one tile of logits into this program's best keys and log-sum-exp, for SELECT_ROWS nodes.
+
+    Logits are taken as [BLOCK_N / LANES, SELECT_ROWS * LANES]: a thread to each of the second dimension, the first in
+    its registers. Wider accesses would regroup them, hence a zero of unknown alignment.
+    """
+    MAX_K: tl.constexpr = SELECT.max_k
+    zero = unaligned_zero()
+    numbers = tl.arange(0, SELECT_ROWS * LANES)
+    thread = numbers + zero
+    lane = numbers % LANES + zero
+    row = first_row + numbers // LANES + zero
+    if PACKED:
+        row = unpacked_row(row, nodes, SELECT.group_rows)
+    in_use = (row // SELECT.group_rows < nodes.groups) & (row % SELECT.group_rows < nodes.rows)
+    element = tl.arange(0, BLOCK_N // LANES)
+    column = element[:, None] * LANES + lane[None, :]
+    real = in_use[None, :] & (column < num_columns)
+    ids = tl.load(row_ids_ptr + column, mask=real, other=NO_INDEX)
+    group_ptr = scratch_ptr + first_row * BLOCK_N
+    place = element[:, None] * (SELECT_ROWS * LANES) + thread[None, :]
+    logits = tl.load(group_ptr + place, mask=real, other=float("-inf"))
+    folds = in_use & (tile_start > 0)
+    old_max = tl.load(lists.maxima + row, mask=folds, other=float("-inf"))
+    old_sum = tl.load(lists.sums + row, mask=folds, other=0.0)
+    new_max = tl.maximum(old_max, max_of_row(tl.max(logits, axis=0)))
+    # A row of -inf only would make -inf - -inf; subtracting 0 instead leaves exp(-inf) = 0.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    new_sum = old_sum * tl.exp(old_max - shift) + sum_of_row(tl.sum(tl.exp(logits - shift[None, :]), axis=0))
+    tl.store(lists.maxima + row, new_max, mask=in_use & (lane == 0))
+    tl.store(lists.sums + row, new_sum, mask=in_use & (lane == 0))
+
+    kept = in_use & (lane < MAX_K)
+    old_key = tl.full(lane.shape, LOWEST_KEY, tl.int64)
+    if FOLD:
+        old_key = tl.load(lists.keys + row * MAX_K + lane, mask=kept & (tile_start > 0), other=LOWEST_KEY)
+    best = take_best(tl.where(real, order_key(logits, ids), LOWEST_KEY), old_key, lane, SELECT.top_k, FOLD)
+    tl.store(lists.keys + row * MAX_K + lane, best, mask=kept)
+
+
+@triton.jit
+def lists_at(lists, place, SELECT: tl.constexpr):
+    """`Lists` from the ``place``-th on; a program has ``block_m`` of them."""
+    return Lists(lists.keys + place * SELECT.max_k, lists.maxima + place, lists.sums + place)
+
+
+@triton.jit
+def clear_lists(keys_ptr, SELECT: tl.constexpr):
+    """Empty the lists of one program, [block_m, max_k]."""
+    SIZE: tl.constexpr = SELECT.block_m * SELECT.max_k
+    offs = tl.arange(0, SIZE)
+    tl.store(keys_ptr + offs, tl.full([SIZE], LOWEST_KEY, tl.int64))
+
+
+@triton.jit
+def stream_topk(
+    x_ptr,
+    row_scale,  # fp32 [block_m]: multiplies each row's logits (the folded RMSNorm), 1.0 for none
+    x_row,  # int64 [block_m]: where each row of x starts
+    mask_m,  # int1 [block_m]: rows in use
+    nodes,  # `Nodes`: the same, counted
+    head,  # `HeadRows`
+    scratch_ptr,  # fp32 [block_m, block_n], this program's
+    lists,  # `Lists` of this program
+    SELECT: tl.constexpr,  # `Selection`
+    HEAD: tl.constexpr,  # `HeadTiles`
+):
+    """Fill this program's best keys, maxima and sums for every node in use; a program without rows has empty lists."""
+    TILE: tl.constexpr = HEAD.tile
+    BLOCK_N: tl.constexpr = TILE.block_n
+    HIDDEN: tl.constexpr = HEAD.hidden
+    CHUNK: tl.constexpr = HEAD.chunk
+    STORED: tl.constexpr = HEAD.stored
+    OWNED: tl.constexpr = HEAD.owned
+    zero = hidden_zero()
+    offs_n = tl.arange(0, BLOCK_N) + zero
+    offs_m = tl.arange(0, SELECT.block_m) + zero
+    num_rows = (nodes.groups - 1) * SELECT.group_rows + nodes.rows
+    scratch_row = offs_m
+    if SELECT.packed:
+        num_rows = nodes.groups * nodes.rows
+        scratch_row = packed_row(offs_m, nodes, SELECT.group_rows)
+    if head.num_rows <= 0:
+        clear_lists(lists.keys, SELECT)
+    for n0 in tl.range(0, head.num_rows, HEAD.step, disable_licm=True):
+        left = tl.minimum(head.num_rows - n0, HEAD.step)
+        tile_start = n0 // STORED * STORED
+        tile_rows = OWNED if OWNED <= STORED else tl.minimum(OWNED - tile_start, STORED)
+        acc = stream_matmul(
+            Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN),
+            head.weight + tile_start * HIDDEN + (n0 - tile_start) * CHUNK, left,
+            tile_rows * CHUNK, 0, HIDDEN // CHUNK + zero, False, CHUNK, TILE,
+        )  # fmt: skip
+        if HEAD.scaled:
+            acc *= tl.load(head.scale + n0 + offs_n, mask=offs_n < left, other=0.0)[:, None]
+        acc *= row_scale[None, :]
+        tl.debug_barrier()
+        place = scratch_place(scratch_row[None, :], offs_n[:, None], BLOCK_N)
+        tl.store(scratch_ptr + place, acc, mask=mask_m[None, :])
+        tl.debug_barrier()
+        for first in tl.range(0, num_rows, SELECT_ROWS, disable_licm=True):
+            update_best(
+                scratch_ptr, head.ids + n0, left, lists, first, nodes, n0, SELECT, SELECT.packed, BLOCK_N, HEAD.several
+            )
+        tl.debug_barrier()
+
+
+@triton.jit
+def stream_tails(
+    x_ptr,
+    row_scale,  # fp32 [block_m]
+    active_slots_ptr,  # int32: slot of each group of nodes
+    nodes,  # `Nodes`
+    tails,  # `TailRows`
+    num_programs,  # that own rows of the base; these share the units
+    scratch_ptr,  # fp32 [block_m, block_n], this program's; block_n no more than the base's
+    lists,  # `Lists` of this program, filled by `stream_topk`
+    SELECT: tl.constexpr,  # `Selection`
+    TAIL: tl.constexpr,  # `HeadTiles` of one unit
+    UNITS: tl.constexpr,  # of a slot
+):
+    """Fold the rows of each sequence's tail into this program's lists of that sequence's nodes.
+
+    A unit is a few rows of one sequence, and so is its product: [block_n, SELECT_ROWS], with rows masked that a unit
+    does not have. Many programs with short units read the operands of fewer nodes than all programs would.
+    """
+    TILE: tl.constexpr = TAIL.tile
+    BLOCK_N: tl.constexpr = TILE.block_n
+    HIDDEN: tl.constexpr = TAIL.hidden
+    CHUNK: tl.constexpr = TAIL.chunk
+    UNIT: tl.constexpr = TAIL.stored
+    pid = tl.program_id(0)
+    zero = hidden_zero()
+    offs_n = tl.arange(0, BLOCK_N) + zero
+    offs_m = tl.arange(0, SELECT.block_m) + zero
+    offs_node = tl.arange(0, SELECT_ROWS) + zero
+    count = tl.where(pid < num_programs, nodes.groups * UNITS, 0)
+    for index in tl.range(pid, count, num_programs, disable_licm=True):
+        group = (index + zero) % nodes.groups
+        slot = tl.load(active_slots_ptr + group).to(tl.int64)
+        first = (index + zero) // nodes.groups * UNIT
+        left = tl.minimum(tl.load(tails.sizes + slot) - first, UNIT)
+        if left > 0:
+            place = slot * (UNITS * UNIT) + first
+            row = group * SELECT_ROWS + offs_node
+            x_row = row.to(tl.int64) * HIDDEN
+            mask_m = offs_node < nodes.rows
+            acc = stream_matmul(
+                Operand(x_ptr, x_row, x_row, mask_m, HIDDEN // CHUNK, HIDDEN), tails.weight + place * HIDDEN, left,
+                UNIT * CHUNK, 0, HIDDEN // CHUNK + zero, False, CHUNK, TILE,
+            )  # fmt: skip
+            if TAIL.scaled:
+                acc *= tl.load(tails.scale + place + offs_n, mask=offs_n < left, other=0.0)[:, None]
+            own = offs_m[None, :] == row[:, None]
+            acc *= tl.sum(tl.where(own, row_scale[None, :], 0.0), axis=1)[None, :]
+            tl.debug_barrier()
+            tl.store(
+                scratch_ptr + scratch_place(row[None, :], offs_n[:, None], BLOCK_N), acc, mask=mask_m[None, :]
+            )  # fmt: skip
+            tl.debug_barrier()
+            # The base came first: there is something to fold into.
+            update_best(
+                scratch_ptr, tails.ids + place, left, lists, group * SELECT_ROWS, nodes, 1,
+                SELECT, False, BLOCK_N, True,
+            )  # fmt: skip
+            tl.debug_barrier()
+
+
+@triton.jit
+def merge_best(
+    lists,  # `Lists`, from this node's list of program 0 on
+    owner_ptr,  # int32 [max_k]: scratch of this program
+    num_lists,  # programs that own at least one row
+    SELECT: tl.constexpr,  # `Selection`
+):
+    """Merge all programs' lists of one node.
+
+    Returns rank (top_k or more unless among the best), value and id of the pairs that can be among the best, int32,
+    fp32 and int32 [pairs], and the log-sum-exp.
+    """
+    TOP_K: tl.constexpr = SELECT.top_k
+    MAX_K: tl.constexpr = SELECT.max_k
+    PAIRS: tl.constexpr = SELECT.pairs
+    STRIDE_LIST: tl.constexpr = SELECT.block_m * MAX_K
+    keys_ptr = lists.keys
+    zero = hidden_zero()
+    program = tl.arange(0, SELECT.programs) + zero
+    mask = program < num_lists
+    first = tl.load(keys_ptr + program * STRIDE_LIST, mask=mask, other=LOWEST_KEY)
+    maxima = tl.load(lists.maxima + program * SELECT.block_m, mask=mask, other=float("-inf"))
+    sums = tl.load(lists.sums + program * SELECT.block_m, mask=mask, other=0.0)
+    top = tl.max(maxima, axis=0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    lse = shift + tl.log(tl.sum(sums * tl.exp(maxima - shift), axis=0))
+
+    rank = count_ahead(first, keys_ptr, num_lists, STRIDE_LIST, LIST_BATCH)
+    tl.store(owner_ptr + rank, program, mask=mask & (rank < TOP_K))
+    tl.debug_barrier()
+    # Pair MAX_K * r + j is the j-th best of the program whose own best ranks r-th.
+    pair = tl.arange(0, PAIRS) + zero
+    num_owners = tl.minimum(num_lists, TOP_K)
+    mask = pair // MAX_K < num_owners
+    place = tl.load(owner_ptr + pair // MAX_K, mask=mask, other=0) * STRIDE_LIST + pair % MAX_K
+    key = tl.load(keys_ptr + place, mask=mask, other=LOWEST_KEY)
+    # As `count_ahead`, one owner's list after the other.
+    rank = tl.zeros([PAIRS], tl.int32)
+    place = tl.arange(0, MAX_K)[:, None] + each_thread(PAIRS)[None, :]
+    keys = tl.load(keys_ptr + tl.load(owner_ptr) * STRIDE_LIST + place)
+    for other in tl.range(1, num_owners + 1, disable_licm=True):
+        list_ptr = keys_ptr + tl.load(owner_ptr + other, mask=other < num_owners, other=0) * STRIDE_LIST
+        following = tl.load(list_ptr + place)
+        rank += tl.sum((keys > key[None, :]).to(tl.int32), axis=0)
+        keys = following
+    rank = tl.where(key == LOWEST_KEY, NO_INDEX, rank)
+    tl.debug_barrier()
+    return rank, key_value(key), key_index(key), lse
+
+
+@triton.jit
+def _stream_kernel(
+    x_ptr, w_ptr, ids_ptr, scratch_ptr, lists, num_rows_x, num_rows_w, stride_x,
+    ROWS: tl.constexpr, SELECT: tl.constexpr, HEAD: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    num_ctas = tl.num_programs(0)
+    BLOCK_M: tl.constexpr = SELECT.block_m
+    HIDDEN: tl.constexpr = HEAD.hidden
+    offs_m = tl.arange(0, BLOCK_M)
+    mine = (num_rows_w - pid + num_ctas - 1) // num_ctas
+    first_list = pid.to(tl.int64) * BLOCK_M
+    head = HeadRows(w_ptr + pid.to(tl.int64) * ROWS * HIDDEN, w_ptr, ids_ptr + pid * ROWS, mine)
+    stream_topk(
+        x_ptr, tl.full([BLOCK_M], 1.0, tl.float32), offs_m.to(tl.int64) * stride_x, offs_m < num_rows_x,
+        Nodes(1, num_rows_x), head, scratch_ptr + first_list * HEAD.tile.block_n,
+        lists_at(lists, first_list, SELECT), SELECT, HEAD,
+    )  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(lists, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr, num_lists, SELECT: tl.constexpr):
+    TOP_K: tl.constexpr = SELECT.top_k
+    row = tl.program_id(0)
+    owner = owner_ptr + row * SELECT.max_k
+    rank, value, index, lse = merge_best(lists_at(lists, row, SELECT), owner, num_lists, SELECT)
+    tl.store(out_values_ptr + row * TOP_K + rank, value, mask=rank < TOP_K)
+    tl.store(out_ids_ptr + row * TOP_K + rank, index, mask=rank < TOP_K)
+    tl.store(out_lse_ptr + row, lse)
+
+
+def places(top_k: int) -> int:
+    """Places in a list of the ``top_k`` best: a power of two."""
+    return max(2, int(triton.next_power_of_2(top_k)))
+
+
+def len_lists(num_programs: int) -> int:
+    """Lists that hold those of all programs in whole batches."""
+    return -(-num_programs // int(LIST_BATCH.value)) * int(LIST_BATCH.value)
+
+
+def empty_lists(num_programs: int, rows: int, max_k: int, device: torch.device | str) -> Tensor:
+    """Lists of best keys, empty: int64 [programs in whole batches, rows, max_k]."""
+    return torch.full((len_lists(num_programs), rows, max_k), LOWEST_KEY.value, dtype=torch.int64, device=device)
+
+
+def lm_head_topk_ref(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Definition: values fp32 [rows, k], ids int32 [rows, k], log-sum-exp fp32 [rows]; ties by smaller id."""
+    logits = x.float() @ weight.float().T
+    order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    return order.values[:, :top_k], order.indices[:, :top_k].int(), torch.logsumexp(logits, -1)
+
+
+def lm_head_topk(
+    x: Tensor, weight: Tensor, top_k: int, num_programs: int | None = None, block_n: int = 256, block_k: int = 64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `lm_head_topk_ref` with the streaming kernel (two launches).
+
+    ``x`` [rows, hidden] and ``weight`` [draft_vocab, hidden] of one dtype (bf16, fp16 or fp32), rows <= 256, hidden a
+    multiple of 16, 1 <= top_k <= min(16, draft_vocab). ``num_programs``: default one per SM. Packs the weight on each
+    call; a drafter packs once. Raises `UsageError` for other shapes.
+    """
+    if x.dim() != 2 or weight.dim() != 2:
+        raise UsageError(
+            f"x and weight must be matrices; got {tuple(x.shape)} and {tuple(weight.shape)}.", expected="matrices"
+        )
+    x = x.contiguous()
+    rows, hidden = x.shape
+    vocab = weight.shape[0]
+    block_k = chunk_size(hidden, block_k)
+    if weight.shape[1] != hidden or weight.dtype != x.dtype or weight.device != x.device:
+        raise UsageError(
+            f"x {tuple(x.shape)} {x.dtype} on {x.device} and weight {tuple(weight.shape)} {weight.dtype} on "
+            f"{weight.device} do not match.",
+            expected="hidden, dtype and device of x", tensor="weight",
+        )  # fmt: skip
+    if not 1 <= top_k <= min(16, vocab) or not 1 <= rows <= 256 or block_k == 0:
+        raise UsageError(
+            f"{top_k=} must be 1 to min(16, {vocab}), {rows=} 1 to 256, {hidden=} a multiple of 16.",
+            top_k=top_k, rows=rows, hidden=hidden,
+        )  # fmt: skip
+    if num_programs is None:
+        num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    block_m = max(16, triton.next_power_of_2(rows))
+    select = Selection.of(top_k, block_m, block_m, num_programs)
+    num_warps = 8 if x.is_cuda else 1
+    rows_each = rows_per_program(vocab, num_programs)
+    packed = cut_tiles(assign_rows(weight, num_programs, dealt=True), block_n, block_k)
+    all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
+    row_ids = assign_rows(all_ids, num_programs, dealt=True).contiguous()
+    lists = Lists(
+        empty_lists(num_programs, block_m, select.max_k, x.device),
+        torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
+        torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
+    )
+    scratch = torch.empty(num_programs, block_m, block_n, dtype=torch.float32, device=x.device)
+    _stream_kernel[(num_programs,)](
+        x, packed, row_ids, scratch, lists, rows, vocab, x.stride(0), rows_each, select,
+        HeadTiles(block_n, rows_each, hidden, block_k, False, rows_each > block_n, Tile(block_n, block_k, 3)),
+        num_warps=num_warps,
+    )  # fmt: skip
+    out = (
+        torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
+        torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
+        torch.empty(rows, dtype=torch.float32, device=x.device),
+    )
+    owner = torch.empty(rows, select.max_k, dtype=torch.int32, device=x.device)
+    _merge_kernel[(rows,)](lists, owner, *out, min(num_programs, vocab), select, num_warps=num_warps)
+    return out

@@ -1,0 +1,229 @@
+"""Tree build on the device: all drafted candidates in, the draft tree in its fixed shapes out; one program a sequence.
+
+The definition is `eagle_slim.runtime.tree.build_tree` (its docstring has the worked example): the best
+``total_tokens - 1`` candidates by (fp32 score descending, candidate index ascending), in candidate order, below the
+root. A chosen candidate's parent is always chosen, so a parent's node index is found by a table from candidate to node.
+
+Limits: total_tokens <= 128, candidates <= 4096.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...errors import UsageError
+from ...tensor_checks import check_tensors
+from .selection import best_k_mask
+from .weight_stream import hidden_zero
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """The candidates of a sequence and the shapes of its tree."""
+
+    candidates: int
+    total: int
+    """Nodes, the root included."""
+    width: int
+    """Columns of the retrieve rows: the longest path."""
+
+    @property
+    def block_c(self) -> int:
+        """Power of two that holds the candidates."""
+        return int(triton.next_power_of_2(self.candidates))
+
+    @property
+    def block_t(self) -> int:
+        """Power of two that holds the nodes."""
+        return max(16, int(triton.next_power_of_2(self.total)))
+
+    @property
+    def block_w(self) -> int:
+        """Power of two that holds a path."""
+        return int(triton.next_power_of_2(self.width))
+
+
+class TreeCandidates(NamedTuple):
+    """Everything drafted for one sequence, by candidate index."""
+
+    token: Any
+    """int32 [candidates]."""
+    score: Any
+    """fp32 [candidates]."""
+    parent: Any
+    """int32 [candidates]: candidate index, -1 for the root's children."""
+    node_of: Any
+    """int32 [candidates]: scratch, node of each chosen candidate."""
+    chosen: Any
+    """int32 [total]: scratch, candidate of each node."""
+
+
+class TreeOutputs(NamedTuple):
+    """The fields of `eagle_slim.runtime.tree.DraftTree`, by slot."""
+
+    draft_tokens: Any
+    """int64 [slots, total]."""
+    parents: Any
+    """int64 [slots, total]."""
+    tree_mask: Any
+    """bool [slots, 1, total, total]."""
+    positions: Any
+    """int64 [slots, total]."""
+    retrieve: Any
+    """int64 [slots, total, width]."""
+    num_leaves: Any
+    """int64 [slots]."""
+
+
+@triton.jit
+def build_tree(drafted, root_token, slot, out, SHAPE: tl.constexpr):
+    """Choose the nodes of one sequence, `TreeCandidates`, and write every output of its slot, `TreeOutputs`."""
+    CANDIDATES: tl.constexpr = SHAPE.candidates
+    TOTAL: tl.constexpr = SHAPE.total
+    WIDTH: tl.constexpr = SHAPE.width
+    BLOCK_C: tl.constexpr = SHAPE.block_c
+    BLOCK_T: tl.constexpr = SHAPE.block_t
+    BLOCK_W: tl.constexpr = SHAPE.block_w
+    zero = hidden_zero()
+    offs_c = tl.arange(0, BLOCK_C) + zero
+    real = offs_c < CANDIDATES
+    score = tl.load(drafted.score + offs_c, mask=real, other=float("-inf"))
+    chosen = best_k_mask(score, real, TOTAL - 1)
+    node = tl.cumsum(chosen.to(tl.int32), axis=0)
+    tl.store(drafted.node_of + offs_c, node, mask=chosen)
+    tl.store(drafted.chosen + node, offs_c, mask=chosen)
+    tl.debug_barrier()
+
+    offs_t = tl.arange(0, BLOCK_T) + zero
+    mask_t = offs_t < TOTAL
+    below_root = mask_t & (offs_t > 0)
+    candidate = tl.load(drafted.chosen + offs_t, mask=below_root, other=0)
+    token = tl.load(drafted.token + candidate, mask=below_root, other=0)
+    parent_candidate = tl.load(drafted.parent + candidate, mask=below_root, other=-1)
+    parent = tl.load(drafted.node_of + parent_candidate, mask=below_root & (parent_candidate >= 0), other=0)
+    parent = tl.where(below_root, parent, -1)
+    slot_64 = slot.to(tl.int64)
+    row = slot_64 * TOTAL
+    tl.store(out.draft_tokens + row + offs_t, tl.where(below_root, token, root_token).to(tl.int64), mask=mask_t)
+    tl.store(out.parents + row + offs_t, parent.to(tl.int64), mask=mask_t)
+    tl.debug_barrier()
+
+    # Walk all nodes to the root together: each step marks one more ancestor.
+    offs_w = tl.arange(0, BLOCK_W)
+    depth = tl.zeros([BLOCK_T], tl.int32)
+    current = tl.where(mask_t, offs_t, -1)
+    marks = tl.zeros([BLOCK_T, BLOCK_T], tl.int32)
+    for _ in range(WIDTH):
+        marks = marks | (offs_t[None, :] == current[:, None]).to(tl.int32)
+        above = tl.load(out.parents + row + current, mask=current >= 0, other=-1).to(tl.int32)
+        depth += (above >= 0).to(tl.int32)
+        current = above
+    mask_tt = mask_t[:, None] & mask_t[None, :]
+    mask_offs = (row + offs_t[:, None]) * TOTAL + offs_t[None, :]
+    tl.store(out.tree_mask + mask_offs, marks != 0, mask=mask_tt)
+    tl.store(out.positions + row + offs_t, depth.to(tl.int64), mask=mask_t)
+
+    is_parent = tl.sum(((parent[:, None] == offs_t[None, :]) & mask_t[:, None]).to(tl.int32), axis=0) > 0
+    is_leaf = mask_t & (is_parent == 0)
+    leaf_row = tl.cumsum(is_leaf.to(tl.int32), axis=0) - 1
+    num_leaves = tl.sum(is_leaf.to(tl.int32), axis=0)
+    tl.store(out.num_leaves + slot, num_leaves.to(tl.int64))
+    mask_tw = mask_t[:, None] & (offs_w < WIDTH)[None, :]
+    blank = tl.full([BLOCK_T, BLOCK_W], -1, tl.int64)
+    unused = mask_tw & (offs_t >= num_leaves)[:, None]
+    tl.store(out.retrieve + (row + offs_t[:, None]) * WIDTH + offs_w[None, :], blank, mask=unused)
+    path = tl.full([BLOCK_T, BLOCK_W], -1, tl.int32)
+    current = tl.where(mask_t, offs_t, -1)
+    for step in range(WIDTH):
+        here = (offs_w[None, :] == (depth - step)[:, None]) & (current >= 0)[:, None]
+        path = tl.where(here, current[:, None], path)
+        current = tl.load(out.parents + row + current, mask=current >= 0, other=-1).to(tl.int32)
+    leaf_offs = (row + leaf_row[:, None]) * WIDTH + offs_w[None, :]
+    tl.store(out.retrieve + leaf_offs, path.to(tl.int64), mask=mask_tw & is_leaf[:, None])
+
+
+@triton.jit
+def blank_tree(slot, out, SHAPE: tl.constexpr):
+    """Write an inactive slot's outputs: -1 for tokens, parents and paths, 0 for the rest."""
+    TOTAL: tl.constexpr = SHAPE.total
+    WIDTH: tl.constexpr = SHAPE.width
+    BLOCK_T: tl.constexpr = SHAPE.block_t
+    BLOCK_W: tl.constexpr = SHAPE.block_w
+    offs_t = tl.arange(0, BLOCK_T)
+    offs_w = tl.arange(0, BLOCK_W)
+    mask_t = offs_t < TOTAL
+    row = slot.to(tl.int64) * TOTAL
+    minus = tl.full([BLOCK_T], -1, tl.int64)
+    tl.store(out.draft_tokens + row + offs_t, minus, mask=mask_t)
+    tl.store(out.parents + row + offs_t, minus, mask=mask_t)
+    tl.store(out.positions + row + offs_t, minus + 1, mask=mask_t)
+    mask_tt = mask_t[:, None] & mask_t[None, :]
+    none = tl.zeros([BLOCK_T, BLOCK_T], tl.int32) != 0
+    tl.store(out.tree_mask + (row + offs_t[:, None]) * TOTAL + offs_t[None, :], none, mask=mask_tt)
+    mask_tw = mask_t[:, None] & (offs_w < WIDTH)[None, :]
+    blank = tl.full([BLOCK_T, BLOCK_W], -1, tl.int64)
+    tl.store(out.retrieve + (row + offs_t[:, None]) * WIDTH + offs_w[None, :], blank, mask=mask_tw)
+    tl.store(out.num_leaves + slot, tl.zeros([], tl.int64))
+
+
+@triton.jit
+def candidates_of(drafted, a, SHAPE: tl.constexpr):
+    """The a-th sequence's part of `TreeCandidates` that hold all sequences."""
+    row = a * SHAPE.candidates
+    return TreeCandidates(
+        drafted.token + row, drafted.score + row, drafted.parent + row, drafted.node_of + row,
+        drafted.chosen + a * SHAPE.total,
+    )  # fmt: skip
+
+
+@triton.jit
+def _build_tree_kernel(drafted, root_ptr, out, SHAPE: tl.constexpr):
+    slot = tl.program_id(0)
+    build_tree(candidates_of(drafted, slot.to(tl.int64), SHAPE), tl.load(root_ptr + slot), slot, out, SHAPE)
+
+
+def build_tree_on_device(
+    root_tokens: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, total_tokens: int, path_width: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Build the trees of a batch: the fields of `eagle_slim.runtime.tree.DraftTree`, in their order.
+
+    ``root_tokens`` int32 [batch]; ``tokens`` int32, ``scores`` fp32, ``parents`` int32 [batch, candidates]. Raises
+    `UsageError` for other tensors, beyond 128 nodes or 4096 candidates, or when there are fewer candidates than nodes
+    to choose.
+    """
+    if tokens.dim() != 2:
+        raise UsageError(f"tokens must be [batch, candidates]; got {list(tokens.shape)}.", tensor="tokens")
+    batch, candidates = tokens.shape
+    check_tensors(
+        tokens.device, tokens=(tokens, torch.int32, (batch, candidates)),
+        scores=(scores, torch.float32, (batch, candidates)), parents=(parents, torch.int32, (batch, candidates)),
+        root_tokens=(root_tokens, torch.int32, (batch,)),
+    )  # fmt: skip
+    if not 2 <= total_tokens <= min(128, candidates + 1) or candidates > 4096:
+        raise UsageError(
+            f"{total_tokens=} must be 2 to 128 and at most 1 more than the {candidates} candidates, which may be 4096.",
+            total_tokens=total_tokens, candidates=candidates,
+        )  # fmt: skip
+    device = tokens.device
+    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    outputs = TreeOutputs(
+        torch.empty(batch, total_tokens, **int64),
+        torch.empty(batch, total_tokens, **int64),
+        torch.empty(batch, 1, total_tokens, total_tokens, dtype=torch.bool, device=device),
+        torch.empty(batch, total_tokens, **int64),
+        torch.empty(batch, total_tokens, path_width, **int64),
+        torch.empty(batch, **int64),
+    )
+    node_of = torch.empty(batch, candidates, dtype=torch.int32, device=device)
+    chosen = torch.empty(batch, total_tokens, dtype=torch.int32, device=device)
+    _build_tree_kernel[(batch,)](
+        TreeCandidates(tokens, scores, parents, node_of, chosen), root_tokens, outputs,
+        TreeShape(candidates, total_tokens, path_width), num_warps=8,
+    )  # fmt: skip
+    return outputs

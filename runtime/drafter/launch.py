@@ -1,0 +1,221 @@
+"""Draft trees from buffers into buffers: `launch_drafter`, and what it needs before.
+
+The persistent Triton kernel and its PyTorch twin share configuration, weights, buffers and results; the caller says
+which (``backend``), and nothing falls back. Kernels are imported only when asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError, UsageError
+from ..ops import Ops
+from .buffers import Buffers, check_room
+from .checks import check_features, check_parts, check_step
+from .dimensions import DrafterConfig, check_kernel_limits
+from .packed_weights import Weights
+from .prompt_pairs import write_pairs
+from .reference import draft_ref
+from .weights import HeadWeights
+
+BACKENDS = ("triton", "reference")
+
+DraftFunction = Callable[[DrafterConfig, Tensor, HeadWeights, Buffers], None]
+"""Drafts as `reference.draft_ref` does: from features [slots, new, feature_width], a head and the inputs of buffers,
+trees of the active slots into the outputs of these buffers."""
+
+
+def launch_drafter(
+    cfg: DrafterConfig,
+    X: Tensor | Sequence[Tensor],
+    weights: Weights,
+    bufs: Buffers,
+    backend: str | DraftFunction = "triton",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draft the trees of all active slots.
+
+    ``X``: the target's features of the new tokens, [slots, up to 16, feature_width], or three taps of [slots, up to 16,
+    target hidden] with equal strides. ``bufs`` holds the other inputs (`Buffers`), the KV cache, which gains the new
+    pairs, and the outputs, which are also returned: draft_tokens int64 [slots, total], retrieve_indices int64 [slots,
+    total, depth + 2], tree_mask bool [slots, 1, total, total], tree_position_ids int64 [slots, total]; inactive slots
+    are -1 and 0.
+
+    "triton" neither allocates nor waits for the device and can be captured in a CUDA graph. "reference" is plain
+    PyTorch and waits; a `DraftFunction` does what it does. Raises `UsageError` for features, weights or buffers that
+    are not of this configuration, for a step that does not fit (where the host can know it: written by
+    `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
+    """
+    if not callable(backend) and backend not in BACKENDS:
+        raise UsageError(
+            f"backend = {backend!r} is unknown; expected {' or '.join(BACKENDS)}.", option="backend", found=backend
+        )
+    check_parts(cfg, weights, bufs)
+    taps = check_features(cfg, X)
+    if taps[0].device != bufs.keys.device:
+        raise UsageError(f"Features are on {taps[0].device}, the buffers on {bufs.keys.device}.", tensor="features")
+    if weights.head.draft_vocab < cfg.draft_vocab:
+        raise UsageError(
+            f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.",
+            field="draft_vocab",
+            found=cfg.draft_vocab,
+            expected=weights.head.draft_vocab,
+        )
+    if backend == "triton":
+        _launch_triton(cfg, X, taps[0].shape[1], weights, bufs)
+    else:
+        check_step(taps[0].shape[1], bufs)
+        draft = backend if callable(backend) else draft_ref
+        draft(cfg, X if isinstance(X, Tensor) else torch.cat(tuple(X), -1), weights.first_rows(cfg.draft_vocab), bufs)
+    return bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids
+
+
+def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, Tensor] | None = None) -> Buffers:
+    """Allocate everything a draft with these weights writes, the kernel's workspace included when they are packed.
+
+    ``cache``: as in `Buffers.allocate`.
+    """
+    device, params = weights.head.device, None if weights.packed is None else weights.packed.launches.get(cfg)
+    bufs = Buffers.allocate(cfg, device, cache)
+    if params is not None:
+        from .workspace import allocate_workspace
+
+        check_kernel_limits(cfg)
+        bufs.workspace.update(allocate_workspace(cfg, params, device))
+    if cfg.tail_rows:
+        from .tails import allocate_tails
+
+        bufs = replace(bufs, tails=allocate_tails(cfg, params, device))
+    return bufs
+
+
+def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, token_ids: Sequence[int]) -> None:
+    """Let token ids of a sequence join its slot's draft vocabulary, in the place of what joined it before.
+
+    Those that the base holds or the head was never trained on do not; of more than ``follow.most`` the best ranked
+    (`drafter.follow`). Raises `UsageError` for a head without rows to follow with, and for slots and ids out of range.
+    """
+    follow = weights.head.follow
+    if follow is None or bufs.tails is None:
+        raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.", field="follow")
+    _check_slot(cfg, slot)
+    _check_ids(cfg, slot, token_ids)
+    bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
+    if bufs.tails.rows is not None:
+        from .kernels.tail_rows import gather_rows
+
+        gather_rows(follow, bufs.tails)
+
+
+def check_finished(bufs: Buffers) -> None:
+    """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
+    if bufs.workspace:
+        from .kernel_launch import check_finished as check
+
+        check(bufs)
+
+
+def prefill_drafter(
+    cfg: DrafterConfig,
+    X: Tensor | Sequence[Tensor],
+    next_tokens: Tensor,
+    weights: Weights,
+    bufs: Buffers,
+    slot: int,
+    start: int = 0,
+) -> None:
+    """Fill a slot's KV cache with a prompt's pairs, in chunks.
+
+    ``X`` [seq, feature_width] of any float type, or three taps side by side; ``next_tokens`` int64 [seq]: the token
+    after each feature; pairs take the positions from ``start`` on. Waits for the device. Raises `UsageError` when they
+    and a tree do not fit, and for other shapes, slots and token ids.
+    """
+    check_parts(cfg, weights, bufs)
+    if not isinstance(X, Tensor):
+        if not isinstance(X, (tuple, list)) or len(X) != 3 or not all(isinstance(tap, Tensor) for tap in X):
+            raise UsageError(
+                f"A prompt's features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features"
+            )
+        X = torch.cat(tuple(X), -1)
+    _check_slot(cfg, slot)
+    if not isinstance(next_tokens, Tensor) or next_tokens.is_floating_point():
+        raise UsageError(
+            f"Next tokens are an int64 tensor [seq]; got {getattr(next_tokens, 'dtype', next_tokens)}.",
+            tensor="next_tokens",
+        )
+    if next_tokens.dim() != 1 or X.shape != (len(next_tokens), cfg.feature_width):
+        raise UsageError(
+            f"A prompt has features [seq, {cfg.feature_width}] and next tokens [seq]; got {tuple(X.shape)} and "
+            f"{tuple(next_tokens.shape)}.",
+            tensor="features",
+            found=(tuple(X.shape), tuple(next_tokens.shape)),
+        )
+    check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
+    head, device = weights.head, bufs.keys.device
+    next_tokens = next_tokens.to(device, torch.int64)
+    _check_ids(cfg, slot, next_tokens.tolist())
+    tables = head.rotary_halves(cfg.max_positions, cfg.num_tokens)
+    rows = torch.arange(start, start + len(next_tokens), dtype=torch.int32, device=device)
+    chunk = 1024
+    for features, tokens, at in zip(X.split(chunk), next_tokens.split(chunk), rows.split(chunk), strict=True):
+        if len(tokens):
+            slots = torch.tensor([slot], dtype=torch.int32, device=device)
+            features = features.to(device, head.dtype)
+            write_pairs(Ops.for_device(device), head, features, tokens, at, at, slots, tables, bufs)
+
+
+def _check_slot(cfg: DrafterConfig, slot: int) -> None:
+    if not 0 <= slot < cfg.num_slots:
+        raise UsageError(
+            f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).", slot=slot
+        )
+
+
+def _check_ids(cfg: DrafterConfig, slot: int, token_ids: Sequence[int]) -> None:
+    wrong = [token for token in token_ids if not 0 <= token < cfg.target_vocab]
+    if wrong:
+        raise UsageError(
+            f"Slot {slot}: token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.", slot=slot, token=wrong[0]
+        )
+
+
+def _launch_triton(
+    cfg: DrafterConfig, X: Tensor | Sequence[Tensor], width: int, weights: Weights, bufs: Buffers
+) -> None:
+    if weights.packed is None:
+        raise DrafterError(
+            "backend='triton' needs packed weights: Weights.pack(head, cfg).",
+            backend="triton",
+            missing="packed weights",
+        )
+    if not bufs.workspace:
+        raise DrafterError(
+            "backend='triton' needs a workspace: allocate_buffers(cfg, weights).", backend="triton", missing="workspace"
+        )
+    device = bufs.keys.device
+    if device.type == "cpu":
+        check_step(width, bufs)
+    elif (bufs.most_new_tokens() or 0) > width:
+        raise UsageError(
+            f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.",
+            num_new=bufs.most_new_tokens(),
+            width=width,
+        )
+    from .kernel_launch import launch
+
+    try:
+        launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
+    except (RuntimeError, ValueError) as error:
+        # Triton's words where there is no GPU, and where there is one and tensors are not on it.
+        no_gpu = ("active drivers", "cannot be accessed from Triton")
+        if device.type == "cuda" or not any(words in str(error) for words in no_gpu):
+            raise
+        raise DrafterError(
+            f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
+            "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
+            backend="triton",
+            device=str(device),
+        ) from error

@@ -1,0 +1,272 @@
+"""How a head is stored and how the persistent drafter is launched: pure functions of dimensions and device.
+
+A head is packed once (`StoredLayout`), whatever the number of slots, the tree and the part of its vocabulary that
+launches use. What may differ between them (`LaunchParams`) changes speed, and results only by the order of additions.
+`tuned_cache` has better ones than these for what was tuned.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..errors import DrafterError
+from ..settings import MAX_NEW_TOKENS
+from .dimensions import DrafterConfig
+from .kernels.packing import chunk_size, rows_per_program
+from .kernels.weight_stream import Tile
+
+PROJECTIONS = ("fc", "qkv", "o", "down")
+"""Matrices of `projections`: they share the tile ``layer``."""
+MAX_SPLIT = 4
+"""Most programs to a group: the terms of `projections.sum_parts`."""
+HEAD_ROWS = 256
+"""LM-head rows of a program that are stored together: the most that are multiplied at a time."""
+USUAL_NODES = 10
+"""Nodes of a level that a layout is made for: EAGLE's ``top_k``, of one sequence."""
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """How a head's weights lie in memory: one for all that is launched over them.
+
+    ``split``: programs that share the rows of a projection. ``chunks``: columns stored together, powers of two, of
+    ``layer`` (`PROJECTIONS`), ``mlp`` (gate and up) and ``head``. ``head_rows``: LM-head rows of a program stored
+    together, a power of two.
+    """
+
+    num_programs: int
+    split: dict[str, int]
+    chunks: dict[str, int]
+    head_rows: int = HEAD_ROWS
+
+    def __post_init__(self) -> None:
+        """Raise `DrafterError` for what the kernel would compute wrongly."""
+        if not all(1 <= split <= MAX_SPLIT for split in self.split.values()):
+            raise DrafterError(f"split must be 1 to {MAX_SPLIT}; got {self.split}.", split=self.split)
+        sizes = {**self.chunks, "head_rows": self.head_rows}
+        is_power = all(size >= 16 and size & (size - 1) == 0 for size in sizes.values())
+        if set(self.chunks) != {"layer", "mlp", "head"} or not is_power:
+            raise DrafterError(
+                f"A layout has chunks of layer, mlp and head, and head_rows: powers of two from 16 on; got {sizes}.",
+                chunks=self.chunks,
+                head_rows=self.head_rows,
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> StoredLayout:
+        """Inverse of `to_json`."""
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class LaunchParams:
+    """How one kernel is compiled and launched over weights of a layout; see `persistent.draft_kernel`.
+
+    ``max_registers`` of a thread, 0 to let the assembler decide. ``tiles`` of ``layer``, ``mlp`` and ``head``.
+    ``part_keys``: prefix keys from which attention is split over programs. ``block_keys``: keys per tile.
+    """
+
+    layout: StoredLayout
+    num_warps: int
+    max_registers: int
+    tiles: dict[str, Tile]
+    part_keys: int
+    block_keys: int
+
+    def __post_init__(self) -> None:
+        """Raise `DrafterError` for tiles that the layout's chunks cannot be read by."""
+        for name, tile in self.tiles.items():
+            chunk = self.layout.chunks[name]
+            if tile.block_k & (tile.block_k - 1) or (tile.block_k > chunk and name != "head"):
+                raise DrafterError(
+                    f"{name}: tiles of {tile.block_k} columns cannot be read from stored chunks of {chunk}.",
+                    tile=name, block_k=tile.block_k, chunk=chunk,
+                )  # fmt: skip
+
+    @property
+    def num_programs(self) -> int:
+        """Programs of the grid, each with a stream of its own."""
+        return self.layout.num_programs
+
+    @property
+    def split(self) -> dict[str, int]:
+        """Programs that share the rows of each projection."""
+        return self.layout.split
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values of all but the layout."""
+        return {name: value for name, value in asdict(self).items() if name != "layout"}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], layout: StoredLayout) -> LaunchParams:
+        """Inverse of `to_json`."""
+        tiles = {name: Tile(**tile) for name, tile in values["tiles"].items()}
+        return cls(layout, **{**values, "tiles": tiles})
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a launch depends on: ``capability`` as 90 for sm_90, shared memory per block in bytes, and SMs."""
+
+    name: str
+    capability: int
+    shared_bytes: int
+    num_sms: int
+
+
+# Opt-in shared memory per block: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
+KNOWN_CHIPS = {
+    80: Chip("sm_80", 80, 166912, 108),
+    89: Chip("sm_89", 89, 101376, 128),
+    90: Chip("sm_90", 90, 232448, 132),
+    100: Chip("sm_100", 100, 232448, 148),
+}
+INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
+"""One program does everything, one after the other."""
+
+
+def in_features(cfg: DrafterConfig) -> dict[str, int]:
+    """Inputs of each matrix."""
+    attention = cfg.num_heads * cfg.head_dim
+    return {
+        "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
+        "head": cfg.hidden,
+    }  # fmt: skip
+
+
+def out_features(cfg: DrafterConfig) -> dict[str, int]:
+    """Outputs of each matrix; ``mlp`` is gate and up, row by row side by side."""
+    return {
+        "fc": cfg.hidden, "qkv": cfg.qkv_size, "o": cfg.hidden, "mlp": cfg.intermediate, "down": cfg.hidden,
+        "head": cfg.draft_vocab,
+    }  # fmt: skip
+
+
+def block_rows(cfg: DrafterConfig) -> int:
+    """Rows of activations in one tile: 16 per slot, a power of two."""
+    return MAX_NEW_TOKENS * (1 << (cfg.num_slots - 1).bit_length())
+
+
+def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
+    """Numbers of inputs that chunks of each tile must divide: of whole products, and of an operand's segments."""
+    inputs = in_features(cfg)
+    return {
+        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden], "head": [cfg.hidden],
+    }  # fmt: skip
+
+
+def num_groups(split: int, num_programs: int) -> int:
+    """Groups of ``split`` programs; the last few programs may be in none, and fewer programs than that make one."""
+    return max(1, num_programs // split)
+
+
+def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
+    """Rows of a projection that ``split`` programs own together."""
+    return rows_per_program(out_features(cfg)[name], num_groups(split, num_programs))
+
+
+def stage_bytes(cfg: DrafterConfig, name: str, tile: Tile) -> int:
+    """Shared memory that one stage of a product takes: a tile of weights and one of activations."""
+    weights = (2 if name == "mlp" else 1) * tile.block_n * cfg.weight_dtype.itemsize
+    # FP8 activations are pairs: two bytes as well.
+    return tile.block_k * (weights + block_rows(cfg) * cfg.dtype.itemsize)
+
+
+def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
+    """Derive a layout from a head's dimensions: what is best for one sequence, whatever its draft vocabulary.
+
+    Raises `DrafterError` for FP8 weights below sm_89 and for sizes that 16 does not divide.
+    """
+    if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
+        raise DrafterError(
+            f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.",
+            field="weight_dtype",
+            chip=chip.name,
+        )
+    cfg = replace(cfg, num_slots=1)
+    split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
+    owned = {**_owned_rows(cfg, split, chip.num_sms), "head": HEAD_ROWS}
+    chunks = {name: _choose_tile(cfg, name, owned[name], chip).block_k for name in owned}
+    return StoredLayout(chip.num_sms, split, chunks)
+
+
+def choose_launch(cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> LaunchParams:
+    """Derive parameters from dimensions: tiles of about 32 KB, as many stages as shared memory holds, at most 5.
+
+    ``layout`` is what the head is packed in, by default `choose_layout`'s. Raises `DrafterError` as that does.
+    """
+    layout = choose_layout(cfg, chip) if layout is None else layout
+    owned = _owned_rows(cfg, layout.split, layout.num_programs)
+    chunks = {name: chunk for name, chunk in layout.chunks.items() if name != "head"}
+    tiles = {name: _choose_tile(cfg, name, owned[name], chip, chunks.get(name)) for name in owned}
+    fp8 = cfg.weight_dtype.itemsize == 1
+    return LaunchParams(
+        layout, num_warps=8 if chip.capability else 1,
+        # For sm_80 CUDA 12.8 makes room for a second program that never comes, and spills.
+        max_registers=255 if chip.capability == 80 else 0, tiles=tiles,
+        part_keys=64, block_keys=32 if cfg.head_dim > 128 or chip.capability == 89 or fp8 else 64,
+    )  # fmt: skip
+
+
+def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) -> dict[str, int]:
+    """Rows of a program of each tile, of ``layer`` the largest of a group."""
+    return {
+        "layer": max(group_rows(cfg, name, split[name], num_programs) for name in PROJECTIONS),
+        "mlp": rows_per_program(cfg.intermediate, num_programs),
+        "head": rows_per_program(cfg.draft_vocab, num_programs),
+    }
+
+
+def _most_rows(cfg: DrafterConfig, name: str) -> int:
+    """Rows of a tile: fp32 accumulators of 128 registers a thread at 256 threads leave room for everything else."""
+    # FP8 activations are pairs, and each chunk's sum comes beside the sum so far.
+    columns = block_rows(cfg) * (1 if cfg.weight_dtype == cfg.dtype else 4)
+    return min(256, 32768 // (2 if name == "mlp" else 1) // columns)
+
+
+WORTH_SPLITTING = 8 << 20
+"""Bytes of an operand that all programs together read of it, from which groups save more than their barrier costs."""
+
+
+def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = MAX_SPLIT) -> int:
+    """Programs to a group, at most ``most``, whose rows fit one tile of 128; 1 where operands are small.
+
+    One answer for all numbers of slots and all trees: what is best for one sequence.
+    """
+    if chip.num_sms == 1:
+        return min(2, most)
+    operand = USUAL_NODES * in_features(cfg)[name] * cfg.dtype.itemsize
+    if operand * chip.num_sms < WORTH_SPLITTING:
+        return 1
+    for split in (4, 2):
+        rows = group_rows(cfg, name, split, chip.num_sms)
+        if (
+            split <= most
+            and chip.num_sms % split == 0
+            and rows <= min(128, _most_rows(replace(cfg, num_slots=1), name))
+        ):
+            return split
+    return 1
+
+
+def _choose_tile(cfg: DrafterConfig, name: str, owned: int, chip: Chip, most_columns: int | None = None) -> Tile:
+    rows, copies, inputs = block_rows(cfg), 2 if name == "mlp" else 1, chunk_inputs(cfg)[name]
+    # wgmma multiplies 64 rows at a time; rows beyond those owned are masked.
+    least = 64 if chip.capability >= 90 and 64 * rows * copies <= 16384 else 16
+    block_n = max(least, min(1 << (owned - 1).bit_length(), _most_rows(cfg, name), 128 if name == "layer" else 256))
+    largest = max(64, min(256, 32768 // (copies * block_n * cfg.weight_dtype.itemsize)))
+    largest = largest if most_columns is None else min(largest, most_columns)
+    block_k = chunk_size(math.gcd(*inputs), 1 << (largest.bit_length() - 1))
+    if block_k == 0:
+        raise DrafterError(f"{name}: not all of {inputs} inputs are multiples of 16.", tile=name)
+    budget = int(chip.shared_bytes * 0.9)
+    while block_k > 32 and budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1)) < 4:
+        block_k //= 2
+    stages = budget // stage_bytes(cfg, name, Tile(block_n, block_k, 1))
+    return Tile(block_n, block_k, max(1, min(5, stages)))

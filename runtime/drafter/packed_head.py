@@ -1,0 +1,185 @@
+"""A head's weights as the persistent drafter reads them: one stream for each program, and what lies beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from .dimensions import DrafterConfig
+from .kernels.frontier import MAX_DEPTH
+from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
+from .kernels.projections import BiasLayout
+from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features
+from .tuned_cache import LaunchTable
+from .weights import HeadWeights
+
+
+@dataclass(frozen=True)
+class PackedHead:
+    """A head's matrices as streams, one per program, and the small tensors that the kernel reads beside them."""
+
+    stream: Tensor
+    """weight dtype [programs * stream_size]."""
+    scales: Tensor
+    """float32 [programs, rows]: one per row of the stream; [1] when the weights are not FP8."""
+    row_ids: Tensor
+    """int32 [programs, head rows]: target id of each LM-head row."""
+    embedding: Tensor
+    norms: dict[str, Tensor]
+    biases: Tensor
+    """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
+    cos: Tensor
+    sin: Tensor
+    num_tokens: int
+    """Length of text that the RoPE tables are for, which matters to a scaling that depends on it."""
+    launches: LaunchTable
+    """How it is launched, and the layout that it is stored in."""
+    draft_vocab: int
+    """LM-head rows packed; a launch may use the first N of them."""
+
+
+@dataclass(frozen=True)
+class PerMatrix:
+    """One number for each matrix of the stream; ``mlp`` is gate and up, side by side."""
+
+    fc: int
+    qkv: int
+    o: int
+    mlp: int
+    down: int
+    head: int
+
+
+@dataclass(frozen=True)
+class StreamLayout:
+    """Where each matrix lies in a program's stream, and how many rows of it a program and a group own."""
+
+    offsets: PerMatrix
+    """In elements."""
+    rows: PerMatrix
+    """Of one program."""
+    scales: PerMatrix
+    """Number of each matrix's first scale: a program has one scale for each row, in the stream's order."""
+    split: PerMatrix
+    """Programs to a group; 1 for what is cut by rows alone."""
+    group_rows: PerMatrix
+    """Rows of a group; 0 for what is cut by rows alone."""
+    size: int
+    """Elements of the stream."""
+    num_scales: int
+    """Scales of one program."""
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig, layout: StoredLayout, draft_vocab: int) -> StreamLayout:
+        """Lay out a head whose LM head has ``draft_vocab`` rows."""
+        programs = layout.num_programs
+        outputs = {**out_features(cfg), "head": draft_vocab}
+        rows = {name: rows_per_program(size, programs) for name, size in outputs.items()}
+        grouped = {name: group_rows(cfg, name, layout.split[name], programs) for name in PROJECTIONS}
+        offsets, scales, size, num_scales = {}, {}, 0, 0
+        for name, inputs in in_features(cfg).items():
+            if name in PROJECTIONS:
+                split, chunk = layout.split[name], layout.chunks["layer"]
+                units = -(-num_groups(split, programs) * split // programs)
+                stored = units * -(-inputs // chunk // split) * chunk * grouped[name]
+                stored *= cfg.has_fc if name == "fc" else 1
+            else:
+                stored = rows[name] * (2 if name == "mlp" else 1) * inputs
+            offsets[name], scales[name] = size, num_scales
+            size += -(-stored // 128) * 128
+            num_scales += rows[name] * (2 if name == "mlp" else 1)
+        alone = {"mlp": 1, "head": 1}
+        return cls(
+            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**layout.split, **alone),
+            PerMatrix(**grouped, mlp=0, head=0), size, num_scales,
+        )  # fmt: skip
+
+
+def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, order: Tensor | None = None) -> PackedHead:
+    """Lay a head out for the kernel, in the layout of ``launches``. Of ``cfg`` only what the head decides matters.
+
+    ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
+    packed (`DraftVocab` in rank order); default the head's own order.
+    """
+    stored = launches.layout
+    w, programs, chunks = head.tensors, stored.num_programs, stored.chunks
+    device = head.device
+    empty = torch.zeros(1, dtype=cfg.dtype, device=device)
+    order = torch.arange(head.draft_vocab, device=device) if order is None else order
+    projections = [f"self_attn.{x}_proj" for x in "qkv"]
+    matrices = {
+        "fc": [w["fc.weight"]] if cfg.has_fc else [],
+        "qkv": [torch.cat([w[f"{name}.weight"] for name in projections])],
+        "o": [w["self_attn.o_proj.weight"]],
+        "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
+        "down": [w["mlp.down_proj.weight"]],
+        "head": [head.lm_head[order]],
+    }
+    layout = StreamLayout.of(cfg, stored, head.draft_vocab)
+    element = cfg.weight_dtype.itemsize
+    stream = torch.zeros(programs * layout.size, dtype=cfg.weight_dtype, device=device)
+    by_program = stream.view(torch.uint8).view(programs, layout.size * element)
+    scales = []
+    for name in matrices:
+        parts = []
+        for matrix in matrices[name]:
+            matrix = matrix.to(cfg.dtype)
+            if cfg.weight_dtype != cfg.dtype:
+                matrix, scale = quantize_rows(matrix)
+                # The kernel halves the inputs of down (`gated_mlp`).
+                scale = scale * 2 if name == "down" else scale
+                scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
+            if name in PROJECTIONS:
+                split = stored.split[name]
+                grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
+                parts.append(cut_parts(grouped, split, chunks["layer"], programs))
+            elif name == "mlp":
+                parts.append(cut_chunks(assign_rows(matrix, programs), chunks["mlp"]))
+            else:
+                parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
+        if parts:
+            # gate and up go side by side within each chunk, so that one piece of the stream serves both.
+            packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
+            packed = packed.reshape(programs, -1).view(torch.uint8)
+            first = getattr(layout.offsets, name) * element
+            by_program[:, first : first + packed.shape[1]] = packed
+        elif cfg.weight_dtype != cfg.dtype:
+            scales.append(torch.zeros(programs, getattr(layout.rows, name), device=device))
+    cos, sin = head.rotary_halves(cfg.max_positions + MAX_DEPTH, cfg.num_tokens)
+    biased = {
+        "fc": cfg.has_fc_bias, **dict.fromkeys(projections, cfg.has_qkv_bias), "self_attn.o_proj": cfg.has_o_bias,
+        **dict.fromkeys((f"mlp.{name}_proj" for name in ("gate", "up", "down")), cfg.has_mlp_bias),
+    }  # fmt: skip
+    biases = [w[f"{name}.bias"].to(cfg.dtype) for name, has_bias in biased.items() if has_bias]
+    return PackedHead(
+        stream=stream,
+        scales=torch.cat(scales, dim=1).contiguous() if scales else torch.ones(1, device=device),
+        row_ids=assign_rows(head.draft_to_target[order].int(), programs, True).contiguous(),
+        embedding=head.embedding.to(cfg.dtype),
+        norms={
+            "in": w.get("input_layernorm.weight", empty),
+            "hidden": w.get("hidden_norm.weight", empty),
+            "post": w["post_attention_layernorm.weight"],
+            "out": w.get("norm.weight", empty),
+            "taps": torch.cat([w[name] for name in head.tap_norms]) if cfg.tap_norms else empty,
+        },
+        biases=torch.cat(biases) if biases else empty,
+        cos=cos,
+        sin=sin,
+        num_tokens=cfg.num_tokens,
+        launches=launches,
+        draft_vocab=head.draft_vocab,
+    )
+
+
+def bias_layout(cfg: DrafterConfig) -> BiasLayout:
+    """Where each bias begins in `PackedHead.biases`; those that a head lacks take no room."""
+    sizes = {
+        "fc": cfg.has_fc_bias * cfg.hidden, "qkv": cfg.has_qkv_bias * cfg.qkv_size, "o": cfg.has_o_bias * cfg.hidden,
+        "mlp": cfg.has_mlp_bias * 2 * cfg.intermediate, "down": cfg.has_mlp_bias * cfg.hidden,
+    }  # fmt: skip
+    starts = accumulate(sizes.values(), initial=0)
+    return BiasLayout(**dict(zip(sizes, starts, strict=False)))

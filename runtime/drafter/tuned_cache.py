@@ -1,0 +1,189 @@
+"""Tuned layouts and launch parameters of the persistent drafter: a cache in one JSON file.
+
+`TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
+use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
+not hold, `launch_params` derives. The length of the KV cache is no key. Both give the same results, only at different
+speed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import DrafterError
+from .dimensions import DrafterConfig
+from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
+from .shape_records import record_shape
+
+logger = logging.getLogger(__name__)
+
+
+def layout_key(cfg: DrafterConfig, chip: Chip) -> str:
+    """Name a layout of the cache: what is the same in all launches over a head."""
+    return _key(cfg, chip)
+
+
+def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
+    """Name launch parameters of the cache: everything that the speed of a launch depends on."""
+    return _key(cfg, chip, v=cfg.draft_vocab, k=cfg.top_k, m=block_rows(cfg))
+
+
+def _key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
+    sizes = {
+        "h": cfg.hidden, "i": cfg.intermediate, "q": cfg.num_heads, "kv": cfg.num_kv_heads, "d": cfg.head_dim,
+        "f": cfg.feature_width, **launched,
+    }  # fmt: skip
+    dims = "-".join(f"{label}{value}" for label, value in sizes.items())
+    types = "-".join(str(dtype).removeprefix("torch.") for dtype in (cfg.dtype, cfg.weight_dtype))
+    return f"{chip.name}/{cfg.kind}-{dims}/{types}"
+
+
+class TunedCache:
+    """Tuned layouts and launch parameters by key, in one JSON file; counts the launches it held and missed.
+
+    Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.hits = 0
+        self.misses = 0
+        self.layouts: dict[str, Any] = {}
+        self.launches: dict[str, Any] = {}
+        try:
+            if path.exists():
+                values = json.loads(path.read_text())
+                self.layouts, self.launches = values["layouts"], values["launches"]
+            layouts = {key: StoredLayout.from_json(value) for key, value in self.layouts.items()}
+            for key, value in self.launches.items():
+                LaunchParams.from_json(value, layouts[_layout_of(key)])
+        except (OSError, ValueError, TypeError, AttributeError, KeyError, DrafterError) as error:
+            raise DrafterError(
+                f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
+                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
+                path=path,
+            ) from error
+
+    def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
+        """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
+        found = self.layouts.get(layout_key(cfg, chip))
+        return choose_layout(cfg, chip) if found is None else StoredLayout.from_json(found)
+
+    def lookup(
+        self, cfg: DrafterConfig, chip: Chip, strict: bool = False, layout: StoredLayout | None = None
+    ) -> LaunchParams:
+        """Return the tuned parameters for a head packed in ``layout`` (the cache's own), or `choose_launch`'s.
+
+        ``strict`` makes a miss a `DrafterError`.
+        """
+        return self.find(cfg, chip, strict, layout)[0]
+
+    def find(
+        self, cfg: DrafterConfig, chip: Chip, strict: bool = False, layout: StoredLayout | None = None
+    ) -> tuple[LaunchParams, bool]:
+        """As `lookup`, with whether the cache held them. A miss goes to the file that ``EAGLE_SLIM_SHAPES`` names."""
+        own, key = self.layout(cfg, chip), cache_key(cfg, chip)
+        found = self.launches.get(key)
+        if found is not None and layout in (None, own):
+            self.hits += 1
+            return LaunchParams.from_json(found, own), True
+        self.misses += 1
+        record_shape(cfg, chip)
+        if strict:
+            raise DrafterError(
+                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
+                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off.",
+                key=key,
+                path=self.path,
+            )
+        logger.info("No tuned launch parameters for %s: derived ones are used.", key)
+        return choose_launch(cfg, chip, own if layout is None else layout), False
+
+    def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
+        """Keep a layout and parameters in memory; `save` writes them.
+
+        Another layout than before drops what was tuned over the one before.
+        """
+        key, layout = layout_key(cfg, chip), params.layout.to_json()
+        if self.layouts.get(key, layout) != layout:
+            self.launches = {name: value for name, value in self.launches.items() if _layout_of(name) != key}
+        self.layouts[key] = layout
+        self.launches[cache_key(cfg, chip)] = params.to_json()
+
+    def save(self) -> None:
+        """Write the file whole or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(".tmp")
+        values = {"layouts": self.layouts, "launches": self.launches}
+        temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
+        os.replace(temporary, self.path)
+
+
+class LaunchTable:
+    """Launch parameters of one packed head for every configuration, each looked up once.
+
+    ``strict``: a `DrafterError` where the cache does not hold them.
+    """
+
+    def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip, strict: bool = False) -> None:
+        self.layout = layout
+        self._tuned, self._chip, self._strict = tuned, chip, strict
+        self._found: dict[str, tuple[LaunchParams, bool]] = {}
+        self._keys: dict[DrafterConfig, str] = {}
+
+    def get(self, cfg: DrafterConfig) -> LaunchParams:
+        """Return the parameters of one configuration."""
+        return self._find(cfg)[0]
+
+    def is_tuned(self, cfg: DrafterConfig) -> bool:
+        """Whether the cache held the parameters of one configuration."""
+        return self._find(cfg)[1]
+
+    def _find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
+        key = self._keys.get(cfg)
+        if key is None:
+            key = self._keys[cfg] = cache_key(cfg, self._chip)
+        if key not in self._found:
+            self._found[key] = self._tuned.find(cfg, self._chip, self._strict, self.layout)
+        return self._found[key]
+
+
+class FixedLaunch(LaunchTable):
+    """The same parameters for every configuration, without a cache: for tests and for the tuner."""
+
+    def __init__(self, params: LaunchParams) -> None:
+        self.layout, self._params = params.layout, params
+
+    def _find(self, cfg: DrafterConfig) -> tuple[LaunchParams, bool]:
+        return self._params, False
+
+
+def default_cache() -> TunedCache:
+    """The cache named by ``EAGLE_SLIM_TUNED``, or the one that ships; a process reads each file once."""
+    return _read_once(Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json")))
+
+
+@cache
+def _read_once(path: Path) -> TunedCache:
+    tuned = TunedCache(path)
+    logger.info(
+        "Launch parameters: %d tuned ones for %d heads are read from %s.",
+        len(tuned.launches), len(tuned.layouts), path,
+    )  # fmt: skip
+    return tuned
+
+
+def is_strict() -> bool:
+    """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
+    return os.environ.get("EAGLE_SLIM_STRICT", "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _layout_of(key: str) -> str:
+    """The key of the layout that the launch parameters of a key belong to."""
+    chip, dims, types = key.rsplit("/", 2)
+    return f"{chip}/{dims.split('-v')[0]}/{types}"

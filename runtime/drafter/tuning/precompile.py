@@ -1,0 +1,95 @@
+"""Compile kernels in parallel processes before anything is timed; Triton's cache on disk hands them over.
+
+Nothing is allocated: tensors are on the "meta" device, and their types, strides and alignment, which is what Triton
+specialises on, are those of the launch to come.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from typing import NamedTuple
+
+import torch
+
+from ...settings import MAX_NEW_TOKENS, TreeConfig
+from ..buffers import Buffers
+from ..dimensions import DrafterConfig
+from ..launch_params import LaunchParams
+from .problem import MODELS, Dims, first_rows, random_head
+
+
+class Job(NamedTuple):
+    """One kernel."""
+
+    dims: Dims
+    cfg: DrafterConfig
+    params: LaunchParams
+    packed_vocab: int | None = None
+    """LM-head rows that are packed, where a launch uses fewer of them."""
+
+
+def job_of(
+    model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device,
+    packed_vocab: int | None = None,
+) -> Job:  # fmt: skip
+    """The compilation that a `BufferedDrafter` of these dimensions (`problem.MODELS`) on this device will need.
+
+    ``packed_vocab``: LM-head rows that are packed, where it drafts over fewer of them.
+    """
+    head = first_rows(random_head(MODELS[model], torch.device("meta")), draft_vocab)
+    cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
+    return tuned_job(MODELS[model], cfg, device, packed_vocab)
+
+
+def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device, packed_vocab: int | None = None) -> Job:
+    """The compilation of a configuration with the launch parameters that launches will find."""
+    from ..kernel_launch import chip_of
+    from ..tuned_cache import default_cache
+
+    return Job(dims, cfg, default_cache().lookup(cfg, chip_of(device)), packed_vocab)
+
+
+def compile_one(job: Job) -> float:
+    """Compile the kernel of one configuration into the cache; seconds it took."""
+    from .. import kernel_launch as host
+    from ..kernels.persistent import draft_kernel
+    from ..packed_head import pack_head
+    from ..tuned_cache import FixedLaunch
+    from ..workspace import allocate_workspace
+
+    start = time.perf_counter()
+    dims, cfg, params, packed_vocab = job
+    device = torch.device("meta")
+    head = first_rows(random_head(dims, device, cfg.dtype), packed_vocab or cfg.draft_vocab)
+    packed = pack_head(head, cfg, FixedLaunch(params))
+    bufs = Buffers.allocate(cfg, device)
+    bufs.workspace.update(allocate_workspace(cfg, params, device))
+    features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
+    draft_kernel.warmup(
+        grid=(params.num_programs,),
+        **host.kernel_arguments(cfg, features, packed, bufs),
+        **host.kernel_constants(cfg, params, packed.draft_vocab),
+        **host.compile_options(params),
+        launch_cooperative_grid=True,
+    )
+    return time.perf_counter() - start
+
+
+def compile_all(jobs: Sequence[Job], seconds: float, processes: int | None = None) -> list[bool]:
+    """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch."""
+    processes = processes or max(1, min(12, (os.cpu_count() or 2) - 2))
+    if len(jobs) < 2 or processes < 2:
+        return [False] * len(jobs)
+    pool = ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn"))
+    futures = [pool.submit(compile_one, job) for job in jobs]
+    wait(futures, timeout=seconds)
+    done = [future.done() and future.exception() is None for future in futures]
+    failed = [future.exception() for future in futures if future.done() and future.exception() is not None]
+    if failed:
+        print(f"{len(failed)} compilations ahead failed: {failed[0]!r}", flush=True)
+    pool.shutdown(wait=all(future.done() for future in futures), cancel_futures=True)
+    return done

@@ -1,0 +1,169 @@
+"""Random drafting problems of the dimensions of known models, built on the device, and those that stand for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...settings import MAX_NEW_TOKENS, TreeConfig
+from ..buffers import Buffers
+from ..dimensions import DrafterConfig
+from ..rope import rotary_embedding
+from ..weights import HeadWeights
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Dimensions of a model and of a draft head for it."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    kind: str = "eagle3"
+    """Or "eagle" for EAGLE-1/2."""
+    target_features: int = 0
+    """Width of the target's features where it is not that of three taps as wide as the head."""
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig) -> Dims:
+        """The dimensions of a configuration."""
+        return cls(
+            cfg.hidden, cfg.intermediate, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.target_vocab, cfg.kind,
+            cfg.feature_width,
+        )  # fmt: skip
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the target's features, all taps together."""
+        return self.target_features or (3 * self.hidden if self.kind == "eagle3" else self.hidden)
+
+
+MODELS = {
+    "smollm2-135m": Dims(576, 1536, 9, 3, 64, 49152),
+    "qwen2.5-0.5b": Dims(896, 4864, 14, 2, 64, 151936),
+    "llama-3.2-1b": Dims(2048, 8192, 32, 8, 64, 128256),
+    "llama-3.1-8b": Dims(4096, 14336, 32, 8, 128, 128256),
+    "qwen3-8b": Dims(4096, 12288, 32, 8, 128, 151936),
+    "llama-3.3-70b": Dims(8192, 28672, 64, 8, 128, 128256),
+}
+"""From each model's ``config.json`` on the Hugging Face Hub."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A draft that is measured: of a head for a known model, after ``prefix`` tokens of each of ``batch`` sequences."""
+
+    model: str
+    draft_vocab: int
+    depth: int
+    batch: int
+    prefix: int
+
+    @property
+    def name(self) -> str:
+        """Short name, as llama-3.1-8b/v32000/d5/b1/p512."""
+        return f"{self.model}/v{self.draft_vocab}/d{self.depth}/b{self.batch}/p{self.prefix}"
+
+
+HEADLINE = Row("llama-3.1-8b", 32000, 5, 1, 512)
+
+
+def all_rows() -> list[Row]:
+    """What ``benchmarks.draft`` measures and ``tune --all`` tunes for, the most wanted first.
+
+    Rows that share a compiled kernel are neighbours.
+    """
+    eight = HEADLINE.model
+    vocabularies, prefixes = (32000, 128256, 16000, 8192), (512, 8192)
+    wanted = [replace(HEADLINE, prefix=prefix) for prefix in prefixes]
+    wanted += [Row(model, 32000, 5, 1, 512) for model in MODELS if model != eight]
+    wanted += [Row(eight, vocab, 5, 1, prefix) for vocab in vocabularies for prefix in prefixes]
+    wanted += [Row(eight, 32000, 5, batch, prefix) for batch in (2, 4, 8) for prefix in prefixes]
+    wanted += [
+        Row(eight, vocab, depth, batch, prefix)
+        for depth in (7, 5)
+        for batch in (1, 2, 4, 8)
+        for vocab in vocabularies
+        for prefix in prefixes
+    ]
+    return list(dict.fromkeys(wanted))
+
+
+def random_head(
+    dims: Dims, device: torch.device, dtype: torch.dtype = torch.bfloat16, seed: int = 0, lm_head_gain: float = 3.0
+) -> HeadWeights:
+    """Build a head over the full vocabulary whose activations stay of order one; shapes only on "meta".
+
+    ``lm_head_gain``: about the standard deviation of the logits.
+    """
+    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+    def matrix(out: int, size: int, gain: float = 1.0) -> Tensor:
+        weight = torch.randn(out, size, generator=generator, device=device, dtype=dtype)
+        return weight.mul_(gain * size**-0.5)
+
+    def norm() -> Tensor:
+        return 1 + 0.2 * torch.randn(dims.hidden, generator=generator, device=device, dtype=dtype)
+
+    hidden, attention, kv = dims.hidden, dims.heads * dims.head_dim, dims.kv_heads * dims.head_dim
+    eagle3 = dims.kind == "eagle3"
+    qkv_in = 2 * hidden if eagle3 else hidden
+    tensors = {
+        "fc.weight": matrix(hidden, dims.feature_width if eagle3 else 2 * hidden),
+        "self_attn.q_proj.weight": matrix(attention, qkv_in, 2.0),
+        "self_attn.k_proj.weight": matrix(kv, qkv_in, 2.0),
+        "self_attn.v_proj.weight": matrix(kv, qkv_in),
+        "self_attn.o_proj.weight": matrix(hidden, attention),
+        "mlp.gate_proj.weight": matrix(dims.intermediate, hidden),
+        "mlp.up_proj.weight": matrix(dims.intermediate, hidden),
+        "mlp.down_proj.weight": matrix(hidden, dims.intermediate),
+        "post_attention_layernorm.weight": norm(),
+    }
+    if eagle3:
+        tensors |= {"input_layernorm.weight": norm(), "hidden_norm.weight": norm(), "norm.weight": norm()}
+    config = {
+        "hidden_size": hidden, "num_attention_heads": dims.heads, "num_key_value_heads": dims.kv_heads,
+        "head_dim": dims.head_dim, "max_position_embeddings": 131072, "rope_theta": 500000.0, "rope_scaling": None,
+    }  # fmt: skip
+    return HeadWeights(
+        kind=dims.kind, tensors=tensors, embedding=matrix(dims.vocab, hidden, hidden**0.5),
+        lm_head=matrix(dims.vocab, hidden, lm_head_gain), draft_to_target=torch.arange(dims.vocab, device=device),
+        rotary=rotary_embedding(config, device), hidden=hidden, num_heads=dims.heads, num_kv_heads=dims.kv_heads,
+        head_dim=dims.head_dim, norm_eps=1e-5, activation="silu", feature_width=dims.feature_width,
+    )  # fmt: skip
+
+
+def first_rows(head: HeadWeights, draft_vocab: int) -> HeadWeights:
+    """The same head over its first ``draft_vocab`` LM-head rows."""
+    return replace(head, lm_head=head.lm_head[:draft_vocab], draft_to_target=head.draft_to_target[:draft_vocab])
+
+
+def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers, seed: int = 0) -> Tensor:
+    """Fill every slot's cache with ``prefix`` random pairs, write ``num_new`` tokens, and return their features."""
+    device = bufs.keys.device
+    generator = torch.Generator(device).manual_seed(seed)
+    for cache in (bufs.keys, bufs.values):
+        cache.normal_(generator=generator)
+    tokens = torch.randint(0, cfg.target_vocab, (cfg.num_slots, num_new), generator=generator, device=device)
+    bufs.set_step(list(range(cfg.num_slots)), tokens.tolist(), [prefix] * cfg.num_slots)
+    shape = (cfg.num_slots, MAX_NEW_TOKENS, cfg.feature_width)
+    return torch.randn(shape, generator=generator, device=device, dtype=cfg.dtype)
+
+
+def draft_config(
+    dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
+    dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None,
+) -> DrafterConfig:  # fmt: skip
+    """Dimensions of a draft with `random_head`."""
+    return DrafterConfig(
+        kind=dims.kind, hidden=dims.hidden, intermediate=dims.intermediate, num_heads=dims.heads,
+        num_kv_heads=dims.kv_heads, head_dim=dims.head_dim, feature_width=dims.feature_width, target_vocab=dims.vocab,
+        draft_vocab=draft_vocab, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens, norm_eps=1e-5,
+        num_slots=num_slots, max_positions=prefix + MAX_NEW_TOKENS + tree.depth * tree.top_k, dtype=dtype,
+        weight_dtype=weight_dtype or dtype, has_fc=dims.kind == "eagle" or dims.feature_width != dims.hidden,
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""Measuring on a device: CUDA graphs, and medians with their spread of variants that take turns."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of one variant."""
+
+    median_us: float
+    low_us: float
+    """10th percentile."""
+    high_us: float
+    """90th percentile."""
+    samples: int
+
+    @classmethod
+    def of(cls, samples_us: list[float]) -> Times:
+        """Summarise samples."""
+        ordered = sorted(samples_us)
+        tenth = len(ordered) // 10
+        return cls(statistics.median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; elsewhere everything has been done when a call returns."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def time_us(run: Callable[[], object], device: torch.device) -> float:
+    """Time one call from an idle device to an idle device: CUDA events, or the clock on a CPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e6
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) * 1e3
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    rounds: int,
+    seldom: frozenset[str] = frozenset(),
+) -> dict[str, Times]:
+    """Time variants in turn, ``rounds`` times after two to warm up; those in ``seldom`` every fourth time."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    for index in range(-2, rounds):
+        for name, run in variants.items():
+            if name in seldom and index % 4:
+                continue
+            sample = time_us(run, device)
+            if index >= 0:
+                samples[name].append(sample)
+    return {name: Times.of(values) for name, values in samples.items()}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A CUDA graph, with the callable that it was recorded from: what that holds must live as long as the graph."""
+
+    run: Callable[[], object]
+    graph: torch.cuda.CUDAGraph
+
+    def __call__(self) -> None:
+        """Replay."""
+        self.graph.replay()
+
+
+def capture(run: Callable[[], object]) -> Recording:
+    """Record a callable in a CUDA graph after warming it up on a side stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return Recording(run, graph)

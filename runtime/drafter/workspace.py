@@ -1,0 +1,219 @@
+"""What the persistent kernel passes between its phases: one table, from which the workspace is allocated.
+
+    python -m eagle_slim.runtime.drafter.workspace        # the table for docs/kernels.md
+
+Phases are those of docs/kernels.md, and ``tree`` after the last ``pick``. Nothing here grows with the draft vocabulary
+times the nodes.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..settings import MAX_NEW_TOKENS
+from .dimensions import DrafterConfig
+from .kernels.ancestor_attention import AttentionShape, heads_per_attention_unit
+from .kernels.frontier import MAX_DEPTH
+from .kernels.lm_topk import len_lists, places
+from .kernels.selection import LOWEST_KEY
+from .launch_params import LaunchParams, block_rows, group_rows, num_groups
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One tensor of the workspace."""
+
+    name: str
+    dtype: str
+    """One of `element_types`."""
+    shape: tuple[str, ...]
+    """Names of `sizes`."""
+    written: str
+    """Phases that write it."""
+    read: str
+    """Phases that read it."""
+    holds: str
+
+
+BUFFERS = (
+    Buffer("x", "operand", ("operand values",), "rows, fc sum, norm, merge, o sum, mlp, down sum, pick",
+           "fc, qkv, o, mlp, down, head", "inputs of the products, one after the other: `OperandLayout`"),
+    Buffer("x_raw", "model", ("raw rows", "hidden"), "rows, pick", "fc",
+           "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
+    Buffer("partial", "fp32", ("part rows", "rows"), "fc, qkv, o, down", "fc sum, qkv sum, o sum, down sum",
+           "partial sums of a projection: `projections.Parts`"),
+    Buffer("hidden", "fp32", ("slot rows", "hidden"), "rows, fc sum, down sum", "norm, o sum, pick",
+           "residual that enters the layer: features, then each level's output"),
+    Buffer("middle", "fp32", ("slot rows", "hidden"), "o sum", "down sum", "residual between attention and MLP"),
+    Buffer("qkv", "fp32", ("slot rows", "qkv"), "qkv sum", "attention", "query, key and value, not rotated"),
+    Buffer("squares_post", "fp32", ("programs", "rows"), "o sum", "mlp", "sums of squares of `middle`"),
+    Buffer("squares_out", "fp32", ("programs", "rows"), "down sum", "head", "sums of squares of `hidden`"),
+    Buffer("scratch", "fp32", ("programs", "rows", "head tile"), "head", "head", "one tile of logits"),
+    Buffer("best_max", "fp32", ("programs", "rows"), "head", "pick", "largest logit: `lm_topk.Lists`"),
+    Buffer("best_sum", "fp32", ("programs", "rows"), "head", "pick", "sum of exp(logit - largest)"),
+    Buffer("score", "fp32", ("slots", "candidates"), "pick", "tree", "cumulative log-probability of each candidate"),
+    Buffer("frontier_score", "fp32", ("slot rows",), "pick", "pick", "of each node of the level"),
+    Buffer("part_stat", "fp32", ("2", "attention rows"), "attention", "merge", "running maximum and sum of each part"),
+    Buffer("part_acc", "fp32", ("attention rows", "head block"), "attention", "merge", "weighted sum of values"),
+    Buffer("factor", "fp32", ("input rows",), "rows, norm, pick", "fc sum, qkv sum, o sum",
+           "RMSNorm factor, or divisor, of each embedding and feature"),
+    Buffer("best_key", "int64", ("lists", "rows", "places"), "head", "pick",
+           "best rows of the LM head: `lm_topk.Lists`"),
+    Buffer("child_key", "int64", ("slot rows", "places"), "pick", "pick",
+           "children of each node of the level, as keys"),
+    Buffer("owner", "int32", ("programs", "places"), "pick", "pick", "programs with the best lists; each its own"),
+    Buffer("token", "int32", ("slots", "candidates"), "pick", "tree", "target id of each candidate"),
+    Buffer("parent", "int32", ("slots", "candidates"), "pick", "tree", "candidate that it is a child of"),
+    Buffer("node_of", "int32", ("slots", "candidates"), "tree", "tree", "node of each chosen candidate"),
+    Buffer("chosen", "int32", ("slots", "nodes"), "tree", "tree", "candidate of each node"),
+    Buffer("frontier_candidate", "int32", ("slot rows",), "pick", "pick", "candidate that each node of the level is"),
+    Buffer("frontier_parent", "int32", ("slot rows",), "pick", "fc, qkv, o sum, pick",
+           "node of the level before whose child it is"),
+    Buffer("frontier_child", "int32", ("slot rows",), "pick", "fc, qkv", "and which child"),
+    Buffer("chain", "int32", ("2", "slot rows", "chain"), "pick", "attention, pick",
+           "ancestors of each node; levels take turns"),
+    Buffer("node_arrivals", "int32", ("slots",), "pick", "pick", "nodes merged; 0 between levels"),
+    Buffer("barrier", "int32", ("barrier",), "all", "all", "`grid_barrier`'s state; 0 between launches"),
+)  # fmt: skip
+Workspace = namedtuple("Workspace", [buffer.name for buffer in BUFFERS])  # type: ignore[misc]  # the table names them
+"""The tensors, or in a kernel their addresses, in the table's order."""
+
+
+@dataclass(frozen=True)
+class OperandLayout:
+    """Where the inputs of the products begin in one tensor, in stored elements."""
+
+    inputs: int
+    """Embeddings, then features."""
+    fc: int
+    """Taps (EAGLE-3) or fused features (EAGLE-1/2)."""
+    attention: int
+    post: int
+    """After attention and its norm."""
+    mlp: int
+    head: int
+    size: int
+
+    @classmethod
+    def of(cls, cfg: DrafterConfig) -> OperandLayout:
+        """Lay the operands out one after the other; pairs of e4m3 numbers take two elements a value."""
+        rows = cfg.num_slots * MAX_NEW_TOKENS
+        operands = {
+            "inputs": input_rows(cfg) * cfg.hidden,
+            "fc": rows * (cfg.fc_in if cfg.kind == "eagle3" else cfg.hidden),
+            "attention": rows * cfg.num_heads * cfg.head_dim,
+            "post": rows * cfg.hidden,
+            "mlp": rows * cfg.intermediate,
+            "head": rows * cfg.hidden,
+        }
+        starts, at = {}, 0
+        for name, size in operands.items():
+            starts[name] = at
+            at += -(-size * (2 if has_pairs(cfg) else 1) // 128) * 128
+        return cls(**starts, size=at)
+
+
+def has_pairs(cfg: DrafterConfig) -> bool:
+    """Whether operands are pairs of e4m3 numbers: weights are FP8."""
+    return cfg.weight_dtype != cfg.dtype
+
+
+def element_types(cfg: DrafterConfig) -> dict[str, torch.dtype]:
+    """The types that `BUFFERS` names. Operands are of the weights' type: the model's, or pairs of e4m3 numbers."""
+    return {
+        "operand": cfg.weight_dtype,
+        "model": cfg.dtype,
+        "fp32": torch.float32,
+        "int64": torch.int64,
+        "int32": torch.int32,
+    }
+
+
+def input_rows(cfg: DrafterConfig) -> int:
+    """Rows of embeddings and, after them, features."""
+    return cfg.num_slots * (cfg.embed_rows + MAX_NEW_TOKENS)
+
+
+def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
+    """The heads of a configuration, as its attention is cut."""
+    return AttentionShape(
+        cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.top_k, MAX_DEPTH,
+        heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim), params.block_keys, cfg.num_slots,
+        params.part_keys, window=cfg.sliding_window or 0,
+    )  # fmt: skip
+
+
+def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
+    """The names that `BUFFERS` uses for sizes."""
+    programs, slot_rows = params.num_programs, cfg.num_slots * MAX_NEW_TOKENS
+    attention = attention_shape(cfg, params)
+    split = params.split.items()
+    return {
+        "2": 2,
+        "slots": cfg.num_slots,
+        "slot rows": slot_rows,
+        "rows": block_rows(cfg),
+        "programs": programs,
+        "lists": len_lists(programs),
+        "places": places(cfg.top_k),
+        "candidates": cfg.tree.num_candidates,
+        "nodes": cfg.total_tokens,
+        "chain": MAX_DEPTH,
+        "hidden": cfg.hidden,
+        "qkv": cfg.qkv_size,
+        "input rows": input_rows(cfg),
+        "raw rows": input_rows(cfg) if cfg.kind == "eagle" and has_pairs(cfg) else 1,
+        "operand values": OperandLayout.of(cfg).size,
+        "part rows": max(num_groups(n, programs) * n * group_rows(cfg, name, n, programs) for name, n in split),
+        "attention rows": max(programs, cfg.num_slots * attention.groups) * attention.group_rows,
+        "head block": attention.block_d,
+        "head tile": params.tiles["head"].block_n,
+        "barrier": 4,
+    }
+
+
+SIZES = {
+    "slots": "sequences side by side", "slot rows": "16 for each slot",
+    "rows": "16 for each slot, to a power of two", "programs": "one on each multiprocessor",
+    "lists": "one for each program, to a multiple of 16", "places": "top_k, to a power of two",
+    "candidates": "all that are drafted: top_k + depth * top_k^2", "nodes": "total_tokens",
+    "chain": f"{MAX_DEPTH} levels", "hidden": "the head's width", "qkv": "(heads + 2 kv_heads) * head_dim",
+    "input rows": "embeddings, then features", "raw rows": "the same; 1 where `x_raw` is not used",
+    "operand values": "all operands together", "part rows": "groups * split * rows of a group, the largest of the four",
+    "attention rows": "queries of all parts of all heads", "head block": "head_dim, to a power of two",
+    "head tile": "LM-head rows multiplied at a time", "barrier": "4 words",
+}  # fmt: skip
+"""What the names mean, for readers."""
+
+
+def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.device | str) -> dict[str, Tensor]:
+    """Allocate `BUFFERS`, poisoned: NaN in floats; integers are what the kernel expects to find, 0 or empty lists."""
+    size, types = sizes(cfg, params), element_types(cfg)
+    return {
+        buffer.name: _fresh([size[name] for name in buffer.shape], types[buffer.dtype], device) for buffer in BUFFERS
+    }
+
+
+def _fresh(shape: list[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    if dtype == torch.float8_e4m3fn:  # whose NaN is 0x7F
+        return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
+    fill = {torch.int32: 0, torch.int64: LOWEST_KEY.value}.get(dtype, float("nan"))
+    return torch.full(shape, fill, dtype=dtype, device=device)
+
+
+def table() -> str:
+    """The table, in Markdown."""
+    lines = ["| buffer | type | shape | written in | read in | what |", "| --- | --- | --- | --- | --- | --- |"]
+    for buffer in BUFFERS:
+        cells = (f"`{buffer.name}`", buffer.dtype, ", ".join(buffer.shape), buffer.written, buffer.read, buffer.holds)
+        lines.append(f"| {' | '.join(cells)} |")
+    meanings = "; ".join(f"*{name}*: {meaning}" for name, meaning in SIZES.items())
+    return "\n".join([*lines, "", f"Sizes: {meanings}."])
+
+
+if __name__ == "__main__":
+    print(table())

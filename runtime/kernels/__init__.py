@@ -1,1 +1,0 @@
-"""One operation per file: reference, Triton kernel, host function."""

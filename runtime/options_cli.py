@@ -1,0 +1,135 @@
+"""Options that load a head with its target, shared by `eagle-generate` and `eagle-compare`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+from eagle_slim.vocab_tools.base_cli import note
+
+if TYPE_CHECKING:
+    from .model import SpeculativeModel
+
+INTERRUPTED = 130
+"""Exit code of a command that Ctrl-C ended."""
+
+_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
+
+
+def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if value is None else tuple(int(layer) for layer in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of layer numbers such as 2,15,27", ctx, param) from None
+
+
+# Parameters bear the names of the arguments of `SpeculativeModel.from_pretrained`.
+_OPTIONS = (
+    click.argument("head", required=False, metavar="[HEAD]"),
+    click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head names."),
+    click.option("--revision", metavar="REV", help="Branch, tag or commit of the target."),
+    click.option("--head-revision", metavar="REV", help="Branch, tag or commit of the head."),
+    click.option("--head-subfolder", metavar="NAME", help="Folder within HEAD that holds the head, such as eagle3."),
+    click.option("--depth", default=5, show_default=True, help="Levels of the draft tree."),
+    click.option("--draft-top-k", default=10, show_default=True, help="Children per node; 1 drafts a chain."),
+    click.option(
+        "--total-tokens", type=int,
+        help="Nodes of the tree, root included. Default: what measured steps show to be fastest; in a comparison 60.",
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+        default="auto",
+        show_default=True,
+        help="Type of target and drafter; greedy output is exact in float32.",
+    ),
+    click.option("--device", metavar="D", help="Such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
+    click.option(
+        "--drafter", type=click.Choice(["auto", "reference", "triton"]), default="auto", show_default=True,
+        help="The persistent kernel (triton) or plain PyTorch; auto takes the kernel where GPU and head allow it.",
+    ),
+    click.option(
+        "--draft-weights", type=click.Choice(["auto", "bf16", "fp8"]), default="auto", show_default=True,
+        help="Type of the drafter's weights: the model's own (auto), or half the bytes in FP8 on GPUs from sm_89 on.",
+    ),
+    click.option(
+        "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
+        help="Our own forward over the target's weights, or transformers'; auto takes ours on a GPU where it can.",
+    ),
+    click.option("--max-model-len", type=int, metavar="N", help="Most tokens of prompt and answer together."),
+    click.option("--tap-layers", callback=_layers, metavar="L,L,...",
+                 help="Target layers whose inputs an unconverted head reads."),
+    click.option(
+        "--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
+        help="Form of an unconverted head's own map, where the files leave it open.",
+    ),
+    click.option("--offline", is_flag=True, help="Use only what is on this machine."),
+)  # fmt: skip
+_LOADING = (
+    "revision", "head_revision", "head_subfolder", "depth", "total_tokens", "dtype", "device", "drafter",
+    "draft_weights", "target_backend", "max_model_len", "tap_layers", "d2t_form", "offline",
+)  # fmt: skip
+
+
+def model_options(function: _Decorated) -> _Decorated:
+    """Add HEAD and the options that `load_heads` takes."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def miss_log_option(function: _Decorated) -> _Decorated:
+    """Add ``--miss-log``."""
+    return click.option(
+        "--miss-log", metavar="FILE",
+        help="Add what is generated to the counts in FILE, which `eagle-vocab merge` and `rank` read.",
+    )(function)  # fmt: skip
+
+
+def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
+    """Take the options of `model_options` out of a command's options and load the head with its target.
+
+    ``heads`` among them names other heads for the same target, which are loaded with the same drafter and forward.
+    ``more``: further arguments of `SpeculativeModel.from_pretrained`.
+    """
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+    from .model import SpeculativeModel
+
+    head, heads = options.pop("head"), options.pop("heads", ())
+    given = {name: options.pop(name) for name in _LOADING} | {"top_k": options.pop("draft_top_k"), **more}
+    note(f"loading {head or 'the built-in head'} with its target")
+    model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
+    note(f"target: {model.target.backend}; {model.drafting} ({model.drafter_reason})")
+    follow = model.drafter.weights.follow
+    if follow is not None:
+        most = min(follow.most, len(follow.ids))
+        note(f"follows the prompt: up to {most:,} of {len(follow.ids):,} ids join {model.draft_vocab:,}")
+    loaded = {
+        "revision": None, "dtype": "auto", "device": None, "target_backend": model.target.backend.name,
+        "drafter": model.drafter.backend, "tokenizer": model.tokenizer,
+    }  # fmt: skip
+    models = [model]
+    for other in heads:
+        note(f"loading {other}")
+        models.append(SpeculativeModel.from_pretrained(model.target.model, other, **{**given, **loaded}))
+        models[-1].tokenizer_source = model.tokenizer_source
+    for each in models:
+        assert each.opened is not None
+        for warning in each.opened.head.warnings:
+            note(f"warning: {warning}")
+    return models
+
+
+def show_warnings_as_lines() -> None:
+    """Print Python warnings as one line on stderr, as the commands print their own."""
+
+    def show(message: Warning | str, *_args: Any, **_kwargs: Any) -> None:
+        note(f"warning: {message}")
+
+    warnings.showwarning = show

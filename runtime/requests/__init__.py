@@ -1,0 +1,1 @@
+"""What is asked of a generation and what comes out: options, prompts, streaming, statistics, output."""

@@ -1,0 +1,148 @@
+"""Reading the arguments of `generate`: numbers, token ids, stop strings, lengths, and how to sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..settings import SamplingConfig
+from .options import SAMPLING
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+def read_count(name: str, value: Any, least: int) -> int:
+    """Return a whole number of at least ``least``; numpy's integers count, True does not. Raises `UsageError`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise UsageError(
+            f"{name} must be an integer of at least {least}, got {value!r}.", option=name, expected=least, found=value
+        )
+    return int(value)
+
+
+def read_token_id(token: Any) -> int:
+    """Return a token id as a plain integer. Raises `UsageError` for anything that is no integer."""
+    if isinstance(token, bool) or not isinstance(token, Integral):
+        raise UsageError(
+            f"Token ids are integers, in lists or in a tensor of at most two dimensions; got {token!r}.", found=token
+        )
+    return int(token)
+
+
+def read_id_set(ids: int | Iterable[int] | None) -> frozenset[int]:
+    """Return one id or many (a list, a set, a tensor) as a set; None is the empty set. Raises `UsageError`."""
+    if ids is None:
+        return frozenset()
+    values = ids.tolist() if hasattr(ids, "tolist") else ids
+    return frozenset(read_token_id(token) for token in (values if isinstance(values, Iterable) else [values]))
+
+
+def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> tuple[str, ...]:
+    """Return the stop strings. Raises `UsageError` for an empty one, and for any without a tokenizer."""
+    stops = tuple(stop or ()) if isinstance(stop, Iterable | None) and not isinstance(stop, str) else (stop,)
+    if stops and not has_tokenizer:
+        raise UsageError("Stop strings need a tokenizer. Load the model with one.", option="stop", missing="tokenizer")
+    if not all(isinstance(text, str) and text for text in stops):
+        raise UsageError(
+            f"Stop strings are texts of at least one letter; got {list(stops)!r}.", option="stop", found=list(stops)
+        )
+    return stops
+
+
+def read_seconds(name: str, value: Any) -> float:
+    """Return a number of seconds above 0. Raises `UsageError`."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise UsageError(f"{name} must be a number of seconds above 0, got {value!r}.", option=name, found=value)
+    return float(value)
+
+
+def read_criteria(criteria: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
+    """Return stopping criteria: one callable, or a list of them such as a `StoppingCriteriaList`."""
+    given = [criteria] if callable(criteria) and not isinstance(criteria, Sequence) else criteria or ()
+    if not isinstance(given, Sequence) or not all(callable(criterion) for criterion in given):
+        raise UsageError(
+            "stopping_criteria is a list of callables of (input_ids, scores), as in transformers.",
+            option="stopping_criteria",
+        )
+    return tuple(given)
+
+
+def read_seed(seed: Any) -> int:
+    """Return the seed of a call; None draws one from PyTorch's generator, which `torch.manual_seed` sets."""
+    return int(torch.randint(2**63 - 1, ())) if seed is None else seed
+
+
+def read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
+    """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256.
+
+    Raises `UsageError` for a ``max_length`` below the prompt's length, and for numbers that are out of range.
+    """
+    if "max_new_tokens" in options:
+        return read_count("max_new_tokens", options["max_new_tokens"], 0)
+    if "max_length" not in options:
+        return DEFAULT_MAX_NEW_TOKENS
+    length = read_count("max_length", options["max_length"], 0)
+    if length < prompt_length:
+        raise UsageError(
+            f"max_length = {length} counts prompt and answer together, and the prompt alone has {prompt_length} "
+            "tokens. Give max_new_tokens to limit the answer alone.",
+            option="max_length", expected=prompt_length, found=length,
+        )  # fmt: skip
+    return length - prompt_length
+
+
+def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
+    """Read how to sample from joined options (`join_options`); the ``keywords`` must not contradict each other.
+
+    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None
+    (`read_seed`). Raises `UsageError`.
+    """
+    named = {name: keywords.get(name) for name in ("do_sample", *SAMPLING)}
+    if named["do_sample"] is None and named["temperature"] is None:
+        named["do_sample"] = options.get("do_sample")
+    first = sampling_config(**named, seed=0 if seed is None else seed)
+    if first.is_greedy:
+        return SamplingConfig(seed=first.seed)
+    found = {name: options[name] for name in SAMPLING if name in options}
+    sampling = sampling_config(do_sample=True, **found, seed=first.seed)
+    return replace(sampling, seed=read_seed(seed))
+
+
+def sampling_config(
+    do_sample: bool | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    seed: int = 0,
+    min_p: float | None = None,
+    typical_p: float | None = None,
+) -> SamplingConfig:
+    """Read sampling arguments as `SpeculativeModel.generate` does. Raises `UsageError` when they contradict."""
+    cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "typical_p": typical_p}
+    given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
+    if do_sample is None:
+        if temperature is None and given:
+            raise UsageError(
+                f"{', '.join(given)} only matters when sampling. Give a temperature (or do_sample=True) as well.",
+                option=next(iter(given)),
+            )
+        do_sample = bool(temperature)
+    if not do_sample:
+        if temperature:
+            raise UsageError(
+                f"do_sample=False asks for greedy decoding, temperature={temperature} for sampling. Give one of them.",
+                option="temperature", found=temperature,
+            )  # fmt: skip
+        return SamplingConfig(seed=seed)
+    if temperature == 0:
+        raise UsageError(
+            "do_sample=True needs a temperature above 0. Leave temperature out for 1.0.",
+            option="temperature", found=temperature,
+        )  # fmt: skip
+    return SamplingConfig(1.0 if temperature is None else temperature, seed=seed, **given)

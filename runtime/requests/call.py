@@ -1,0 +1,163 @@
+"""One call of `generate`, read: its prompts as requests, how to sample, and what the caller wants back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from ..settings import SamplingConfig
+from .arguments import (
+    read_count,
+    read_criteria,
+    read_id_set,
+    read_max_new_tokens,
+    read_sampling,
+    read_seconds,
+    read_stop_strings,
+)
+from .logit_records import LogitRecord
+from .options import build_processors, join_options, without_padding
+from .prompts import ReadPrompts, check_prompts, read_prompts
+from .requests import Request
+
+
+@dataclass(frozen=True)
+class CallerModel:
+    """What reading a call needs to know of the model."""
+
+    generation_config: Any
+    text_config: Any
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    """Logits per position."""
+    num_ids: int
+    """Rows of the embedding."""
+    max_model_len: int | None
+    device: torch.device
+    tokenizer: Any | None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, read and checked."""
+
+    requests: list[Request]
+    sampling: SamplingConfig
+    options: Mapping[str, Any]
+    """Fields of a `GenerationConfig` that are set, by name (`join_options`)."""
+    read: ReadPrompts
+    fill: int
+    """What fills ``sequences`` where an answer has ended."""
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether processed scores are asked for."""
+        return bool(self.options.get("output_scores"))
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether the target's own logits are asked for."""
+        return bool(self.options.get("output_logits"))
+
+    @property
+    def is_dict(self) -> bool:
+        """Whether the output is used by names."""
+        return bool(self.options.get("return_dict_in_generate"))
+
+
+_OURS = (
+    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
+    "logits_processor",
+)  # fmt: skip
+"""Arguments that are no fields of a `GenerationConfig`."""
+
+
+def read_call(model: CallerModel, input_ids: Any, keywords: Mapping[str, Any]) -> Call:
+    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does."""
+    own = {name: keywords.get(name) for name in _OURS}
+    fields = {name: value for name, value in keywords.items() if name not in _OURS}
+    if own["inputs"] is not None:
+        if input_ids is not None:
+            raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")
+        input_ids = own["inputs"]
+    if input_ids is None:
+        raise UsageError("No prompt was given: input_ids is None.", found=None)
+    tokenizer = model.tokenizer if own["tokenizer"] is None else own["tokenizer"]
+    options = join_options(model.generation_config, own["generation_config"], fields)
+    sampling = read_sampling(options, fields, own["seed"])
+    eos = frozenset() if own["ignore_eos"] else read_id_set(options.get("eos_token_id", model.eos_token_ids))
+    pad = _pad(model, options.get("pad_token_id"))
+    padding = None if pad in (eos or model.eos_token_ids) else pad
+    read = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
+    repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
+    if repeats > 1 and sampling.is_greedy:
+        raise UsageError(
+            f"num_return_sequences = {repeats} needs sampling: greedy answers to a prompt are all the same. Give a "
+            "temperature.",
+            option="num_return_sequences", found=repeats,
+        )  # fmt: skip
+    read = read.repeated(repeats)
+    stop = options.get("stop_strings") if own["stop"] is None else own["stop"]
+    max_time = options.get("max_time")
+    shared: dict[str, Any] = {
+        "eos_ids": eos, "context_limit": model.max_model_len, "stop": read_stop_strings(stop, tokenizer is not None),
+        "decode": partial(_decode, tokenizer) if tokenizer else None,
+        "criteria": read_criteria(own["stopping_criteria"]),
+        "deadline": None if max_time is None else time.monotonic() + read_seconds("max_time", max_time),
+        "device": model.device,
+    }  # fmt: skip
+    requests = [
+        _read_request(model, options, sampling, index, prompt, len(read.rows[index]), own["logits_processor"], shared)
+        for index, prompt in enumerate(read.prompts)
+    ]
+    check_prompts(requests, model.num_ids)
+    fill = _fill(model, options.get("eos_token_id")) if pad is None else pad
+    return Call(requests, sampling, options, read, fill)
+
+
+def _read_request(
+    model: CallerModel,
+    options: Mapping[str, Any],
+    sampling: SamplingConfig,
+    index: int,
+    prompt: tuple[int, ...],
+    padded_length: int,
+    logits_processor: Sequence[Any] | None,
+    shared: Mapping[str, Any],
+) -> Request:
+    # As in transformers, lengths of prompt and answer together count the padding that was given.
+    new = read_max_new_tokens(options, padded_length)
+    wants_logits = options.get("output_scores") or options.get("output_logits")
+    record = LogitRecord(sampling) if wants_logits else None
+    process = build_processors(
+        without_padding(options, padded_length - len(prompt)), len(prompt), new, shared["eos_ids"], model.vocab_size,
+        logits_processor or (), model.device, record,
+    )  # fmt: skip
+    return Request(index, prompt, new, process=process, record=record, **shared)
+
+
+def _pad(model: CallerModel, given: int | None) -> int | None:
+    """Return the id that marks padding: as given, else the target's."""
+    found = [given, *(getattr(each, "pad_token_id", None) for each in (model.generation_config, model.text_config))]
+    return next((int(token) for token in found if token is not None), None)
+
+
+def _fill(model: CallerModel, ends: Any) -> int:
+    """Return what fills ``sequences`` where nothing is named for padding: the first end of sequence, else 0."""
+    ends = getattr(model.generation_config, "eos_token_id", None) if ends is None else ends
+    first = ends.flatten()[:1].tolist() if isinstance(ends, Tensor) else ends
+    if isinstance(first, Iterable):
+        first = next(iter(first), None)
+    return min(model.eos_token_ids, default=0) if first is None else int(first)
+
+
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return str(text)

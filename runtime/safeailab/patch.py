@@ -1,0 +1,170 @@
+"""Patch a loaded `EaModel` of SafeAILab's EAGLE: its drafter alone, or its whole generation step.
+
+from eagle_slim.runtime import patch_eagle_model, unpatch_eagle_model
+
+model = EaModel.from_pretrained(base_model_path=..., ea_model_path=..., ...)  # as before
+patch_eagle_model(model, draft_vocab=16000, counts="counts.safetensors")
+output_ids = model.eagenerate(input_ids, max_new_tokens=256)  # the same text, sooner
+unpatch_eagle_model(model)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..drafter.choose import check_drafter, choose_drafter
+from ..drafter.draft_weights import check_draft_weights
+from ..drafter.launch import BACKENDS, DraftFunction
+from ..errors import UsageError
+from .drafting import LayerPatch
+from .reading import check_ea_model, is_ea_model, read_head, target_lm_head, tree_of
+from .rebind import is_rebound, restore
+from .session import Session
+from .step import StepPatch, step_of
+from .vocabulary import choose_ids
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+
+
+def patch_ea_model_with_triton_drafter(
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    *,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
+    drafter: str = "triton",
+    draft_weights: str = "auto",
+) -> Any:
+    """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
+
+        patch_ea_model_with_triton_drafter(model, draft_vocab=16000, token_map="freq_32768.pt")
+        output_ids = model.eagenerate(input_ids, max_new_tokens=256)
+        unpatch_ea_model(model)
+
+    ``model.ea_layer.topK_genrate`` answers with upstream's four values in upstream's shapes, types and order; of equal
+    scores the lower candidate wins. Weights are taken from the model's own tensors, now: what is loaded into the model
+    later does not count until it is patched again. ``reset_kv`` and ``stable_kv`` keep their meaning, and ``depth``,
+    ``top_k`` and ``total_tokens`` may be changed at any time.
+
+    Args:
+        model: a loaded EaModel, with an EAGLE-3 head (cnets.Model) or an EAGLE-1/2 one (cnets1.Model), on one device.
+        draft_vocab: ids to draft over: a number of the best by ``counts`` or ``token_map``, a `DraftVocab`, or the path
+            of one or of a token map; None takes all the head has.
+        counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
+        token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
+        drafter: "triton", or "reference" for the same in plain PyTorch, on any device.
+        draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: no EaModel, one that is patched already, or a vocabulary that does not fit (`choose_ids`).
+        UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
+        DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
+    """
+    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, draft_weights, whole=False))
+
+
+def patch_eagle_model(
+    model: Any,
+    draft_vocab: int | DraftVocab | str | Path | None = None,
+    *,
+    counts: TokenCounts | str | Path | None = None,
+    token_map: DraftVocab | str | Path | None = None,
+    drafter: str = "triton",
+    draft_weights: str = "auto",
+) -> Any:
+    """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
+
+        patch_eagle_model(model)
+        for output_ids in model.ea_generate(input_ids):
+            ...
+        unpatch_eagle_model(model)
+
+    Beyond `patch_ea_model_with_triton_drafter`: the attention mask of a tree, the evaluation of its candidates, and the
+    copying of the accepted path's keys and values. ``eagenerate`` and ``ea_generate`` remain upstream's code and give
+    the same text, sampled text too for the same seeds (`random.seed`, `torch.manual_seed`), up to rounding;
+    ``naivegenerate`` and ``naive_generate`` are as they were. Only this object changes.
+
+    Arguments, result and errors are those of `patch_ea_model_with_triton_drafter`.
+    """
+    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, draft_weights, whole=True))
+
+
+def unpatch_ea_model(model: Any) -> Any:
+    """Undo `patch_ea_model_with_triton_drafter` or `patch_eagle_model` and return the model.
+
+    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. After
+    `patch_eagle_model`, so are a base model and an ``ea_layer`` that it had then and were replaced since. A model that
+    is not patched is returned as it is. Raises `UsageError` for what is no EaModel.
+    """
+    if not is_ea_model(model):
+        check_ea_model(model)
+    step = step_of(model)
+    if step is not None:
+        step.remove()
+        if is_rebound(step.layer_patch.layer):
+            step.layer_patch.remove()
+    if is_rebound(model.ea_layer):
+        restore(model.ea_layer)
+    return model
+
+
+def is_patched(model: Any) -> bool:
+    """Whether an EaModel, or the ``ea_layer`` that it has now, is patched."""
+    return is_rebound(model) or is_rebound(model.ea_layer)
+
+
+def unpatch_eagle_model(model: Any) -> Any:
+    """Undo `patch_eagle_model`; the same as `unpatch_ea_model`."""
+    return unpatch_ea_model(model)
+
+
+class EaModelPatch:
+    """A patch that can be put on and taken off at no cost: the drafter is built once. Arguments as the functions'."""
+
+    def __init__(
+        self,
+        model: Any,
+        draft_vocab: int | DraftVocab | str | Path | None = None,
+        counts: TokenCounts | str | Path | None = None,
+        token_map: DraftVocab | str | Path | None = None,
+        drafter: str | DraftFunction = "triton",
+        draft_weights: str = "auto",
+        whole: bool = True,
+        strict: bool = False,
+    ) -> None:
+        check_ea_model(model)
+        if is_patched(model):
+            raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
+        weight = model.ea_layer.embed_tokens.weight
+        check_drafter(drafter, weight.device, BACKENDS)
+        check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
+        head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
+        built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights, strict=strict)
+        # Sessions of all tree sizes share what is packed.
+        self.layer = LayerPatch(
+            model.ea_layer, target_lm_head(model), lambda tree: Session(built.like(built.weights, tree))
+        )
+        self.step = StepPatch(model, self.layer) if whole else None
+
+    def apply(self, follow_kv: bool = True) -> None:
+        """Put the patch on; see `LayerPatch.apply`."""
+        self.layer.apply(follow_kv)
+        if self.step is not None:
+            self.step.apply()
+
+    def remove(self) -> None:
+        """Take the patch off."""
+        if self.step is not None:
+            self.step.remove()
+        self.layer.remove()
+
+
+def _apply(model: Any, patch: EaModelPatch) -> Any:
+    patch.apply()
+    return model

@@ -1,0 +1,181 @@
+"""Read an `EaModel`: which kind of head it has, its tensors as `HeadWeights`, and what cannot be drafted with.
+
+Recognised by attributes, as `eagle/model/ea_model.py`, `cnets.py` (EAGLE-3) and `cnets1.py` (EAGLE-1/2) of
+SafeAILab/EAGLE name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..drafter.rope import RotaryEmbedding
+from ..drafter.weights import HeadWeights
+from ..errors import PairingError, UnsupportedModelError, UsageError
+from ..settings import TreeConfig
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_MODEL = ("base_model", "ea_layer")
+_LAYER = ("topK_genrate", "reset_kv", "embed_tokens", "fc", "depth", "top_k", "total_tokens")
+
+
+def is_ea_model(model: object) -> bool:
+    """Whether an object looks like SafeAILab's `EaModel`."""
+    layer = getattr(model, "ea_layer", None)
+    return hasattr(model, "base_model") and hasattr(layer, "topK_genrate")
+
+
+def check_ea_model(model: Any) -> None:
+    """Raise `UsageError` for what is no `EaModel`, `UnsupportedModelError` for one that cannot be drafted for."""
+    if not is_ea_model(model):
+        raise UsageError(
+            f"Expected a loaded EaModel of SafeAILab's EAGLE (with {' and '.join(_MODEL)}, and ea_layer.topK_genrate); "
+            f"got {type(model).__name__}. For a transformers model, use SpeculativeModel.from_pretrained.",
+            option="model", expected="EaModel", found=type(model).__name__,
+        )  # fmt: skip
+    layer = model.ea_layer
+    missing = [name for name in _LAYER if not hasattr(layer, name)]
+    if missing:
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} has no {missing[0]}, which both of upstream's heads (cnets.Model, cnets1.Model) "
+            "have. docs/upstream.md names the versions that are known to work.",
+            attribute=missing[0], found=type(layer).__name__,
+        )  # fmt: skip
+    config = _block(layer).self_attn.config
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(places) > 1:
+        raise UnsupportedModelError(
+            f"This EaModel lies on {', '.join(places)}. The persistent drafter and the step's kernels run on one "
+            "device: load it with device_map=\"cuda:0\", or leave it as it is.",
+            option="device_map", found=places,
+        )  # fmt: skip
+    if config.pretraining_tp > 1:
+        raise UnsupportedModelError(
+            f"The head's pretraining_tp is {config.pretraining_tp}; expected 1.",
+            option="pretraining_tp", expected=1, found=config.pretraining_tp,
+        )  # fmt: skip
+
+
+def kind_of(layer: Any) -> str:
+    """Say "eagle3" (cnets.Model) or "eagle" (cnets1.Model).
+
+    Raises `UnsupportedModelError` for neither, and for a head of several decoder layers.
+    """
+    if hasattr(layer, "midlayer") and hasattr(layer, "lm_head") and hasattr(layer, "norm"):
+        return "eagle3"
+    if not hasattr(layer, "layers"):
+        raise UnsupportedModelError(
+            f"{type(layer).__name__} is of neither kind: expected midlayer, norm and lm_head (EAGLE-3, cnets.Model) or "
+            "layers (EAGLE-1/2, cnets1.Model).",
+            attribute="midlayer", found=type(layer).__name__,
+        )  # fmt: skip
+    if len(layer.layers) != 1:
+        raise UnsupportedModelError(
+            f"The head has {len(layer.layers)} decoder layers; the drafter runs one.",
+            attribute="layers", expected=1, found=len(layer.layers),
+        )  # fmt: skip
+    return "eagle"
+
+
+def tree_of(layer: Any) -> TreeConfig:
+    """Read the tree's size; upstream's ``total_tokens`` leaves the root out."""
+    return TreeConfig(int(layer.depth), int(layer.top_k), int(layer.total_tokens) + 1)
+
+
+def target_lm_head(model: Any) -> nn.Module:
+    """Return the target's LM head, which EAGLE-1/2 drafts with."""
+    head: nn.Module = model.base_model.lm_head
+    return head
+
+
+def trained_ids(model: Any) -> NDArray[np.int64]:
+    """Target id of every row that the head's LM head has, in its order: int64 [rows].
+
+    Raises `PairingError` for a ``d2t`` whose ids repeat or lie outside the vocabulary.
+    """
+    layer = model.ea_layer
+    rows = _lm_head(model).shape[0]
+    vocab = layer.embed_tokens.weight.shape[0]
+    ids = np.arange(rows)
+    if kind_of(layer) == "eagle3" and layer.config.vocab_size != layer.config.draft_vocab_size:
+        ids = ids + layer.d2t.cpu().numpy()
+    if len(np.unique(ids)) != rows or ids.min() < 0 or ids.max() >= vocab:
+        raise PairingError(
+            f"The head's d2t must hold offsets that give each of its {rows} rows another id below {vocab}; got "
+            f"{len(np.unique(ids))} different ids from {ids.min()} to {ids.max()}. Was the checkpoint read whole?",
+            tensor="d2t", expected=rows, found=len(np.unique(ids)),
+        )  # fmt: skip
+    return ids.astype(np.int64)
+
+
+def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWeights:
+    """Gather a head's tensors for the drafter, sharing memory with the model except for a slimmed LM head.
+
+    ``draft_ids``: int64 [draft_vocab] ascending target ids among `trained_ids`; None takes all. Raises
+    `UnsupportedModelError` for RoPE that changes with length, and as `HeadWeights` for tensors that do not fit.
+    """
+    layer, kind = model.ea_layer, kind_of(model.ea_layer)
+    block = _block(layer)
+    attention = block.self_attn
+    available = trained_ids(model)
+    order = np.argsort(available, kind="stable")
+    rows = order if draft_ids is None else order[np.searchsorted(available[order], draft_ids)]
+    lm_head, embedding = _lm_head(model), layer.embed_tokens.weight.detach()
+    if not np.array_equal(rows, np.arange(len(lm_head))):
+        lm_head = lm_head[torch.from_numpy(rows).to(lm_head.device)]
+    return HeadWeights(
+        kind=kind,
+        tensors=dict(_tensors(layer, block, kind)),
+        embedding=embedding,
+        lm_head=lm_head.to(embedding.device, embedding.dtype),
+        draft_to_target=torch.from_numpy(available[rows]).to(embedding.device),
+        rotary=_rotary(attention.rotary_emb, embedding.device),
+        hidden=embedding.shape[1],
+        num_heads=int(attention.num_heads),
+        num_kv_heads=int(attention.num_key_value_heads),
+        head_dim=int(attention.head_dim),
+        norm_eps=float(block.post_attention_layernorm.variance_epsilon),
+        activation=str(attention.config.hidden_act),
+        feature_width=layer.fc.weight.shape[1] if kind == "eagle3" else embedding.shape[1],
+    )
+
+
+def _block(layer: Any) -> Any:
+    return layer.midlayer if kind_of(layer) == "eagle3" else layer.layers[0]
+
+
+def _lm_head(model: Any) -> Tensor:
+    layer = model.ea_layer
+    head = layer.lm_head if kind_of(layer) == "eagle3" else target_lm_head(model)
+    weight: Any = head.weight
+    rows: Tensor = weight.detach()
+    return rows
+
+
+def _tensors(layer: Any, block: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Name each tensor as `HeadWeights` does."""
+    for name, parameter in block.named_parameters():
+        yield name, parameter.detach()
+    outside = ("fc", "norm") if kind == "eagle3" else ("fc",)
+    for module in outside:
+        for name, parameter in getattr(layer, module).named_parameters():
+            yield f"{module}.{name}", parameter.detach()
+
+
+def _rotary(module: Any, device: torch.device) -> RotaryEmbedding:
+    """Recompute the frequencies in fp32: the module's own buffers were rounded to the model's type with its weights."""
+    if "Dynamic" in type(module).__name__:
+        raise UnsupportedModelError(
+            "The head uses dynamic RoPE scaling, which recomputes frequencies as the text grows, so keys already "
+            "cached would be wrong. Use a head without it, or with linear scaling.",
+            field="rope_scaling", found="dynamic",
+        )  # fmt: skip
+    exponents = torch.arange(0, module.dim, 2, dtype=torch.int64).float() / module.dim
+    frequencies = 1.0 / (module.base**exponents) / getattr(module, "scaling_factor", 1.0)
+    return RotaryEmbedding(frequencies.to(device), 1.0)

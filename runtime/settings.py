@@ -1,0 +1,114 @@
+"""Shape of a draft tree, and how tokens are chosen: small frozen configurations, validated when built.
+
+Glossary of dimensions used throughout: batch (sequences), slots (places for sequences), seq (positions), nodes
+(``total_tokens``, root included), depth, hidden, heads, kv_heads, head_dim, target_vocab, draft_vocab.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+from .errors import UsageError
+
+MAX_NEW_TOKENS = 16
+"""Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """Size of the draft tree, with the meaning the three numbers have in EAGLE-2 and EAGLE-3.
+
+    ``depth``: passes after the first one; a path holds up to ``depth + 1`` drafted tokens.
+    ``top_k``: children per expanded node, and nodes expanded per level; 1 drafts a chain.
+    ``total_tokens``: nodes sent to the target, the root included.
+
+    Raises `UsageError` when a number is out of range or ``total_tokens - 1`` exceeds the number of candidates.
+    """
+
+    depth: int = 5
+    top_k: int = 10
+    total_tokens: int = 60
+
+    @classmethod
+    def of(cls, depth: int, top_k: int, total_tokens: int | None) -> TreeConfig:
+        """Build one; ``total_tokens`` None is 60, or all candidates and the root where there are fewer."""
+        if total_tokens is None:
+            total_tokens = min(cls.total_tokens, cls(depth, top_k, 2).num_candidates + 1)
+        return cls(depth, top_k, total_tokens)
+
+    def __post_init__(self) -> None:
+        for name, smallest in (("depth", 0), ("top_k", 1), ("total_tokens", 2)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise UsageError(
+                    f"{name} must be an integer of at least {smallest}, got {value!r}.",
+                    option=name, expected=smallest, found=value,
+                )  # fmt: skip
+        if self.total_tokens - 1 > self.num_candidates:
+            raise UsageError(
+                f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
+                f"{self.depth} and top_k = {self.top_k} give only top_k + depth * top_k^2 = {self.num_candidates} "
+                f"candidates. Lower total_tokens to at most {self.num_candidates + 1}, or raise depth or top_k.",
+                option="total_tokens", expected=self.num_candidates + 1, found=self.total_tokens,
+            )  # fmt: skip
+
+    @property
+    def num_candidates(self) -> int:
+        """Drafted candidates among which the tree is chosen: ``top_k + depth * top_k ** 2``."""
+        return self.top_k + self.depth * self.top_k**2
+
+    @property
+    def path_width(self) -> int:
+        """Longest path in nodes, root included: ``depth + 2``."""
+        return self.depth + 2
+
+    @property
+    def new_tokens_width(self) -> int:
+        """Places for the tokens that a step accepts: `MAX_NEW_TOKENS`, or the next power of two for longer paths."""
+        return max(MAX_NEW_TOKENS, 1 << (self.path_width - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How the target's next token is chosen: the usual warpers, in transformers' order.
+
+    ``temperature`` 0 is greedy (the others are then without effect). ``top_k`` 0, ``top_p`` 1.0, ``min_p`` 0.0 and
+    ``typical_p`` 1.0 are off. ``seed`` with the request's index fixes every draw. Raises `UsageError` for values out of
+    range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "seed", "min_p", "typical_p"):
+            value, whole = getattr(self, name), name in ("top_k", "seed")
+            if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+                raise _refusal(name, "an integer" if whole else "a number", value)
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise _refusal("temperature", "0 (greedy) or positive", self.temperature)
+        if self.top_k < 0:
+            raise _refusal("top_k", "0 (off) or positive", self.top_k)
+        if not 0 < self.top_p <= 1:
+            raise _refusal("top_p", "in (0, 1]", self.top_p)
+        if not 0 <= self.min_p <= 1:
+            raise _refusal("min_p", "in [0, 1]", self.min_p)
+        if not 0 < self.typical_p <= 1:
+            raise _refusal("typical_p", "in (0, 1]", self.typical_p)
+        if not 0 <= self.seed < 2**63:
+            raise _refusal("seed", "in [0, 2^63)", self.seed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
+
+
+def _refusal(name: str, expected: str, found: object) -> UsageError:
+    return UsageError(f"{name} must be {expected}, got {found!r}.", option=name, expected=expected, found=found)

@@ -1,0 +1,1 @@
+"""A decoding step: draft, verify, accept, commit; its buffers, graphs, and the loop around it."""

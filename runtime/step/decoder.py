@@ -1,0 +1,414 @@
+"""Decoding: everything that a number of slots needs, and its steps, captured as CUDA graphs where they can be.
+
+One step is four phases::
+
+    draft    the drafter: trees of the active slots, from last step's tokens and features
+    verify   rows of all nodes, then the target's forward over them
+    accept   the target's choice at every node, then the walk: path, tokens, lengths, ends
+    commit   the path's keys, values and features to their places; the list of slots that still run
+
+Nothing in a phase waits for the host or allocates, unless the drafter or the target does, or tokens are chosen on the
+host (`host_choice`). A step in which nothing waits is replayed from one graph for each bucket of active slots; else its
+phases run one after another, each from its own graph where it can be captured. On the CPU the same phases run with the
+PyTorch twins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..drafter.drafter import BufferedDrafter
+from ..drafter.follow import Tails
+from ..drafter.kernels.tail_rows import gather_rows
+from ..ops import Ops
+from ..settings import MAX_NEW_TOKENS
+from ..target.cache import ForwardBuffers, KVCache, Target
+from ..target.kernels.tree_rows import ForwardRows, tree_rows
+from ..tree import Trees
+from .host_choice import HostChoice
+from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
+from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
+from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
+from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
+
+BUCKETS = (1, 2, 4, 8, 16)
+"""Numbers of slots, and of active slots in a step, that there are graphs for."""
+CHUNKS = (64, 512)
+"""Rows of a prompt's forward: the smallest that holds what is left of it, else the largest."""
+LARGEST_EAGER_CHUNK = 1024
+"""Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
+PHASES = ("draft", "verify", "accept", "commit")
+
+Run = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What getting ready took; nothing where everything was ready before, and where there are no graphs."""
+
+    compile_s: float = 0.0
+    """Seconds for running everything once: compiling kernels, creating the libraries' handles."""
+    capture_s: float = 0.0
+    """Seconds for capturing it into graphs."""
+    num_graphs: int = 0
+    graph_bytes: int = 0
+    """Device memory that the graphs take, their pool included."""
+    cache_bytes: int = 0
+    """Device memory of the keys and values, of target and drafter."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step."""
+
+    name: str
+    run: Run
+    waits: bool = False
+    """Whether it waits for the host, so that no CUDA graph can hold it."""
+
+
+def bucket_of(count: int) -> int:
+    """The smallest bucket that holds ``count`` slots."""
+    return next(bucket for bucket in BUCKETS if bucket >= count)
+
+
+def chunk_of(left: int) -> int:
+    """The chunk for ``left`` tokens of a prompt."""
+    return next((chunk for chunk in CHUNKS if chunk >= left), CHUNKS[-1])
+
+
+class Decoder:
+    """State, buffers and steps for up to ``num_slots`` sequences of ``cache.capacity`` rows each.
+
+    ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
+    be held by a graph. ``pool``: memory that the graphs share with those of other decoders, as graphs leave nothing in
+    it from one replay to the next; None is a pool of its own.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        cache: KVCache,
+        drafter: BufferedDrafter | None,
+        num_slots: int,
+        waits: bool = False,
+        pool: Any = None,
+    ) -> None:
+        device = target.device
+        self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
+        self.waits = waits
+        self.nodes = 1 if drafter is None else drafter.tree.total_tokens
+        self.longest = 1 if drafter is None else drafter.tree.path_width
+        """Nodes of the longest path."""
+        self.ops = Ops.for_device(device)
+        shared = {} if drafter is None else {
+            name: getattr(drafter.bufs, name)
+            for name in ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
+        }  # fmt: skip
+        width = MAX_NEW_TOKENS if drafter is None else drafter.tree.new_tokens_width
+        self.state = SlotState.allocate(num_slots, MAX_EOS, device, width, **shared)
+        # A prompt's last chunk walks alone, beside slots that are running.
+        own = SlotState.allocate(num_slots, MAX_EOS, device, width)
+        self.entering = self.state._replace(
+            active_slots=own.active_slots, active_inverse=own.active_inverse, active_count=own.active_count,
+            record=own.record,
+        )  # fmt: skip
+        choice = ChoiceState.allocate(num_slots, cache.capacity, target.vocab_size, device)
+        self.choice = choice._replace(num_generated=self.state.num_generated)
+        self.box = PromptBox.allocate(cache.capacity, device)
+        self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
+        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes)
+        self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
+        self._roots = _Roots(self.state) if drafter is None else None
+        self.follow = None if drafter is None else drafter.head.follow
+        """What may join each slot's draft vocabulary; None where it stays as it is."""
+        self._rows: dict[int, ForwardRows] = {}
+        self._chunks: dict[int, _Chunk] = {}
+        self._scratch: dict[tuple[int, int], ChoiceScratch] = {}
+        self._graphs: dict[object, Run] = {}
+        self._pool = torch.cuda.graph_pool_handle() if pool is None and device.type == "cuda" else pool
+        self.graph_bytes = 0
+        """Memory that capturing graphs has taken."""
+
+    def clear_(self) -> None:
+        """Empty all slots."""
+        self.state.clear_()
+        self.entering.active_count.zero_()
+        if self.drafter is not None:
+            self.drafter.clear_error_()
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether what can be captured is replayed from graphs."""
+        return self._pool is not None
+
+    def step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+        """Run one step; ``num_active``: at least as many slots as are running.
+
+        ``host`` chooses tokens on the host, in the place of the kernels.
+        """
+        places = self._places_for(num_active)
+        self._run_phases(("step", places, rules), self._phases(places, rules, host))
+
+    def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
+        """Give the phases of one step, each to be run by the caller in order."""
+        places = self._places_for(num_active)
+        for phase in self._phases(places, rules, host):
+            yield Phase(phase.name, partial(self._run_phases, (phase.name, places, rules), [phase]))
+
+    def _places_for(self, num_active: int) -> int:
+        """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
+        return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
+
+    @contextmanager
+    def named_range(self, name: str) -> Iterator[None]:
+        """Name what runs inside for a profiler (NVTX)."""
+        if self._pool is None:
+            yield
+            return
+        torch.cuda.nvtx.range_push(name)
+        yield
+        torch.cuda.nvtx.range_pop()
+
+    @property
+    def tails(self) -> Tails | None:
+        """What joined each slot's draft vocabulary."""
+        return None if self.drafter is None else self.drafter.bufs.tails
+
+    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+        """Run the prompt in `box` into its slot, ``num_tokens`` of it, and choose its first new token.
+
+        The slot's tail has been set before.
+        """
+        self.ops(begin_prompt)(self.box, self.state)
+        self._gather_rows()
+        left = num_tokens
+        while left > 0:
+            nodes = chunk_of(left) if self.ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
+            self._run_phases(("chunk", nodes, rules), self._chunk_phases(nodes, rules, host))
+            left -= nodes
+        self.ops(list_active)(self.state)
+
+    def stop_slot(self, slot: int) -> None:
+        """Take a slot out of all further steps."""
+        self.state.running[slot : slot + 1].zero_()
+        self.ops(list_active)(self.state)
+
+    def warm_up(self, rules: ChoiceRules, num_active: int) -> WarmUp:
+        """Compile and capture what sequences in up to ``num_active`` slots will use. All slots must be empty."""
+        if not self.has_graphs:
+            return WarmUp()
+        runs: dict[object, Run] = {}
+        for places in BUCKETS:
+            if places <= bucket_of(num_active):
+                runs |= self._captures(("step", places, rules), self._phases(places, rules, None))
+        for nodes in CHUNKS:
+            runs |= self._captures(("chunk", nodes, rules), self._chunk_phases(nodes, rules, None))
+        missing = {key: run for key, run in runs.items() if key not in self._graphs}
+        if not missing:
+            return WarmUp()
+        started, bytes_before = time.perf_counter(), self.graph_bytes
+        self._practise([*missing.values(), self._gather_rows])
+        compiled = time.perf_counter()
+        for key, run in missing.items():
+            self._graphs[key] = self._record(run)
+        captured = time.perf_counter()
+        return WarmUp(compiled - started, captured - compiled, len(missing), self.graph_bytes - bytes_before)
+
+    def _run_phases(self, key: tuple[object, ...], phases: Sequence[Phase]) -> None:
+        """Run phases, as one graph where none waits, else each from its own where it can be captured."""
+        runs = self._captures(key, phases) if self.has_graphs else {}
+        if len(runs) == 1 and key in runs:
+            self._graph(key, runs[key])()
+            return
+        for phase in phases:
+            own = (*key, phase.name)
+            run = self._graph(own, runs[own]) if own in runs else phase.run
+            run()
+
+    @staticmethod
+    def _captures(key: tuple[object, ...], phases: Sequence[Phase]) -> dict[object, Run]:
+        """What of some phases to capture, by its key: all of them together, or those that do not wait."""
+        if any(phase.waits for phase in phases):
+            return {(*key, phase.name): phase.run for phase in phases if not phase.waits}
+        return {key: partial(_run_all, phases)}
+
+    def _graph(self, key: object, run: Run) -> Run:
+        if key not in self._graphs:
+            self._practise([run])
+            self._graphs[key] = self._record(run)
+        return self._graphs[key]
+
+    def _practise(self, runs: Iterable[Run]) -> None:
+        """Run work over no slots, to compile kernels and create handles: a capture could not."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with self._no_slots(), torch.cuda.stream(stream):
+            for run in runs:
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _record(self, run: Run) -> Run:
+        """Capture work that has run before into a graph."""
+        before = torch.cuda.mem_get_info()[0]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
+        return graph.replay
+
+    @contextmanager
+    def _no_slots(self) -> Iterator[None]:
+        """Hide running slots, what they accepted last and the prompt in the box while something runs for practice."""
+        # A phase may be practised alone, between those of a real step: a commit would go by that step's record.
+        hidden = (self.state.active_count, self.state.active_inverse, self.state.record, self.box.numbers)
+        before = [tensor.clone() for tensor in hidden]
+        for tensor in hidden:
+            tensor.zero_() if tensor is not self.state.active_inverse else tensor.fill_(-1)
+        # A prompt of as many tokens as its slot holds has no rows left.
+        lengths = self.state.lengths.clone()
+        self.state.lengths.zero_()
+        torch.cuda.synchronize()
+        yield
+        torch.cuda.synchronize()
+        self.state.lengths.copy_(lengths)
+        for tensor, value in zip(hidden, before, strict=True):
+            tensor.copy_(value)
+
+    def _phases(self, places: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
+        ops, state, nodes = self.ops, self.state, self.nodes
+        tree = self._roots or self.drafter.bufs  # type: ignore[union-attr]
+        if places not in self._rows:
+            self._rows[places] = ForwardRows.allocate(places, nodes, state.lengths)
+        rows, bufs, choices = self._rows[places], self._bufs.first(places * nodes), self._choices[:places]
+        trees = Trees(
+            state.active_slots, state.active_count, tree.draft_tokens, tree.parents, tree.tree_position_ids
+        )  # fmt: skip
+
+        def verify() -> None:
+            if self._roots is not None:
+                self._roots.read()
+            ops(tree_rows)(trees, rows)
+            self.target.forward(rows, self.cache, bufs)
+
+        def accept() -> None:
+            self._choose(bufs.logits, trees, rules, host, choices)
+            ops(walk)(choices, trees, self.longest, state, self._error)
+
+        def commit() -> None:
+            for keys, values in self.cache.stacks:
+                ops(commit_kv)(state, keys, values)
+            if self.drafter is not None:
+                ops(commit_features)(state, bufs.features, nodes, self._first_row, self.drafter.features)
+            if rules.has_penalty:
+                ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
+            ops(list_active)(state)
+
+        phases = (
+            Phase("verify", verify, self.waits), Phase("accept", accept, host is not None), Phase("commit", commit),
+        )  # fmt: skip
+        return phases if self.drafter is None else (
+            Phase("draft", self.drafter.draft, self.drafter.waits), *phases
+        )  # fmt: skip
+
+    def _choose(
+        self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
+    ) -> None:  # fmt: skip
+        if host is not None:
+            host.choose(logits, trees, choices)
+        else:
+            self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch_for(*choices.shape))
+
+    def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
+        """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
+        ops, entering = self.ops, self.entering
+        chunk = self._chunks.get(nodes) or _Chunk(self.target, nodes, self.state.lengths)
+        if self.ops.use_kernels:
+            self._chunks[nodes] = chunk
+        rows, bufs = chunk.rows, chunk.bufs
+        roots = Trees(entering.active_slots, entering.active_count, *self._entering_root)
+
+        def verify() -> None:
+            ops(chunk_rows)(self.box, rows)
+            self.target.forward(rows.forward, self.cache, bufs, rows.last_row)
+
+        def prefill() -> None:
+            if self.drafter is not None:
+                forward = rows.forward
+                self.drafter.prefill(
+                    bufs.features, rows.next_tokens, forward.positions, rows.pair_rows, forward.attention.slots
+                )  # fmt: skip
+            ops(end_chunk)(self.box, nodes, entering)
+
+        def accept() -> None:
+            self._choose(bufs.logits, roots, rules, host, chunk.choice)
+            ops(walk)(chunk.choice, roots, 1, entering, self._error)
+
+        def commit() -> None:
+            if self.drafter is not None:
+                ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
+            if rules.has_penalty:
+                ops(mark_seen)(entering.new_tokens, entering.active_slots, entering.active_count, self.choice.seen)
+
+        return (
+            Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
+            Phase("commit", commit),
+        )  # fmt: skip
+
+    def _gather_rows(self) -> None:
+        """Bring rows that have joined to where the drafter reads them."""
+        if self.follow is not None and self.tails is not None:
+            self.ops(gather_rows)(self.follow, self.tails)
+
+    @cached_property
+    def _entering_root(self) -> tuple[Tensor, Tensor, Tensor]:
+        """A tree of a root alone in every slot: tokens, parents, positions int64 [slots, 1]."""
+        root = torch.full((self.num_slots, 1), -1, dtype=torch.int64, device=self.target.device)
+        return root, root, torch.zeros_like(root)
+
+    def _scratch_for(self, places: int, nodes: int) -> ChoiceScratch:
+        key = (places, nodes)
+        if key not in self._scratch:
+            self._scratch[key] = choice_scratch(places, nodes, self.target.vocab_size, self.target.device)
+        return self._scratch[key]
+
+    @property
+    def _error(self) -> Tensor | None:
+        return None if self.drafter is None else self.drafter.error
+
+
+class _Roots:
+    """Trees of their roots alone, which plain decoding verifies."""
+
+    def __init__(self, state: SlotState) -> None:
+        slots, device = len(state.lengths), state.lengths.device
+        self._newest = state.new_tokens
+        self.draft_tokens = torch.zeros((slots, 1), dtype=torch.int64, device=device)
+        self.parents = torch.full_like(self.draft_tokens, -1)
+        self.tree_position_ids = torch.zeros_like(self.draft_tokens)
+
+    def read(self) -> None:
+        """Take every slot's newest token; plain steps add one at a time."""
+        self.draft_tokens.copy_(self._newest[:, :1])
+
+
+class _Chunk:
+    """What a prompt's forward of ``nodes`` rows works in."""
+
+    def __init__(self, target: Target, nodes: int, lengths: Tensor) -> None:
+        self.rows = ChunkRows.allocate(nodes, lengths)
+        self.bufs: ForwardBuffers = target.new_buffers(1, nodes, 1)
+        self.choice = torch.zeros((1, 1), dtype=torch.int32, device=target.device)
+
+
+def _run_all(phases: Sequence[Phase]) -> None:
+    for phase in phases:
+        phase.run()

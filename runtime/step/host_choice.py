@@ -1,0 +1,65 @@
+"""Choosing tokens on the host, and only at the nodes that a walk visits.
+
+For logits processors that no kernel knows, and for CPUs, where choosing at every node would take longer than the draft.
+The rule is that of `choose_tokens`; processors are asked for the nodes of the walk alone, from the root on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..requests.requests import RunningRequest
+from ..tree import Trees
+from .kernels.choice_kernels import ChoiceRules
+from .kernels.choose_tokens import choose_token
+
+
+@dataclass(frozen=True)
+class HostChoice:
+    """Chooses for the requests of one call.
+
+    ``running``: the request in each slot, whose tokens must be known up to the root of its tree. ``rules``: the stages
+    that ``request.process`` does not do. ``numbers`` float32 [8] as in `ChoiceState`, on the CPU.
+    """
+
+    running: Mapping[int, RunningRequest]
+    rules: ChoiceRules
+    numbers: Tensor
+    typical_p: float = 1.0
+
+    def choose(self, logits: Tensor, trees: Trees, out: Tensor) -> None:
+        """Choose a token at every node that the walk from the root visits: int32 [places, nodes], else -1.
+
+        ``logits`` [places * nodes, vocab] of any float type. Waits for the device.
+        """
+        places, nodes = out.shape
+        slots = trees.active_slots[: min(places, int(trees.active_count))].tolist()
+        tokens, parents = trees.draft_tokens.tolist(), trees.parents.tolist()
+        choices = torch.full((places, nodes), -1, dtype=torch.int32)
+        for place, slot in enumerate(slots):
+            state, walked, node = self.running[slot], list[int](), 0
+            while node >= 0:
+                token = self._choose_one(logits[place * nodes + node], state, walked)
+                choices[place, node] = token
+                walked.append(token)
+                children = (n for n in range(nodes) if parents[slot][n] == node and tokens[slot][n] == token)
+                node = next(children, -1)
+        out.copy_(choices)
+
+    def _choose_one(self, logits: Tensor, state: RunningRequest, walked: list[int]) -> int:
+        """Choose after the request's tokens and those that this walk has chosen."""
+        scores = logits.float()
+        if state.request.process is not None:
+            past = [*state.request.prompt_ids, *state.token_ids, *walked]
+            scores = state.request.process(torch.tensor([past], device=logits.device), scores.clone()[None])[0]
+        if not self.rules.sampled:
+            # The lowest id among equals, whatever the device.
+            return int((scores == scores.max()).int().argmax())
+        assert state.stream is not None
+        number = len(state.token_ids) + len(walked)
+        uniform = float(state.stream[number]) if number < len(state.stream) else 0.0
+        return choose_token(scores.cpu(), self.rules, self.numbers, uniform, self.typical_p)

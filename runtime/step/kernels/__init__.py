@@ -1,0 +1,1 @@
+"""Triton kernels of a step beside drafter and target, one operation per file: reference, kernel, host function."""

@@ -1,0 +1,356 @@
+"""Device code of `choose_tokens`: the launches in their order, each with its result in scratch.
+
+    penalise   a bit for each id that a row's repetition penalty falls on       one program per row and piece
+    best       largest score and its lowest id                                  one per row and part
+    (cuts)     where top-k and top-p cut: `cut_search`
+    mass       weight of what is left                                           one per row and part
+    draw       the part, then the token, in which the uniform number falls      one per row
+
+Greedy needs the second and a reduction of it, `pick`. A part is PART neighbouring ids. Scores are made from the logits
+anew by each: they are read from the L2, and no buffer of theirs grows with nodes times vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .token_weights import FAR, ONE, distance_weight, score_distance
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for place in range(6))
+"""Places in ``numbers``."""
+COLDEST = tl.constexpr(1e-30)
+"""The largest logit has all the probability long before this; colder, its quotient would overflow."""
+WORD_BITS = 32
+_NO_ID = tl.constexpr(0x7FFFFFFF)
+
+
+class ChoiceState(NamedTuple):
+    """What choices depend on beside logits and trees; on one device."""
+
+    numbers: Tensor
+    """float32 [8]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, 0, 0."""
+    uniforms: Tensor
+    """float64 [slots, stream], in [0, 1): number i chooses new token i of the slot's request; 0 beyond the end."""
+    num_generated: Tensor
+    """int32 [slots]: new tokens so far. A node at depth d chooses number ``num_generated + d``."""
+    seen: Tensor
+    """int32 [slots, ceil(vocab / 32)]: a bit for each id in prompt or answer so far, the root included."""
+    suppressed: Tensor
+    """int32 [ceil(vocab / 32)]."""
+    eos: Tensor
+    """int32 [ceil(vocab / 32)]."""
+
+    @classmethod
+    def allocate(cls, slots: int, stream: int, vocab: int, device: torch.device | str) -> ChoiceState:
+        """Allocate with every rule neutral, nothing seen, and uniforms of 0."""
+        words = -(-vocab // WORD_BITS)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        numbers = torch.tensor([1.0, vocab, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0], dtype=torch.float32, device=device)
+        return cls(
+            numbers, torch.zeros(slots, stream, dtype=torch.float64, device=device), torch.zeros(slots, **int32),
+            torch.zeros(slots, words, **int32), torch.zeros(words, **int32), torch.zeros(words, **int32),
+        )  # fmt: skip
+
+
+class ChoiceScratch(NamedTuple):
+    """Results that one launch leaves to the next; rows are places times nodes."""
+
+    part: int
+    """Neighbouring ids that one program takes: a power of two."""
+    best_score: Tensor
+    """float32 [rows, parts]."""
+    best_id: Tensor
+    """int32 [rows, parts]."""
+    threshold: Tensor
+    """int32 [rows]: largest distance that the cuts keep."""
+    interval: Tensor
+    """int64 [rows, 4]: in which the cut lies, see `cut_search`."""
+    counts: Tensor
+    """int32 [rows, parts, 64]: tokens in the bins of the interval."""
+    goal: Tensor
+    """int64 [rows]: weight that top-p keeps at least."""
+    mass: Tensor
+    """int64 [rows, parts]: weight nearer than the interval, in the end nearer than the threshold."""
+    num_tied: Tensor
+    """int32 [rows, parts]: tokens at the threshold."""
+    penalised: Tensor
+    """int32 [rows, ceil(vocab / 32)]: seen, or on the node's path."""
+    listed: Tensor
+    """int32 [rows, capacity]: distances of the tokens in the interval, once few enough are left to search."""
+    num_listed: Tensor
+    """int32 [rows]"""
+
+
+@dataclass(frozen=True)
+class ChoiceRules:
+    """Which stages run; their numbers are in `ChoiceState`, so that one CUDA graph serves all values."""
+
+    sampled: bool = False
+    """Otherwise greedy, and the next three are without effect."""
+    has_top_k: bool = False
+    has_top_p: bool = False
+    has_min_p: bool = False
+    has_penalty: bool = False
+    """repetition_penalty is not 1."""
+    has_suppressed: bool = False
+    """suppress_tokens."""
+    has_minimum: bool = False
+    """min_new_tokens."""
+
+
+@dataclass(frozen=True)
+class ChoiceShape:
+    """What the kernels of a choice are compiled for: sizes, and the stages of `ChoiceRules`."""
+
+    nodes: int
+    vocab: int
+    words: int
+    """Of 32 bits, for a bit for each id."""
+    part: int
+    """Neighbouring ids that one program takes, a power of two."""
+    parts: int
+    block_parts: int
+    """``parts`` to a power of two."""
+    stream: int
+    """Uniform numbers of a slot."""
+    capacity: int
+    """Tokens that a search may list."""
+    few: int
+    """Tokens in an interval that are not worth another survey."""
+    sampled: bool
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
+    has_penalty: bool
+    has_suppressed: bool
+    has_minimum: bool
+
+    @property
+    def has_cut(self) -> bool:
+        """Whether a cut is searched for."""
+        return self.has_top_k or self.has_top_p
+
+    @property
+    def weighted(self) -> bool:
+        """Whether the search adds up weights (top-p) rather than numbers of tokens (top-k)."""
+        return not self.has_top_k
+
+
+class Row(NamedTuple):
+    """One node of one place."""
+
+    row: Any
+    """int64: place times nodes plus node."""
+    slot: Any
+    """int64"""
+    number: Any
+    """Which new token of the slot's text it chooses."""
+
+
+@triton.jit
+def has_bit(bits_ptr, ids, mask):
+    """Whether the bits of ``ids`` are set."""
+    words = tl.load(bits_ptr + (ids >> 5), mask=mask, other=0)
+    return ((words >> (ids & 31)) & 1) != 0
+
+
+@triton.jit
+def is_skipped(trees, SHAPE: tl.constexpr):
+    """Whether this program's row belongs to a place beyond the active ones."""
+    return tl.program_id(0) // SHAPE.nodes >= tl.load(trees.active_count)
+
+
+@triton.jit
+def this_row(trees, state, SHAPE: tl.constexpr):
+    """The row with this program's first number."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(trees.active_slots + row // SHAPE.nodes).to(tl.int64)
+    number = tl.load(state.num_generated + slot) + tl.load(trees.positions + slot * SHAPE.nodes + row % SHAPE.nodes)
+    return Row(row, slot, number)
+
+
+@triton.jit
+def load_scores(logits_ptr, at, ids, state, scratch, SHAPE: tl.constexpr):
+    """Logits of one row after the processors and the temperature, fp32; -inf beyond the vocabulary."""
+    mask = ids < SHAPE.vocab
+    score = tl.load(logits_ptr + at.row * SHAPE.vocab + ids, mask=mask, other=float("-inf")).to(tl.float32)
+    if SHAPE.has_penalty:
+        penalty = tl.load(state.numbers + PENALTY)
+        weaker = tl.where(score < 0, score * penalty, tl.div_rn(score, penalty))
+        score = tl.where(has_bit(scratch.penalised + at.row * SHAPE.words, ids, mask), weaker, score)
+    if SHAPE.has_minimum:
+        too_short = at.number < tl.load(state.numbers + MINIMUM).to(tl.int64)
+        score = tl.where(too_short & has_bit(state.eos, ids, mask), float("-inf"), score)
+    if SHAPE.has_suppressed:
+        score = tl.where(has_bit(state.suppressed, ids, mask), float("-inf"), score)
+    if SHAPE.sampled:
+        score = tl.div_rn(score, tl.maximum(tl.load(state.numbers + TEMPERATURE), COLDEST))
+    return score
+
+
+@triton.jit
+def largest_of(scratch, at, SHAPE: tl.constexpr):
+    """Largest score of a row from those of its parts."""
+    part = tl.arange(0, SHAPE.block_parts)
+    best = tl.load(
+        scratch.best_score + at.row * SHAPE.parts + part, mask=part < SHAPE.parts, other=float("-inf")
+    )  # fmt: skip
+    return tl.max(best, axis=0)
+
+
+@triton.jit
+def load_distances(logits_ptr, at, largest, ids, state, scratch, SHAPE: tl.constexpr):
+    """Distances of one row's scores below its largest; `FAR` beyond the vocabulary."""
+    score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
+    return tl.where(ids < SHAPE.vocab, score_distance(score, largest), FAR)
+
+
+@triton.jit
+def load_part(logits_ptr, at, state, scratch, SHAPE: tl.constexpr):
+    """`load_distances` of a row's part with this program's second number: int32 [part]."""
+    ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
+    return load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
+
+
+@triton.jit
+def penalise_kernel(trees, state, scratch, SHAPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Join the bits of what a slot has seen with those of the node's path."""
+    if is_skipped(trees, SHAPE):
+        return
+    at = this_row(trees, state, SHAPE)
+    words = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(state.seen + at.slot * SHAPE.words + words, mask=words < SHAPE.words, other=0)
+    node = at.row % SHAPE.nodes
+    while node >= 0:
+        token = tl.load(trees.draft_tokens + at.slot * SHAPE.nodes + node).to(tl.int32)
+        bits |= tl.where(words == token >> 5, 1 << (token & 31), 0)
+        node = tl.load(trees.parents + at.slot * SHAPE.nodes + node)
+    tl.store(scratch.penalised + at.row * SHAPE.words + words, bits, mask=words < SHAPE.words)
+
+
+@triton.jit
+def best_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+    """Largest score of a part, and its lowest id."""
+    if is_skipped(trees, SHAPE):
+        return
+    at = this_row(trees, state, SHAPE)
+    ids = tl.program_id(1) * SHAPE.part + tl.arange(0, SHAPE.part)
+    score = load_scores(logits_ptr, at, ids, state, scratch, SHAPE)
+    best = tl.max(score, axis=0)
+    to = at.row * SHAPE.parts + tl.program_id(1)
+    tl.store(scratch.best_score + to, best)
+    tl.store(scratch.best_id + to, tl.min(tl.where(score == best, ids, _NO_ID), axis=0))
+
+
+@triton.jit
+def pick_kernel(trees, scratch, out_ptr, SHAPE: tl.constexpr):
+    """Greedy: lowest id among the best parts'."""
+    row = tl.program_id(0).to(tl.int64)
+    token = -1
+    if row // SHAPE.nodes < tl.load(trees.active_count):
+        part = tl.arange(0, SHAPE.block_parts)
+        mask = part < SHAPE.parts
+        best = tl.load(scratch.best_score + row * SHAPE.parts + part, mask=mask, other=float("-inf"))
+        ids = tl.load(scratch.best_id + row * SHAPE.parts + part, mask=mask, other=_NO_ID)
+        token = tl.min(tl.where(best == tl.max(best, axis=0), ids, _NO_ID), axis=0)
+    tl.store(out_ptr + row, token)
+
+
+@triton.jit
+def least_weight(numbers_ptr):
+    """Smallest weight that min-p keeps: int64."""
+    least = tl.load(numbers_ptr + MIN_P).to(tl.float64) * ONE
+    return tl.ceil(least).to(tl.int64)
+
+
+@triton.jit
+def weight_of(distance, threshold, state, SHAPE: tl.constexpr):
+    """Weights of the distances nearer than the threshold, those that min-p cuts being 0."""
+    weight = tl.where(distance < threshold, distance_weight(distance), 0)
+    if SHAPE.has_min_p:
+        weight = tl.where(weight >= least_weight(state.numbers), weight, 0)
+    return weight
+
+
+@triton.jit
+def mass_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
+    """Weight of a part's tokens nearer than the threshold, and how many lie at it."""
+    if is_skipped(trees, SHAPE):
+        return
+    at = this_row(trees, state, SHAPE)
+    distance = load_part(logits_ptr, at, state, scratch, SHAPE)
+    to = at.row * SHAPE.parts + tl.program_id(1)
+    threshold = FAR
+    if SHAPE.has_cut:
+        threshold = tl.load(scratch.threshold + at.row)
+    tl.store(scratch.mass + to, tl.sum(weight_of(distance, threshold, state, SHAPE), axis=0))
+    if SHAPE.has_cut:
+        tl.store(scratch.num_tied + to, tl.sum((distance == threshold).to(tl.int32), axis=0))
+
+
+@triton.jit
+def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr):
+    """First token at which the weights kept, in id order, exceed the uniform number's share of their sum."""
+    if is_skipped(trees, SHAPE):
+        tl.store(out_ptr + tl.program_id(0), -1)
+        return
+    at = this_row(trees, state, SHAPE)
+    parts = tl.arange(0, SHAPE.block_parts)
+    mask = parts < SHAPE.parts
+    mass = tl.load(scratch.mass + at.row * SHAPE.parts + parts, mask=mask, other=0)
+    cut_before = tl.zeros([SHAPE.block_parts], tl.int32)
+    threshold = FAR
+    tied_weight = tl.zeros([], tl.int64)
+    if SHAPE.has_cut:
+        threshold = tl.load(scratch.threshold + at.row)
+        tied_weight = distance_weight(threshold)
+        num_tied = tl.load(scratch.num_tied + at.row * SHAPE.parts + parts, mask=mask, other=0)
+        if SHAPE.has_top_p:
+            # Of those at the threshold the last ids stay, as many as are needed.
+            missing = tl.load(scratch.goal + at.row) - tl.sum(mass, axis=0)
+            needed = (missing + tied_weight - 1) // tl.maximum(tied_weight, 1)
+            num_cut = tl.maximum(tl.sum(num_tied, axis=0) - needed, 0).to(tl.int32)
+            tied_before = tl.cumsum(num_tied, axis=0) - num_tied
+            cut_before = tl.minimum(tl.maximum(num_cut - tied_before, 0), num_tied)
+        if SHAPE.has_min_p:
+            tied_weight = tl.where(tied_weight >= least_weight(state.numbers), tied_weight, 0)
+        mass += (num_tied - cut_before) * tied_weight
+    reached = tl.cumsum(mass, axis=0)
+    total = tl.sum(mass, axis=0)
+    in_stream = at.number < SHAPE.stream
+    uniform = tl.load(state.uniforms + at.slot * SHAPE.stream + at.number, mask=in_stream, other=0.0)
+    # Rounding must not leave the point beyond the last token.
+    point = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
+    part = tl.sum((reached <= point).to(tl.int32), axis=0)
+    point -= tl.sum(tl.where(parts < part, mass, 0), axis=0)
+
+    ids = part * SHAPE.part + tl.arange(0, SHAPE.part)
+    distance = load_distances(logits_ptr, at, largest_of(scratch, at, SHAPE), ids, state, scratch, SHAPE)
+    weight = weight_of(distance, threshold, state, SHAPE)
+    if SHAPE.has_cut:
+        tied = distance == threshold
+        stays = tl.cumsum(tied.to(tl.int32), axis=0) > tl.sum(tl.where(parts == part, cut_before, 0), axis=0)
+        weight = tl.where(tied & stays, tied_weight, weight)
+    offset = tl.sum((tl.cumsum(weight, axis=0) <= point).to(tl.int32), axis=0)
+    tl.store(out_ptr + at.row, part * SHAPE.part + offset)
+
+
+@triton.jit
+def mark_seen_kernel(
+    tokens_ptr, active_slots_ptr, active_count_ptr, seen_ptr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """Set the bits of one slot's tokens; several may share a word."""
+    place = tl.program_id(0)
+    if place >= tl.load(active_count_ptr):
+        return
+    slot = tl.load(active_slots_ptr + place).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    token = tl.load(tokens_ptr + slot * WIDTH + columns, mask=columns < WIDTH, other=-1)
+    tl.atomic_or(seen_ptr + slot * WORDS + (token >> 5), 1 << (token & 31), mask=token >= 0)

@@ -1,0 +1,267 @@
+"""Choosing the target's next token at every node of every tree: the processors, the warpers and the draw.
+
+    score[i]  = warped and processed logit of token i, as transformers has it (repetition penalty, min_new_tokens,
+                suppress_tokens; temperature, top-k, top-p, min-p)
+    greedy    = lowest i among the largest scores
+    sampled   = first i with weight[0] + .. + weight[i] > floor(uniform * sum of all weights)
+
+The weight of a score is a whole number (`token_weights`), so nothing here depends on the order of additions: a row's
+token is the same in any tree, place and batch, and `choose_tokens_ref` gives it to the last bit. Nothing is sorted: the
+cuts of top-k and top-p are found by narrowing an interval with histograms (`cut_search`).
+
+Bytes read: the logits once for greedy, three times for sampled, and two or three times more from the L2 for top-k and
+top-p, or as often as it takes where more tokens are in question than are listed. Limits: fewer than 2**19 tokens,
+logits without NaN. Scores that differ by less than 2**-24, or than the fp32 spacing of their distance from the largest,
+count as equal in the cuts; of equal ones top-p keeps the last ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from transformers.generation.logits_process import TypicalLogitsWarper
+
+from ...errors import UsageError
+from ...tensor_checks import check_tensors
+from ...tree import Trees
+from . import choice_kernels as kernels
+from . import cut_search
+from .choice_kernels import WORD_BITS, ChoiceRules, ChoiceScratch, ChoiceShape, ChoiceState
+from .token_weights import MAX_VOCAB, ONE, distance_weight_ref, score_distance_ref
+
+_PENALISE_BLOCK = 4096
+_FEW = 1024
+
+
+def choice_scratch(
+    places: int, nodes: int, vocab: int, device: torch.device | str, part: int = 2048, capacity: int = 8192
+) -> ChoiceScratch:
+    """Allocate the scratch of `choose_tokens` for ``places`` trees of ``nodes`` nodes.
+
+    ``part``, a power of two: ids that a program takes at a time. ``capacity``: tokens that a search may list. Both
+    change speed, never results. A vocabulary smaller than a part is one part of its own size.
+    """
+    part = min(part, max(16, triton.next_power_of_2(vocab)))
+    rows, parts = places * nodes, triton.cdiv(vocab, part)
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    return ChoiceScratch(
+        part, torch.empty(rows, parts, dtype=torch.float32, device=device), torch.empty(rows, parts, **int32),
+        torch.empty(rows, **int32), torch.empty(rows, 4, **int64),
+        torch.empty(rows, parts, cut_search.BINS.value, **int32), torch.empty(rows, **int64),
+        torch.empty(rows, parts, **int64), torch.empty(rows, parts, **int32),
+        torch.empty(rows, num_words(vocab), **int32), torch.empty(rows, capacity, **int32), torch.empty(rows, **int32),
+    )  # fmt: skip
+
+
+def num_words(vocab: int) -> int:
+    """Words of 32 bits that hold a bit for each id."""
+    return -(-vocab // WORD_BITS)
+
+
+def token_bits(ids: Tensor, vocab: int) -> Tensor:
+    """Set the bits of ids, int64 [count] without repetition needed: int32 [ceil(vocab / 32)] on their device."""
+    marks = torch.zeros(num_words(vocab) * WORD_BITS, dtype=torch.int64, device=ids.device)
+    marks[ids] = 1
+    words = (marks.view(-1, WORD_BITS) << torch.arange(WORD_BITS, device=ids.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def bit_mask(words: Tensor, vocab: int) -> Tensor:
+    """Read bits back: int32 [ceil(vocab / 32)] to bool [vocab]."""
+    bits = (words[:, None] >> torch.arange(WORD_BITS, device=words.device, dtype=torch.int32)) & 1
+    return bits.flatten()[:vocab] != 0
+
+
+def choose_tokens_ref(
+    logits: Tensor,
+    trees: Trees,
+    rules: ChoiceRules,
+    state: ChoiceState,
+    out: Tensor,
+    scratch: ChoiceScratch | None = None,
+) -> None:
+    """Definition of `choose_tokens`, node by node, which needs no ``scratch``; waits for the device."""
+    places, nodes = out.shape
+    rows = logits.view(places, nodes, -1)
+    out.fill_(-1)
+    for place in range(min(places, int(trees.active_count))):
+        slot = int(trees.active_slots[place])
+        for node in range(nodes):
+            number = int(state.num_generated[slot]) + int(trees.positions[slot, node])
+            path, ancestor = [], node
+            while ancestor >= 0:
+                path.append(ancestor)
+                ancestor = int(trees.parents[slot, ancestor])
+            scores = rows[place, node].float()
+            scores = _process(scores, trees.draft_tokens[slot, path], slot, number, rules, state)
+            stream = state.uniforms[slot]
+            uniform = float(stream[number]) if number < len(stream) else 0.0
+            out[place, node] = choose_token(scores, rules, state.numbers, uniform)
+
+
+def _process(scores: Tensor, path: Tensor, slot: int, number: int, rules: ChoiceRules, state: ChoiceState) -> Tensor:
+    """Apply the processors to float32 [vocab] for new token ``number`` of a slot after the tokens of a path."""
+    vocab = len(scores)
+    if rules.has_penalty:
+        seen = bit_mask(state.seen[slot], vocab)
+        seen[path[path >= 0]] = True
+        penalty = state.numbers[4]
+        scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+    if rules.has_minimum and number < int(state.numbers[5]):
+        scores = scores.masked_fill(bit_mask(state.eos, vocab), float("-inf"))
+    if rules.has_suppressed:
+        scores = scores.masked_fill(bit_mask(state.suppressed, vocab), float("-inf"))
+    return scores
+
+
+def choose_token(
+    scores: Tensor, rules: ChoiceRules, numbers: Tensor, uniform: float, typical_p: float = 1.0
+) -> int:  # fmt: skip
+    """Choose from processed scores, float32 [vocab]: the rule that all choices follow.
+
+    ``numbers`` as in `ChoiceState`, ``uniform`` in [0, 1). ``typical_p`` below 1 is transformers' last cut, which the
+    kernels do not make. Waits for the device.
+    """
+    if not rules.sampled:
+        return int((scores == scores.max()).nonzero()[0, 0])
+    scores = scores / numbers[0].clamp(min=kernels.COLDEST.value)
+    distances = score_distance_ref(scores)
+    weights = distance_weight_ref(distances)
+    if rules.has_top_k:
+        kth = min(int(numbers[1]), len(scores))
+        weights = weights.masked_fill(distances > distances.sort().values[kth - 1], 0)
+    if rules.has_top_p:
+        least_probable_first = distances.sort(descending=True, stable=True).indices
+        total = int(weights.sum())
+        cut = min(int((1.0 - float(numbers[2])) * total), total - 1)
+        is_cut = weights[least_probable_first].cumsum(0) <= cut
+        weights = weights.masked_fill(torch.zeros_like(is_cut).scatter(0, least_probable_first, is_cut), 0)
+    if rules.has_min_p:
+        weights = weights.masked_fill(weights < float(numbers[3]) * ONE.value, 0)
+    if typical_p < 1:
+        left = scores.masked_fill(weights == 0, float("-inf"))[None]
+        weights = weights.masked_fill(TypicalLogitsWarper(typical_p)(None, left)[0] == float("-inf"), 0)
+    reached = weights.cumsum(0)
+    total = int(reached[-1])
+    return int((reached <= min(int(uniform * total), total - 1)).sum())
+
+
+def choose_tokens(
+    logits: Tensor, trees: Trees, rules: ChoiceRules, state: ChoiceState, out: Tensor, scratch: ChoiceScratch
+) -> None:
+    """Choose a token at every node of the active slots' trees: two launches for greedy, three sampled, nine with cuts.
+
+    Allocates nothing and does not wait, so a CUDA graph can hold it.
+
+    Args:
+        logits: bf16, fp16 or fp32 [places * nodes, vocab]; place i is slot ``active_slots[i]``.
+        trees: of all slots; ``draft_tokens`` -1 for a root that is not to be penalised again.
+        rules: which stages run.
+        state: their numbers.
+        out: int32 [places, nodes]: the chosen ids; -1 in places that are skipped.
+        scratch: from `choice_scratch` for these sizes.
+
+    Raises:
+        UsageError: tensors of other shapes, types or devices, or a vocabulary beyond 2**19 - 1.
+    """
+    _check(logits, trees, state, out, scratch)
+    shape = _shape_of(logits, rules, state, out, scratch)
+    rows, parts = logits.shape[0], shape.parts
+    if rules.has_penalty:
+        kernels.penalise_kernel[(rows, triton.cdiv(shape.words, _PENALISE_BLOCK))](
+            trees, state, scratch, SHAPE=shape, BLOCK=_PENALISE_BLOCK, num_warps=8
+        )
+    kernels.best_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
+    if not rules.sampled:
+        kernels.pick_kernel[(rows,)](trees, scratch, out, SHAPE=shape, num_warps=1)
+        return
+    if shape.has_cut:
+        for is_first in (True, False):
+            cut_search.survey_kernel[(rows, parts)](
+                logits, trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=8
+            )
+            cut_search.narrow_kernel[(rows,)](trees, state, scratch, SHAPE=shape, FIRST=is_first, num_warps=4)
+        cut_search.collect_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
+        cut_search.cut_kernel[(rows,)](logits, trees, state, scratch, SHAPE=shape, num_warps=16)
+    kernels.mass_kernel[(rows, parts)](logits, trees, state, scratch, SHAPE=shape, num_warps=8)
+    kernels.draw_kernel[(rows,)](logits, trees, state, scratch, out, SHAPE=shape, num_warps=8)
+
+
+def _shape_of(
+    logits: Tensor, rules: ChoiceRules, state: ChoiceState, out: Tensor, scratch: ChoiceScratch
+) -> ChoiceShape:
+    vocab, capacity = logits.shape[1], scratch.listed.shape[1]
+    parts = triton.cdiv(vocab, scratch.part)
+    flags = asdict(rules)
+    if not rules.sampled:
+        flags |= {"has_top_k": False, "has_top_p": False, "has_min_p": False}
+    return ChoiceShape(
+        out.shape[1], vocab, num_words(vocab), scratch.part, parts, triton.next_power_of_2(parts),
+        state.uniforms.shape[1], capacity, min(_FEW, capacity), **flags,
+    )  # fmt: skip
+
+
+def _check(logits: Tensor, trees: Trees, state: ChoiceState, out: Tensor, scratch: ChoiceScratch) -> None:
+    """Refuse tensors that do not fit each other."""
+    if out.dim() != 2 or logits.dim() != 2 or logits.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UsageError(
+            f"logits must be bfloat16, float16 or float32 [places * nodes, vocab] and out [places, nodes]; got "
+            f"{logits.dtype} {list(logits.shape)} and {list(out.shape)}.",
+            tensor="logits",
+        )
+    places, nodes = out.shape
+    vocab = logits.shape[1]
+    if not 1 <= vocab < MAX_VOCAB:
+        raise UsageError(f"vocab must be 1 to {MAX_VOCAB - 1}; got {vocab}.", vocab=vocab)
+    rows, words, slots = places * nodes, num_words(vocab), trees.active_slots.numel()
+    nodes_of_slots = (torch.int64, (slots, nodes))
+    check_tensors(
+        out.device, logits=(logits, logits.dtype, (rows, vocab)), out=(out, torch.int32, (places, nodes)),
+        active_slots=(trees.active_slots, torch.int32, (slots,)),
+        active_count=(trees.active_count, torch.int32, (1,)),
+        draft_tokens=(trees.draft_tokens, *nodes_of_slots), parents=(trees.parents, *nodes_of_slots),
+        positions=(trees.positions, *nodes_of_slots),
+        numbers=(state.numbers, torch.float32, (8,)), uniforms=(state.uniforms, torch.float64, (slots, None)),
+        num_generated=(state.num_generated, torch.int32, (slots,)), seen=(state.seen, torch.int32, (slots, words)),
+        suppressed=(state.suppressed, torch.int32, (words,)), eos=(state.eos, torch.int32, (words,)),
+        best_score=(scratch.best_score, torch.float32, (rows, triton.cdiv(vocab, scratch.part))),
+        penalised=(scratch.penalised, torch.int32, (rows, words)), listed=(scratch.listed, torch.int32, (rows, None)),
+    )  # fmt: skip
+
+
+def mark_seen_ref(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
+    """Definition of `mark_seen`; waits for the device."""
+    for slot in active_slots[: int(active_count)].tolist():
+        for token in tokens[slot].tolist():
+            if token >= 0:
+                bit = token % WORD_BITS
+                seen[slot, token // WORD_BITS] |= -(2**31) if bit == WORD_BITS - 1 else 1 << bit
+
+
+def mark_seen(tokens: Tensor, active_slots: Tensor, active_count: Tensor, seen: Tensor) -> None:
+    """Set the bits of accepted tokens in ``seen``, for active slots; one launch, no wait.
+
+    Args:
+        tokens: int32 [slots, width], by slot; -1 pads.
+        active_slots: int32 [slots].
+        active_count: int32 [1].
+        seen: int32 [slots, ceil(vocab / 32)].
+
+    Raises:
+        UsageError: tensors of other shapes, types or devices.
+    """
+    slots = active_slots.numel()
+    check_tensors(
+        seen.device, tokens=(tokens, torch.int32, (slots, None)), active_slots=(active_slots, torch.int32, (slots,)),
+        active_count=(active_count, torch.int32, (1,)), seen=(seen, torch.int32, (slots, None)),
+    )  # fmt: skip
+    width = tokens.shape[1]
+    kernels.mark_seen_kernel[(slots,)](
+        tokens, active_slots, active_count, seen,
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), WORDS=seen.shape[1], num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""The generation loop over a `Decoder`: the host launches steps and reads their records, one step behind on a GPU.
+
+While step t is read (tokens for streamers, stop strings), step t + 1 runs already. The host waits for nothing but the
+event after step t's record, a copy into pinned memory. End of sequence, the number of new tokens and the end of the
+context are decided on the device; a stop string is found one step late, and what was drafted beyond it is dropped.
+Where tokens are chosen on the host, it reads each record before the next step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import DrafterError
+from ..requests.requests import RequestOutput, RunningRequest, collect
+from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
+from ..settings import TreeConfig
+from ..target.lock import GenerationLock
+from .choice_rules import CallRules
+from .decoders import Decoders
+from .host_choice import HostChoice
+from .kept_rows import KeptRows, match_slots
+from .kernels.acceptance import RECORD_HEAD, RUNNING
+from .kernels.choose_tokens import token_bits
+
+
+@dataclass
+class _Record:
+    """What one launch will have to tell: filled when ``ready`` has passed."""
+
+    values: Tensor
+    ready: torch.cuda.Event | None
+    sequences: dict[int, RunningRequest]
+    is_step: bool
+
+
+class GenerationLoop:
+    """One call; ``states`` are the requests in its order.
+
+    ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
+    what slots hold of a prompt from earlier calls (`kept_rows`).
+    """
+
+    def __init__(
+        self,
+        decoders: Decoders,
+        lock: GenerationLock,
+        states: Sequence[RunningRequest],
+        rules: CallRules,
+        max_slots: int,
+        tree: TreeConfig | None = None,
+        time_phases: bool = False,
+        reuse_prefix: bool = False,
+    ) -> None:
+        self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
+        self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
+        self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
+        self.waiting = deque(state for state in states if state.finish_reason is None)
+        self.running: dict[int, RunningRequest] = {}
+        self.flying: deque[_Record] = deque()
+        self.num_empty_steps = 0
+        self._free: list[Tensor] = []
+        numbers = torch.tensor(rules.numbers, dtype=torch.float32)
+        chooses_on_host = rules.host_reason is not None
+        self.host = HostChoice(self.running, self.rules, numbers, rules.typical_p) if chooses_on_host else None
+
+    @torch.inference_mode()
+    def run(self) -> tuple[list[RequestOutput], GenerationStats]:
+        """Generate everything; outputs in the order of the requests, and the statistics of the whole call."""
+        if not self.waiting:
+            return collect(self.states, {})
+        device = self.decoders.target.device
+        with self.lock.hold(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            # More prompts than there are slots wait for a free one.
+            num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
+            longest = max(state.request.max_tokens for state in self.waiting)
+            self.decoder = self.decoders.get(num_slots, longest, self.tree)
+            self.num_slots = num_slots
+            try:
+                return self._run()
+            except BaseException:
+                # What is in flight still writes to the slots.
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                self.decoder.clear_()
+                self.decoders.forget()
+                raise
+
+    def _run(self) -> tuple[list[RequestOutput], GenerationStats]:
+        decoder = self.decoder
+        decoder.clear_()
+        self._upload(decoder.choice.numbers, self.call.numbers, torch.float32)
+        if self.call.suppressed is not None:
+            self._upload(decoder.choice.suppressed, self.call.suppressed)
+        if self.host is None:
+            decoder.warm_up(self.rules, self.num_slots)
+        self.timer = PhaseTimer(decoder.target.device)
+        while self.waiting or self.running or self.flying:
+            self._fill_slots()
+            if self.host is not None:
+                self._read_all_but(0)
+            if self.running:
+                self._step()
+            # One step stays in flight after the one that is read.
+            self._read_all_but(self.host is None and bool(self.running))
+        timings = self.timer.stop_and_wait()
+        return collect(
+            self.states,
+            timings,
+            num_empty_steps=self.num_empty_steps,
+            cache_bytes=self.decoders.cache_bytes,
+            graph_bytes=self.decoders.graph_bytes,
+            **count_tuned(decoder.drafter),
+        )
+
+    def _read_all_but(self, count: int) -> None:
+        while len(self.flying) > count:
+            self._read()
+
+    def _fill_slots(self) -> None:
+        free = [slot for slot in range(self.num_slots) if slot not in self.running]
+        entering = [self.waiting.popleft() for _ in range(min(len(free), len(self.waiting)))]
+        kept = self.decoders.kept if self.reuse_prefix else [KeptRows()] * self.num_slots
+        prompts = [state.request.prompt_ids for state in entering]
+        matches = match_slots(prompts, kept, free, self.tree is not None)
+        for state, (slot, shared) in zip(entering, matches, strict=True):
+            self.running[slot], state.num_reused = state, shared
+            with self.timer.phase("prefill"):
+                self._enter(slot, state)
+            self._keep_record(self.decoder.entering.record, {slot: state}, is_step=False)
+
+    def _enter(self, slot: int, state: RunningRequest) -> None:
+        decoder, request, prompt = self.decoder, state.request, state.request.prompt_ids
+        most = request.max_tokens - len(prompt)
+        # Ends beyond those that the device has places for are found by the host, as stop strings are.
+        ends = sorted(request.eos_ids)
+        eos = ends[: decoder.state.eos_ids.shape[1]]
+        blank = [-1] * (decoder.state.eos_ids.shape[1] - len(eos))
+        self.decoders.kept[slot] = self.decoders.kept[slot].cut(prompt, state.num_reused, self.tree is not None)
+        self._upload(decoder.box.numbers, [slot, len(prompt), most, state.num_reused, *eos, *blank])
+        self._upload(decoder.box.tokens[: len(prompt)], prompt)
+        if state.stream is not None:
+            numbers = state.stream[: decoder.choice.uniforms.shape[1]]
+            self._upload(decoder.choice.uniforms[slot, : len(numbers)], numbers, torch.float64)
+        if self.rules.has_penalty:
+            self._upload(decoder.choice.seen[slot], token_bits(torch.tensor(prompt), decoder.target.vocab_size))
+        if self.rules.has_minimum:
+            self._upload(decoder.choice.eos, token_bits(torch.tensor(ends), decoder.target.vocab_size))
+        if decoder.follow is not None and decoder.tails is not None:
+            decoder.tails.set_slot(slot, decoder.follow.tail_of(prompt), decoder.follow)
+        decoder.enter(len(prompt) - state.num_reused, self.rules, self.host)
+
+    def _upload(self, to: Tensor, values: Any, dtype: torch.dtype = torch.int32) -> None:
+        """Copy from the host without waiting; pinned memory is not reused before the copy is done."""
+        values = torch.as_tensor(values, dtype=dtype)
+        to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
+
+    def _step(self) -> None:
+        num_active = len(self.running)
+        if self.time_phases:
+            if self.tree is None:
+                # A step's times begin with its draft, empty or not.
+                with self.timer.phase("draft"):
+                    pass
+            for phase in self.decoder.timed_step(num_active, self.rules, self.host):
+                name = "draft" if phase.name == "draft" else "verify"
+                with self.timer.phase(name), self.decoder.named_range(phase.name):
+                    phase.run()
+        else:
+            with self.timer.phase("step"):
+                self.decoder.step(num_active, self.rules, self.host)
+        self._keep_record(self.decoder.state.record, dict(self.running), is_step=True)
+
+    def _keep_record(self, record: Tensor, sequences: dict[int, RunningRequest], is_step: bool) -> None:
+        on_gpu = record.is_cuda
+        values = self._free.pop() if self._free else torch.empty(record.shape, dtype=record.dtype, pin_memory=on_gpu)
+        values.copy_(record, non_blocking=True)
+        ready = torch.cuda.Event() if on_gpu else None
+        if ready is not None:
+            ready.record()
+        self.flying.append(_Record(values, ready, sequences, is_step))
+
+    def _read(self) -> None:
+        record = self.flying.popleft()
+        if record.ready is not None:
+            record.ready.synchronize()
+        rows = record.values.tolist()
+        self._free.append(record.values)
+        if rows[-1][0]:
+            self.decoder.clear_()
+            raise DrafterError(
+                "The drafter's grid barrier timed out: not all its programs were running at once, or one of them "
+                "failed. The step was not used. Is another process using the GPU's SMs exclusively?"
+            )
+        self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
+        for slot, state in record.sequences.items():
+            accepted, kept, ended = rows[slot][:RECORD_HEAD]
+            if accepted == 0 or state.finish_reason is not None:
+                continue
+            if record.is_step:
+                state.accepted_lengths[accepted] += 1
+            num_tokens = len(state.request.prompt_ids) + len(state.token_ids)
+            is_done = state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
+            assert is_done or ended == RUNNING, (slot, rows[slot])
+            if is_done:
+                # The step that gave these tokens began with the pairs of those before.
+                pairs = self.decoders.kept[slot].num_pairs if self.tree is None else num_tokens - 1
+                tokens = (*state.request.prompt_ids, *state.token_ids)
+                self.decoders.kept[slot] = KeptRows(tokens, pairs)
+            if is_done and ended == RUNNING:
+                self.decoder.stop_slot(slot)
+            if is_done and self.running.get(slot) is state:
+                del self.running[slot]

@@ -1,0 +1,122 @@
+"""What transformers' layers attend to in one forward: rows of our cache, or nothing, to see what they ask for."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModelError
+from .attention import masked_attention, tree_attention_mask
+from .cache import ForwardBuffers, KVCache, LayerShape
+from .kernels.tree_attention import tree_attention
+from .kernels.tree_rows import ForwardRows
+
+
+class ShapeProbe:
+    """Notes the shapes of a model's layers over one token; a `ForwardContext` that gives zeros."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.shapes: dict[int, LayerShape] = {}
+        self._stored: dict[int, tuple[int, Tensor]] = {}
+        self._last = -1
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See `ForwardContext.store`."""
+        # Kept, so that no other tensor takes its place in memory meanwhile.
+        self._stored[keys.data_ptr()] = (layer, keys)
+        self._last = layer
+        self.shapes[layer] = LayerShape(0, keys.shape[1], keys.shape[3], values.shape[3])
+        return keys, values
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """See `ForwardContext.attend`."""
+        self.calls += 1
+        if self._last < 0:
+            raise UnsupportedModelError("A layer attends to keys that it did not hand to the KV cache.")
+        layer, _ = self._stored.get(key.data_ptr(), (self._last, key))
+        is_direct = key.data_ptr() in self._stored
+        self.shapes[layer] = self.shapes[layer]._replace(heads=query.shape[1], is_direct=is_direct)
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+
+
+class CacheContext:
+    """One forward over rows of the cache; a `ForwardContext`.
+
+    With the kernel (``bufs.scratch``) layers get their new keys back, and attention reads the cache; else they get all
+    rows, and PyTorch attends to what they hand on.
+    """
+
+    def __init__(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers) -> None:
+        self.rows, self.cache, self.bufs = rows, cache, bufs
+        self.calls = 0
+        self._layer_of: dict[int, tuple[int, Tensor]] = {}
+        self._masks: dict[int | None, Tensor] = {}
+        self._slots = rows.attention.slots.clamp(min=0).long()
+        # A row that is not kept goes to the last one of the slot, which no sequence reaches.
+        self._kv_rows = torch.where(rows.kv_rows < 0, cache.capacity - 1, rows.kv_rows).long()
+
+    def store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new keys and values where the rows say; see `ForwardContext.store`."""
+        nodes, place = self.rows.nodes, len(self._layer_of)
+        slots = self._slots.repeat_interleave(nodes, output_size=self.rows.places * nodes)
+        # Kept with their place, so that no other tensor takes theirs in memory meanwhile.
+        self._layer_of[keys.data_ptr()] = (place, keys)
+        for buffer, new in zip(self.cache.layers[place], (keys, values), strict=True):
+            buffer[slots, :, self._kv_rows] = new.transpose(1, 2).flatten(0, 1)
+        if self.bufs.scratch is not None:
+            return keys, values
+        all_keys, all_values = (self._read(buffer) for buffer in self.cache.layers[place])
+        return all_keys, all_values
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """See `ForwardContext.attend`."""
+        self.calls += 1
+        scratch = self.bufs.scratch
+        if scratch is None:
+            return masked_attention(query, key, value, self._mask(window), scale, softcap, sinks)
+        keys, values = self.cache.layers[self._layer_of[key.data_ptr()][0]]
+        places, heads, nodes, head_dim = query.shape
+        flat = query.transpose(1, 2).reshape(places * nodes, heads * head_dim)
+        out = torch.empty_like(flat)
+        tree_attention(
+            flat, keys, values, self.rows.attention, scale, window, out, scratch, softcap=softcap, sinks=sinks
+        )  # fmt: skip
+        return out.view(places, nodes, heads, head_dim).transpose(1, 2)
+
+    @cached_property
+    def _lengths(self) -> Tensor:
+        """Committed rows of each place's sequence, int64 [places]."""
+        return self.rows.attention.lengths[self._slots].long()
+
+    @cached_property
+    def _kv_length(self) -> int:
+        """Rows of the longest sequence, those of this forward included; waits for the device."""
+        return int((self._lengths + self.rows.attention.counts).max())
+
+    def _mask(self, window: int | None) -> Tensor:
+        """Bool [places, 1, nodes, rows]: which row each node may see."""
+        if window not in self._masks:
+            attention = self.rows.attention
+            self._masks[window] = tree_attention_mask(
+                self._lengths, attention.tree_mask(), attention.depths.long(), self._kv_length, window
+            )
+        return self._masks[window]
+
+    def _read(self, buffer: Tensor) -> Tensor:
+        """All rows in use of each place's slot, up to the longest: [places, kv_heads, rows, head_dim]."""
+        rows = buffer[:, :, : self._kv_length]
+        return rows[: len(self._slots)] if self._are_first_slots else rows[self._slots]
+
+    @cached_property
+    def _are_first_slots(self) -> bool:
+        """Whether place i is slot i, so that nothing has to be gathered; waits for the device."""
+        return self._slots.tolist() == list(range(len(self._slots)))

@@ -1,0 +1,137 @@
+"""What a forward needs to know of its rows: token, position, cache row and ancestors of every node, by place.
+
+A place is one running sequence; place i is slot ``active_slots[i]``. Everything is read and written on the device, so
+that a captured step follows lengths and slots as they change.
+
+The tree of `eagle_slim.runtime.tree` at length 9 (root 0; A, B; C, D under A; E under B; G under C)::
+
+    node          0   1    2    3     4     5     6
+    parents      -1   0    0    1     1     2     3
+    position      9  10   10   11    11    11    12
+    cache row     9  10   11   12    13    14    15
+    ancestors     1  11  101  1011 10011 100101 1001011     (bit m, from the right: m is the node or an ancestor)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...tree import Trees
+from .tree_attention import NODES_PER_WORD, AttentionRows
+
+
+@dataclass(frozen=True)
+class ForwardRows:
+    """The rows of one forward, ``places`` times ``nodes`` of them.
+
+    ``tokens``, ``positions``, ``kv_rows`` int32 [places * nodes]; an unused row has token 0, position 0 and KV row -1.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    attention: AttentionRows
+
+    @property
+    def places(self) -> int:
+        """Sequences side by side."""
+        return len(self.attention.slots)
+
+    @property
+    def nodes(self) -> int:
+        """Rows of each sequence."""
+        return len(self.tokens) // self.places
+
+    @classmethod
+    def allocate(cls, places: int, nodes: int, lengths: Tensor, is_chunk: bool = False) -> ForwardRows:
+        """Allocate for a tree (or a prompt's chunk); ``lengths`` int32 [slots] is shared."""
+        device = lengths.device
+
+        def ints(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        words = -(-nodes // NODES_PER_WORD)
+        ancestors = None if is_chunk else torch.zeros((places, nodes, words), dtype=torch.int64, device=device)
+        attention = AttentionRows(ints(places), lengths, ints(places), ancestors, ints(places, nodes))
+        return cls(ints(places * nodes), ints(places * nodes), ints(places * nodes), attention)
+
+
+def tree_rows_ref(trees: Trees, out: ForwardRows) -> None:
+    """Lay out the nodes of the active slots' trees."""
+    attention, places, nodes = out.attention, out.places, out.nodes
+    assert attention.ancestors is not None
+    device = trees.active_slots.device
+    is_active = torch.arange(places, device=device) < trees.active_count  # [places]
+    slots = torch.where(is_active, trees.active_slots[:places], -1)
+    tree = slots.clamp(min=0).long()
+    length, depth = attention.lengths[tree][:, None], trees.positions[tree].to(torch.int32)
+    node = torch.arange(nodes, dtype=torch.int32, device=device)
+    active = is_active[:, None]
+    attention.slots.copy_(slots)
+    attention.counts.copy_(is_active * nodes)
+    out.tokens.copy_(torch.where(active, trees.draft_tokens[tree], 0).flatten())
+    out.positions.copy_(torch.where(active, length + depth, 0).flatten())
+    out.kv_rows.copy_(torch.where(active, length + node, -1).flatten())
+    attention.depths.copy_(torch.where(active, depth, 0))
+    attention.ancestors.zero_()
+    ancestor = torch.where(active, node, -1).long()  # [places, nodes]
+    for _ in range(int(depth.max()) + 1):
+        at = ancestor.clamp(min=0)
+        bit = torch.where(ancestor < 0, 0, torch.ones_like(at) << at % NODES_PER_WORD)
+        for word in range(attention.ancestors.shape[2]):
+            attention.ancestors[..., word] |= torch.where(at // NODES_PER_WORD == word, bit, 0)
+        ancestor = torch.where(ancestor < 0, -1, trees.parents[tree].gather(1, at))
+
+
+@triton.jit
+def _tree_rows_kernel(
+    trees, length_ptr, out_token_ptr, out_position_ptr, out_kv_row_ptr, slot_ptr, count_ptr, ancestor_ptr, depth_ptr,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0)
+    node = tl.arange(0, BLOCK)
+    inside = node < NODES
+    is_active = place < tl.load(trees.active_count)
+    slot = tl.maximum(tl.load(trees.active_slots + place), 0).to(tl.int64)
+    length = tl.load(length_ptr + slot)
+    valid = node < tl.where(is_active, NODES, 0)
+    at = slot * NODES + node
+    token = tl.load(trees.draft_tokens + at, mask=valid, other=0)
+    depth = tl.load(trees.positions + at, mask=valid, other=0).to(tl.int32)
+    to = place * NODES + node
+    tl.store(out_token_ptr + to, token.to(tl.int32), mask=inside)
+    tl.store(out_position_ptr + to, tl.where(valid, length + depth, 0), mask=inside)
+    tl.store(out_kv_row_ptr + to, tl.where(valid, length + node, -1), mask=inside)
+    tl.store(depth_ptr + to, depth, mask=inside)
+    tl.store(slot_ptr + place, tl.where(is_active, slot, -1).to(tl.int32))
+    tl.store(count_ptr + place, tl.where(is_active, NODES, 0))
+    low = tl.zeros((BLOCK,), tl.int64)
+    high = tl.zeros((BLOCK,), tl.int64)
+    one = tl.full((BLOCK,), 1, tl.int64)
+    ancestor = tl.where(valid, node, -1)
+    left = tl.max(depth) + 1
+    while left > 0:
+        bit = one << (tl.maximum(ancestor, 0) % 64).to(tl.int64)
+        low |= tl.where((ancestor >= 0) & (ancestor < 64), bit, 0)
+        high |= tl.where(ancestor >= 64, bit, 0)
+        ancestor = tl.load(trees.parents + slot * NODES + ancestor, mask=ancestor >= 0, other=-1).to(tl.int32)
+        left -= 1
+    tl.store(ancestor_ptr + to * WORDS, low, mask=inside)
+    if WORDS == 2:
+        tl.store(ancestor_ptr + to * WORDS + 1, high, mask=inside)
+
+
+def tree_rows(trees: Trees, out: ForwardRows) -> None:
+    """Run `tree_rows_ref` as one launch, a program a place; at most 128 nodes."""
+    attention = out.attention
+    assert attention.ancestors is not None
+    _tree_rows_kernel[(out.places,)](
+        trees, attention.lengths, out.tokens, out.positions, out.kv_rows, attention.slots, attention.counts,
+        attention.ancestors, attention.depths, NODES=out.nodes, BLOCK=max(2, triton.next_power_of_2(out.nodes)),
+        WORDS=attention.ancestors.shape[2], num_warps=1,
+    )  # fmt: skip

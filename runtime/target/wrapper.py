@@ -1,0 +1,372 @@
+"""The target model: transformers' own weights, norms and rotary embedding, over our cache and attention.
+
+`TargetModel` wraps a loaded causal LM. It accepts decoder-only models with softmax attention and rotary positions, and
+refuses everything else by class before any forward. Features for the drafter are read by hooks: the hidden states
+entering the tap layers (EAGLE-3), or the last hidden state after the final norm (EAGLE-1/2). Whether a model's forward
+can be held by a CUDA graph (no wait, no shape that depends on values) is found out by a trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from ..errors import PairingError, UnsupportedModelError
+from . import attention
+from .cache import ForwardBuffers, KVCache, LayerShape, Target
+from .choose import Choice, fuse
+from .contexts import CacheContext, ShapeProbe
+from .kernels.tree_rows import ForwardRows
+from .lock import lock_of
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT_MARKS = (
+    "ssm_cfg",
+    "state_size",
+    "mamba_d_state",
+    "mamba_d_conv",
+    "conv_L_cache",
+    "rescale_every",
+    "lru_width",
+)
+
+
+def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
+    """Return EAGLE-3's taps, the inputs of these decoder layers: 2, n // 2, n - 3."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class TargetModel:
+    """A transformers causal LM that verifies draft trees.
+
+    ``tap_layers``: the features are the hidden states entering these decoder layers (``num_layers`` itself means
+    leaving the last one), concatenated; None: the last hidden state after the final norm.
+
+    Raises `UnsupportedModelError` for a model that cannot verify trees, `PairingError` for tap layers out of range.
+    """
+
+    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, backend: Choice | None = None) -> None:
+        check_supported(model)
+        attention.register()
+        self.model = model.eval()
+        self.lock = lock_of(model)
+        self.config: Any = model.config
+        self.text_config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        self.layers = find_decoder_layers(model)
+        self.tap_layers = None if tap_layers is None else tuple(tap_layers)
+        for layer in self.tap_layers or ():
+            if not 0 <= layer <= len(self.layers):
+                raise PairingError(
+                    f"The head taps the input of decoder layer {layer}, but {type(model).__name__} has layers 0 to "
+                    f"{len(self.layers) - 1}. The head was trained for another target; tap layers: {self.tap_layers}."
+                )
+        self._attention_configs = _distinct_attention_configs(model)
+        self.backend = backend or Choice("transformers", "asked for")
+        """The forward that generation uses, and why."""
+        self.runs: Target = fuse(model, self.tap_layers, self.backend) or self
+        """Whose forward that is: the fused one, or this."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the input embedding lies."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return self.embedding.dtype
+
+    @property
+    def embedding(self) -> Tensor:
+        """Input embedding [target_vocab, hidden]."""
+        weight = self.model.get_input_embeddings().weight  # type: ignore[operator]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def lm_head(self) -> Tensor:
+        """LM-head rows [target_vocab, hidden] (the embedding itself when tied)."""
+        weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that a step reads: those of the decoder layers and of the LM head."""
+        read = [*(weight for layer in self.layers for weight in layer.parameters()), self.lm_head]
+        return sum(weight.numel() * weight.element_size() for weight in read)
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of one hidden state."""
+        return int(self.text_config.hidden_size)
+
+    @property
+    def feature_width(self) -> int:
+        """Width of the features handed to the drafter."""
+        return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits per position."""
+        return self.lm_head.shape[0]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Context the model was made for, in tokens; None if its configuration does not say."""
+        limits = (getattr(self.text_config, "max_position_embeddings", None), self.longrope_limit)
+        return min((int(limit) for limit in limits if limit is not None), default=None)
+
+    @property
+    def longrope_limit(self) -> int | None:
+        """Length beyond which longrope changes a forward's frequencies, but not its cached keys'; None without it."""
+        own = getattr(self.text_config, "original_max_position_embeddings", None)
+        kinds = [rope for rope in _rope_kinds(self.text_config) if rope.get("rope_type") == "longrope"]
+        return next((rope.get("original_max_position_embeddings", own) for rope in kinds), None)
+
+    @cached_property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """Of each decoder layer with keys and values of its own, as a forward over one token shows them.
+
+        Raises `UnsupportedModelError` for a model that does not attend through our function, leaves out a tapped layer,
+        or hands on hidden states of another form.
+        """
+        probe = ShapeProbe()
+        token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
+        self._run(token, token, probe, None)
+        return tuple(shape for _, shape in sorted(probe.shapes.items()))
+
+    @cached_property
+    def eager_reason(self) -> str | None:
+        """Why the forward that generation uses cannot be held by a CUDA graph; None where it can."""
+        if self.device.type != "cuda":
+            return f"the model is on {self.device}"
+        if self.runs is not self:
+            return None
+        name = type(self.model).__name__
+        if self.longrope_limit is not None:
+            return f"{name} changes its rotary frequencies with the length (longrope)"
+        if not all(shape.fits_kernel for shape in self.layer_shapes):
+            return f"{name} has heads that the attention kernel does not take"
+        try:
+            self._try_capture()
+        except Exception as error:  # a model's own code may raise anything under capture
+            torch.cuda.synchronize(self.device)
+            return f"the forward of {name} cannot be captured: {str(error).splitlines()[0][:200]}"
+        return None
+
+    def _try_capture(self) -> None:
+        lengths = torch.zeros(1, dtype=torch.int32, device=self.device)
+        rows, bufs = ForwardRows.allocate(1, 1, lengths), self.new_buffers(1, 1, 1)
+        cache, stream = KVCache(self, 1, 16), torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.inference_mode(), torch.cuda.device(self.device):
+            with torch.cuda.stream(stream):
+                self.forward(rows, cache, bufs)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                self.forward(rows, cache, bufs)
+
+    def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
+        """See `Target.new_buffers`."""
+        if self.device.type != "cuda":
+            return ForwardBuffers.dynamic()
+        return ForwardBuffers(self, places, nodes, logit_rows)
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Nothing to do: the model computes its rotation from the positions."""
+
+    def forward(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
+        """See `Target.forward`."""
+        shape = (rows.places, rows.nodes)
+        positions = rows.positions.view(shape).long()
+        if self.longrope_limit is not None:
+            # Nodes that can no longer be kept must not change the frequencies of those that can.
+            positions = positions.clamp(max=self.longrope_limit - 1)
+        context = CacheContext(rows, cache, bufs)
+        logits, features = self._run(rows.tokens.view(shape).long(), positions, context, last_row)
+        logits, features = logits.flatten(0, 1), features.flatten(0, 1)
+        if bufs.is_dynamic:
+            bufs.logits, bufs.features = logits, features
+        else:
+            bufs.logits.copy_(logits)
+            bufs.features.copy_(features)
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, context: attention.ForwardContext, last_row: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Run tokens int64 [places, nodes]: logits [places, nodes or rows, vocab], features [places, nodes, width]."""
+        name = type(self.model).__name__
+        with self.tree_attention(), self.record_features() as taps, torch.inference_mode():
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                past_key_values=_ContextCache(context),
+                use_cache=True,
+                # By index: a number lets some models leave out the other positions' hidden states as well.
+                logits_to_keep=0 if last_row is None else last_row,
+                **{attention.CONTEXT_ARGUMENT: context},
+            )
+        if context.calls == 0:
+            raise UnsupportedModelError(
+                f"{name} did not call the registered attention function {attention.ATTENTION_NAME!r}: its layers "
+                "ignore the attention implementation of the configuration."
+            )
+        if len(taps) < len(self.tap_layers or (None,)):
+            skipped = sorted({layer for place, layer in enumerate(self.tap_layers or ()) if place not in taps})
+            raise UnsupportedModelError(
+                f"{name} leaves out decoder layer {skipped[0]} in a forward over text, and the head reads its input."
+            )
+        expected = (*token_ids.shape, self.hidden_size)
+        for tap in taps.values():
+            if tap.shape != expected:
+                raise UnsupportedModelError(
+                    f"{name} hands hidden states of shape {list(tap.shape)} from layer to layer, where a head reads "
+                    f"{list(expected)}."
+                )
+        return output.logits, torch.cat([taps[place] for place in sorted(taps)], -1)
+
+    @contextmanager
+    def tree_attention(self) -> Iterator[None]:
+        """Switch the model to tree attention for one forward, so that its own ``generate`` stays as it was."""
+        before = [config._attn_implementation for config in self._attention_configs]
+        try:
+            for config in self._attention_configs:
+                config._attn_implementation = attention.ATTENTION_NAME
+            yield
+        finally:
+            for config, name in zip(self._attention_configs, before, strict=True):
+                config._attn_implementation = name
+
+    @contextmanager
+    def record_features(self) -> Iterator[dict[int, Tensor]]:
+        """Collect the features of one forward, by their place among the taps."""
+        taps: dict[int, Tensor] = {}
+
+        def keep_input(place: int) -> Any:
+            def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                taps[place] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def keep_output(place: int) -> Any:
+            def hook(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+                taps[place] = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+
+            return hook
+
+        handles = []
+        if self.tap_layers is None:
+            handles.append(self.model.base_model.register_forward_hook(keep_output(0)))  # type: ignore[union-attr]
+        for place, layer in enumerate(self.tap_layers or ()):
+            if layer == len(self.layers):
+                handles.append(self.layers[-1].register_forward_hook(keep_output(place)))
+            else:
+                handles.append(self.layers[layer].register_forward_pre_hook(keep_input(place), with_kwargs=True))
+        try:
+            yield taps
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _ContextCache(Cache):  # type: ignore[misc]  # transformers carries no types
+    """Hands a forward's keys and values to its context, in the form transformers' layers call."""
+
+    def __init__(self, context: attention.ForwardContext) -> None:
+        super().__init__(layers=[])
+        self._context = context
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store the new rows of a layer; returns what it is to attend to."""
+        return self._context.store(layer_idx, key_states, value_states)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Positions are given with every forward, so nothing needs to know."""
+        return 0
+
+
+def check_supported(model: nn.Module) -> None:
+    """Raise `UnsupportedModelError`, naming the class and the reason, unless the model can verify trees."""
+    name = type(model).__name__
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "get_output_embeddings"):
+        raise UnsupportedModelError(f"{name} is not a transformers model; load the target with AutoModelForCausalLM.")
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{name} is spread over {', '.join(map(str, sorted(devices, key=str)))}; its KV cache lies on one device. "
+            "Load the target on a single one."
+        )
+    text = config.get_text_config()
+    can = "The runtime verifies trees on decoder-only models with softmax attention and rotary positions."
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model. {can}")
+    if model.get_output_embeddings() is None:  # type: ignore[operator]
+        raise UnsupportedModelError(f"{name} has no LM head (an encoder, or a bare decoder). {can}")
+    marks = [mark for mark in _RECURRENT_MARKS if getattr(text, mark, None) is not None]
+    if marks or getattr(model, "_is_stateful", False):
+        detail = f" (its configuration has {', '.join(marks)})" if marks else ""
+        raise UnsupportedModelError(
+            f"{name} keeps a recurrent state{detail}, which cannot be rolled back to an accepted path. {can}"
+        )
+    if any(type(module).__module__.startswith("torch.ao.nn.quantized.dynamic") for module in model.modules()):
+        raise UnsupportedModelError(
+            f"{name} is quantised dynamically: its activations are scaled by the whole forward, so a token's logits "
+            "depend on what is computed beside it. Load it as it was, or with its weights quantised only."
+        )
+    layer_types = set(getattr(text, "layer_types", None) or ())
+    if layer_types - _KNOWN_LAYER_TYPES:
+        found = ", ".join(sorted(layer_types - _KNOWN_LAYER_TYPES))
+        raise UnsupportedModelError(f"{name} has layers of type {found}; only full and sliding attention work. {can}")
+    if getattr(text, "alibi", False) or getattr(text, "position_embedding_type", None) == "alibi":
+        raise UnsupportedModelError(f"{name} uses ALiBi, a bias over row distances. {can}")
+    if not (getattr(text, "rope_parameters", None) or getattr(text, "rope_theta", None)):
+        raise UnsupportedModelError(f"{name} has no rotary positions (its configuration has no rope parameters). {can}")
+    if any("dynamic" in str(rope.get("rope_type")) for rope in _rope_kinds(text)):
+        raise UnsupportedModelError(
+            f"{name} uses dynamic RoPE scaling, which changes the frequencies of keys already cached; use a static "
+            "scaling (linear, yarn, llama3)."
+        )
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"{name} does not take a registered attention function in this version of transformers. {can}"
+        )
+
+
+def _rope_kinds(text_config: Any) -> list[dict[str, Any]]:
+    """The rotary settings of a configuration: one dictionary, or one for each type of layer."""
+    settings = [getattr(text_config, name, None) for name in ("rope_parameters", "rope_scaling")]
+    found = [rope for rope in settings if isinstance(rope, dict)]
+    return found + [rope for outer in found for rope in outer.values() if isinstance(rope, dict)]
+
+
+def find_decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the list of decoder layers: the one ModuleList whose length is the configuration's number of layers."""
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    # The decoder first: a vision tower may have as many layers.
+    parts: Any = (model.get_decoder(), model.base_model)  # type: ignore[operator]
+    lists = (m for part in parts for m in part.modules() if isinstance(m, nn.ModuleList))
+    found = next((layers for layers in lists if len(layers) == count), None)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: no list of {count} decoder layers was found to read features from."
+        )
+    return found
+
+
+def _distinct_attention_configs(model: nn.Module) -> list[Any]:
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation"):
+            configs.setdefault(id(config), config)
+    return list(configs.values())

@@ -1,0 +1,99 @@
+"""The drafter's benchmark on a CPU with toy dimensions: rows, checks before times, ratios, stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime.drafter.launch_params import PROJECTIONS
+from eagle_slim.runtime.drafter.tuning import problem
+from eagle_slim.runtime.drafter.tuning.agreement import Agreement
+from eagle_slim.runtime.drafter.tuning.timing import Times, time_us
+from eagle_slim.runtime.settings import TreeConfig
+
+from benchmarks import draft
+from benchmarks.shared import stages
+
+TINY = problem.Dims(32, 32, 2, 1, 16, 100)
+ROW = problem.Row("tiny", 60, 1, 1, 20)
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> draft.Problems:
+    monkeypatch.setitem(problem.MODELS, "tiny", TINY)
+    monkeypatch.setattr(draft, "TOP_K", 4)
+    monkeypatch.setattr(draft, "TOTAL_TOKENS", 12)
+    monkeypatch.setattr(draft, "CAPACITY", 20)
+    # Without the runs that warm up.
+    monkeypatch.setattr(
+        draft, "interleave",
+        lambda variants, device, *_, **__: {name: Times.of([time_us(run, device)]) for name, run in variants.items()},
+    )  # fmt: skip
+    monkeypatch.setattr(draft, "supported_weights", lambda device: ["bf16"])
+    return draft.Problems(torch.device("cpu"), torch.float16)
+
+
+def measure(problems: draft.Problems, row: problem.Row = ROW) -> dict[str, Any]:
+    return draft.measure(problems, row, 1e9, 1, lambda run: run)
+
+
+def test_a_row(tiny: draft.Problems) -> None:
+    found = measure(tiny)
+    assert found["faults"] == []
+    assert set(found["times"]) == {"bf16", "A", "B"}
+    assert found["bf16_vs_B"] == found["times"]["B"]["median_us"] / found["times"]["bf16"]["median_us"]
+    assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
+    assert found["barriers"] == {"bf16": 4 + 2 * 11 - 1}
+
+
+def test_packings_are_kept_for_rows_of_a_model(tiny: draft.Problems) -> None:
+    first = tiny.packed(ROW, "bf16")
+    assert tiny.packed(replace(ROW, batch=2), "bf16").packed is first.packed
+    assert tiny.packed(replace(ROW, draft_vocab=100), "bf16").packed is not first.packed
+
+
+def test_a_wrong_draft_is_not_timed(tiny: draft.Problems, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Agreement(1.0, 1.0, 0.0, 0.1, ("a log-probability is off by 1",))
+    monkeypatch.setattr(draft, "draft_and_replay", lambda *_: wrong)
+    found = measure(tiny)
+    assert found["faults"] == ["bf16: a log-probability is off by 1"]
+    assert "times" not in found
+
+
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        draft.main(["--rows", "8b/v32000/d5/b1/", "--list"])
+    assert stopped.value.code == 0
+    names = [f"{model}-8b/v32000/d5/b1/p{prefix}" for model, prefix in (("llama-3.1", 512), ("llama-3.1", 8192))]
+    assert capsys.readouterr().out.split() == [*names, "qwen3-8b/v32000/d5/b1/p512"]
+    for arguments, said in ((["--rows", "gpt"], "no row matches"), (["--rows", "("], "no regular expression")):
+        with pytest.raises(SystemExit) as stopped:
+            draft.main(arguments)
+        assert stopped.value.code == 2
+        assert said in capsys.readouterr().err
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit) as stopped:
+            draft.main([])
+        assert stopped.value.code == 2
+        assert "needs an NVIDIA GPU" in capsys.readouterr().err
+
+
+def test_barriers_by_kind() -> None:
+    grouped, alone = dict.fromkeys(PROJECTIONS, 4), dict.fromkeys(PROJECTIONS, 1)
+    cfg = problem.draft_config(TINY, 60, TreeConfig(5, 10, 60), 1, 20)
+    assert len(stages.phases(cfg, grouped)) == 4 + 6 * 11 - 1
+    assert len(stages.phases(cfg, alone)) == 3 + 6 * 8 - 1
+    assert stages.phases(cfg, {**grouped, "qkv": 1})[:6] == ["rows", "fc", "fc sum", "norm", "qkv", "attention"]
+    eagle = problem.draft_config(problem.Dims(64, 96, 4, 2, 16, 300, "eagle"), 120, TreeConfig(5, 10, 60), 1, 20)
+    assert len(stages.phases(eagle, grouped)) == 1 + 6 * 13 - 1
+
+
+def test_stamps_are_summed_up_by_phase() -> None:
+    """Two programs, three barriers: arrivals and leavings in microseconds, the same in two drafts."""
+    draft_stamps = torch.tensor([[[1.0, 3], [2, 3]], [[5, 8], [7, 8]], [[10, 11], [9, 11]]], dtype=torch.float64)
+    entries = stages.summarise(["fc", "qkv", "qkv"], torch.stack([draft_stamps, draft_stamps]))
+    assert entries == [
+        {"phase": "qkv", "times": 2, "total_us": 8.0, "work_us": 2.25, "slowest_us": 3.0, "barrier_us": 1.0}
+    ]

@@ -1,0 +1,129 @@
+"""Drawn verdicts of benchmarks: lengths, paths in the drafted tree, and whole steps that accept what was drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from eagle_slim.runtime.drafter.tuning import problem
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.tree import layout_tree
+from support.raising import raises
+from torch import Tensor
+
+from benchmarks.shared import decoding
+from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths, draw_paths
+
+TINY = problem.Dims(64, 96, 4, 2, 16, 90)
+
+
+def draw_paths_ref(
+    choices: Tensor, draft_tokens: Tensor, parents: Tensor, positions: Tensor, active_slots: Tensor,
+    active_count: Tensor, lengths: Tensor, turns: Tensor,
+) -> None:  # fmt: skip
+    """The definition of `draw_paths`, by plain loops."""
+    for place in range(min(choices.shape[0], int(active_count))):
+        slot = int(active_slots[place])
+        wanted = int(lengths[(int(turns[slot]) + slot * 37) % len(lengths)])
+        turns[slot] += 1
+        tokens, up = draft_tokens[slot].tolist(), parents[slot].tolist()
+        depths = [depth if depth < wanted else -1 for depth in positions[slot].tolist()]
+        at = depths.index(max(depths))
+        children = {token for token, parent in zip(tokens, up, strict=True) if parent == at}
+        if int(choices[place, at]) in children:
+            choices[place, at] = next(token for token in range(len(children) + 1) if token not in children)
+        while up[at] >= 0:
+            choices[place, up[at]] = tokens[at]
+            at = up[at]
+
+
+@pytest.mark.parametrize("mean", [1.0, 1.004, 2.79, 3.0, 4.5, 7.0])
+def test_lengths_have_the_mean_asked_for(mean: float) -> None:
+    lengths = draw_lengths(mean, 7, seed=3)
+    assert len(lengths) == NUM_LENGTHS
+    assert set(lengths) <= set(range(1, 8))
+    assert sum(lengths) == round(mean * NUM_LENGTHS)
+    parts = [sum(lengths[first : first + 60]) / 60 for first in range(0, NUM_LENGTHS, 60)]
+    assert max(parts) - min(parts) <= (7 - 1) / 60
+    assert lengths == draw_lengths(mean, 7, seed=3)
+    if 1.5 < mean < 6:
+        assert lengths != draw_lengths(mean, 7, seed=4)
+
+
+def test_lengths_follow_a_law_cut_off() -> None:
+    """Of three lengths with mean 2 each is as frequent; below it, each is rarer than the one before."""
+    lengths = draw_lengths(2.0, 3)
+    assert [lengths.count(length) for length in (1, 2, 3)] == [80, 80, 80]
+    shares = [draw_lengths(2.0, 7).count(length) for length in range(1, 8)]
+    assert shares == sorted(shares, reverse=True)
+    with raises(UsageError, option="accepted", found=7.1):
+        draw_lengths(7.1, 7)
+
+
+@pytest.mark.parametrize(
+    ("length", "own", "expected"),
+    [
+        (1, 8, [8, 50, 50, 50, 50, 50, 50]),  # the root's own choice is no child of it
+        (1, 2, [0, 50, 50, 50, 50, 50, 50]),  # ... or is one: the smallest id that is none
+        (2, 50, [1, 50, 50, 50, 50, 50, 50]),
+        (3, 50, [1, 3, 50, 50, 50, 50, 50]),
+        (4, 50, [1, 3, 50, 6, 50, 50, 50]),
+        (5, 50, [1, 3, 50, 6, 50, 50, 50]),  # deeper than the tree is
+    ],
+)
+@pytest.mark.parametrize("draw", [draw_paths, draw_paths_ref])
+def test_paths_of_the_example_tree(
+    device: str, draw: Callable[..., None], length: int, own: int, expected: list[int]
+) -> None:
+    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; slot 1 of two is the only active one."""
+    tokens, parents = torch.tensor([[9, 1, 2, 3, 4, 5, 6]] * 2), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]] * 2)
+    tree = layout_tree(tokens, parents, path_width=4)
+    choices = torch.full((2, 7), 50, dtype=torch.int32)
+    choices[0, 0] = own
+    ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([1, -1], [1], [length] * 5, [0, 3])]
+    fields = [x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    choices = choices.to(device)
+    draw(choices, *fields, *ints)
+    assert choices.tolist() == [expected, [50] * 7]
+    assert ints[3].tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("nodes", [2, 17, 60])
+def test_paths_equal_their_twin(device: str, nodes: int) -> None:
+    slots = 3
+    parents = torch.tensor([[int(n * float(torch.rand(()))) if n else -1 for n in range(nodes)] for _ in range(slots)])
+    tree = layout_tree(torch.stack([torch.randperm(nodes) for _ in range(slots)]), parents, path_width=nodes)
+    fields = [x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    lengths = torch.tensor(draw_lengths(3.0, 7), dtype=torch.int32, device=device)
+    active = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, -1], [2])]
+    found = torch.randint(0, nodes, (slots, nodes), dtype=torch.int32, device=device)
+    wanted, turns = found.clone(), [torch.tensor([5, 6, 239], dtype=torch.int32, device=device) for _ in range(2)]
+    for _ in range(3):
+        draw_paths(found, *fields, *active, lengths, turns[0])
+        draw_paths_ref(wanted, *fields, *active, lengths, turns[1])
+        assert torch.equal(found, wanted)
+    assert turns[0].tolist() == turns[1].tolist() == [8, 6, 242]
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_accept_what_was_drawn(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Two sequences, each beginning elsewhere in the table; tokens are those that the lengths add up to."""
+    monkeypatch.setitem(problem.MODELS, "tiny", TINY)
+    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
+    with torch.inference_mode():
+        dtype = torch.float32 if place == "cpu" else torch.bfloat16
+        model = decoding.RandomModel("tiny", torch.device(place), dtype)
+        decoder = model.decoder(model.new_cache(2, 120), TreeConfig(2, 4, 20), 60)
+        verdicts = decoding.DrawnVerdicts(decoder)
+        lengths = draw_lengths(2.5, verdicts.longest)
+        verdicts.set_(lengths, turn=7)
+        decoding.fill(decoder, 2, 30)
+        run = decoding.run_steps(decoder, 2, 5)
+    taken = [lengths[7:12], lengths[44:49]]
+    assert run.tokens == sum(map(sum, taken))
+    assert decoder.state.lengths.tolist() == [30 + sum(slot) for slot in taken]
+    assert run.passes == 10
+    with pytest.raises(UsageError):
+        decoding.DrawnVerdicts(model.decoder(model.new_cache(1, 40), None))

@@ -1,0 +1,30 @@
+"""Committed results: each is cited or read, and says what it was measured on and at which commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
+
+
+def machines(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        yield from [value["machine"]] if "machine" in value else []
+        value = list(value.values())
+    for part in value if isinstance(value, list) else []:
+        yield from machines(part)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_results(path: Path) -> None:
+    readers = ("*.md", "docs/*.md", "benchmarks/*.py", "tests/kernels/*.py")
+    assert any(path.name in page.read_text("utf-8") for pattern in readers for page in ROOT.glob(pattern))
+    found = list(machines(json.loads(path.read_text("utf-8"))))
+    assert found
+    assert all({"device", "torch", "triton", "commit"} <= set(machine) for machine in found)

@@ -1,0 +1,37 @@
+"""Steps of a tiny random model on a CPU: a row for each tree and prefix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from eagle_slim.runtime.drafter.tuning import problem
+from eagle_slim.runtime.settings import TreeConfig
+
+from benchmarks import step
+from benchmarks.shared import decoding
+
+
+def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
+    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
+    monkeypatch.setattr(step, "TreeConfig", lambda depth, top_k, nodes: TreeConfig(1, 4, nodes))
+    timed = decoding.phase_times
+    monkeypatch.setattr(step, "phase_times", lambda *a, **options: timed(*a, **options, rounds=1, times=1))
+    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+    rows = list(step.measure(model, 60, [4, 8], 1, [20, 40], 1e9, is_first=True))
+    assert [(row["nodes"], row["prefix"], row["sampled"]) for row in rows] == [
+        (8, 20, True), (8, 20, False), (8, 40, False), (4, 20, False), (4, 40, False),
+        (1, 20, True), (1, 20, False), (1, 40, False),
+    ]  # fmt: skip
+    for row in rows:
+        assert row["floor_ms"] == pytest.approx((model.weight_bytes + model.kv_bytes(row["prefix"])) / 1e9 * 1e3)
+        assert row["step_ms"] > 0
+        assert ("verify_ms" in row) == (row["nodes"] != 4)
+    assert "draft_ms" in rows[1]
+    assert "draft_ms" not in rows[-1]
+
+
+def test_command_line() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        step.main(["--dims", "gpt"])
+    assert stopped.value.code == 2

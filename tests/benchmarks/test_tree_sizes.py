@@ -1,0 +1,39 @@
+"""The tables that choose the size of a tree: made of committed results, and what goes into them measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.requests import tree_size
+from support.tiny_models import random_prompts, tiny_target, write_head
+
+from benchmarks import tree_sizes
+
+
+def test_the_tables_are_made_of_results() -> None:
+    """What ships is what the committed results of the benchmarks give."""
+    assert tree_sizes.collect() == tree_sizes.read(tree_size.TABLES)
+
+
+def test_bytes_of_known_dimensions() -> None:
+    """Llama-3.1-8B: 32 layers of 218,103,808 matrix weights, and an LM head of 128,256 x 4,096."""
+    assert tree_sizes.weight_bytes("llama-3.1-8b") == 2 * (32 * 218_103_808 + 128_256 * 4_096)
+    assert tree_sizes.draft_bytes("smollm2-135m", 49152) == pytest.approx(6 * 66.8e6, rel=0.01)
+
+
+@pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+def test_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_sizes, "NODES", (1, 6))
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), depth=2, top_k=3)
+    plain, drafted = tree_sizes.measure(model, random_prompts([5, 9, 3]), 2, 4)
+    assert (plain["nodes"], plain["accepted_length"], plain["draft_ms"]) == (1, 1.0, 0.0)
+    assert (drafted["slots"], drafted["nodes"], drafted["context"]) == (2, 6, 7)
+    assert drafted["accepted_length"] > 1
+    assert drafted["step_ms"] > drafted["draft_ms"] > 0
+
+
+def test_the_file_is_written(tmp_path: Path) -> None:
+    tree_sizes.main(["--out", str(tmp_path / "sizes.json")])
+    assert (tmp_path / "sizes.json").read_text() == tree_size.TABLES.read_text()

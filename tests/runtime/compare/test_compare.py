@@ -1,0 +1,279 @@
+"""`compare`: what is measured over what, what is resumed, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
+from eagle_slim.runtime.compare.answers import Answer, AnswerLog
+from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
+from eagle_slim.runtime.compare.report import ALL
+from eagle_slim.runtime.errors import PromptError, UsageError
+from eagle_slim.runtime.requests.stats import GenerationStats
+from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.raising import raises
+from support.tiny_models import tiny_target, write_head, write_pair
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+VOCAB = 360
+FULL = "full (360)"
+RANKED = DraftVocab(np.random.default_rng(0).permutation(VOCAB), 0, VOCAB)
+"""A token map; the 258 ids that the tokenizer forces come first whatever it says."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
+    target, head = write_pair(tmp_path_factory.mktemp("pair"))
+    return SpeculativeModel.from_pretrained(target, head, depth=2, top_k=8, total_tokens=40)
+
+
+def greedy(*sizes: Any, **options: Any) -> CompareOptions:
+    """Options that need no ranking for the full vocabulary alone."""
+    ranked = {} if not sizes else {"token_map": RANKED}
+    return CompareOptions(
+        **{"sizes": sizes or ("full",), "modes": ("greedy",), "max_new_tokens": 8, **ranked, **options}
+    )
+
+
+def counts(result: Comparison) -> dict[tuple[str, str], int]:
+    return {(row.label, row.category): row.num_answers for row in result.report.rows}
+
+
+def test_coverage_of_answers() -> None:
+    ranked = np.concatenate([[500, 3], np.setdiff1d(np.arange(600), [500, 3])])
+    curve = CoverageCurve.of_answers(ranked[:100], [500, 3, 599, 3])
+    assert (curve.sizes[0], curve.sizes[-1]) == (64, 100)
+    assert set(curve.covered) == {0.75}
+    late = CoverageCurve.of_answers(ranked, [500, int(ranked[299]), int(ranked[299]), int(ranked[599])])
+    assert all(share == 0.25 for size, share in zip(late.sizes, late.covered, strict=True) if size < 300)
+    assert all(share == 0.75 for size, share in zip(late.sizes, late.covered, strict=True) if 300 <= size < 600)
+    assert late.covered[-1] == 1.0
+
+
+def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> None:
+    prompts = [Prompt(("one two", "three"), "talk"), Prompt(("four",), "math")]
+    sampling = SamplingConfig(0.7, top_p=0.9, seed=3)
+    asked = greedy("full", 300, modes=("greedy", "sampled"), sampling=sampling, max_new_tokens=10, repeats=2)
+    steps: list[tuple[int, int]] = []
+    result = compare(model, prompts, asked, progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(done, 36) for done in range(1, 37)]
+    report = result.report
+    assert result.is_complete
+    assert [(row.label, row.category) for row in report.rows if row.mode == "greedy"] == [
+        (size, category) for category in (ALL, "talk", "math") for size in (PLAIN, FULL, "300")
+    ]
+    assert all(row.num_identical == row.num_answers for row in report.rows)
+    assert report.find(FULL, "greedy", "talk").num_answers == 4
+    assert report.find("300", "greedy").candidate.draft_vocab == 300
+    assert report.find(PLAIN, "sampled").mean_accepted_length == 1.0
+    assert report.find(PLAIN, "sampled").speedup.value == 1.0
+    # A conversation's second turn follows its first answer.
+    first = model.generate(model.encode_chat("one two"), max_new_tokens=10)
+    talk = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": first.text[0] or ""}]
+    second = model.generate(model.encode_chat([*talk, {"role": "user", "content": "three"}]), max_new_tokens=10)
+    expected = GenerationStats.sum([first.stats, second.stats, first.stats, second.stats])
+    assert report.find(FULL, "greedy", "talk").accepted_lengths == expected.accepted_lengths
+    assert all(sum(len(a.steps) for a in result.answers if a.key.candidate == label) for label in (PLAIN, FULL))
+    assert {each.mode for each in result.recommendations} == {"greedy", "sampled"}
+    setup = report.setup
+    assert setup["modes"] == {"greedy": {}, "sampled": {"temperature": 0.7, "top_p": 0.9, "seed": 3}}
+    assert setup["dtype"] == "float32"
+    assert setup["trees"] == ["depth 2, top_k 8, 40 nodes"]
+    assert (setup["heads"], setup["batches"]) == (["head"], [1])
+    assert [curve.name for curve in report.curves] == ["these answers"]
+
+
+def test_every_step_is_timed(model: SpeculativeModel) -> None:
+    for options in ({}, {"speculative": False}):
+        stats = model.generate([[3, 4], [5, 6, 7]], max_new_tokens=8, ignore_eos=True, max_slots=1, **options).stats
+        assert len(stats.steps) == stats.num_passes
+        for phase in ("draft_s", "verify_s", "host_s"):
+            total = sum(getattr(step, phase) for step in stats.steps)
+            assert total == pytest.approx(getattr(stats, phase), rel=1e-6) or phase == "host_s"
+            assert total <= stats.total_s
+
+
+def test_sizes_that_are_the_same_are_one(model: SpeculativeModel, tmp_path: Path) -> None:
+    one = [Prompt(("one",))]
+    result = compare(model, one, greedy("full", VOCAB, 300))
+    assert [each.label for each in result.report.candidates] == [FULL, "300"]
+    slim = SpeculativeModel.from_pretrained(
+        tiny_target("llama", vocab_size=VOCAB), write_head(tmp_path, draft_ids=[3, 4, 9], vocab=VOCAB),
+        tokenizer=model.tokenizer, top_k=2,
+    )  # fmt: skip
+    assert [each.label for each in compare(slim, one, greedy()).report.candidates] == ["all 3 of 360"]
+
+
+def test_sizes_that_follow_the_prompt(model: SpeculativeModel) -> None:
+    """Each size as it is and following; one that holds every id has nothing to follow with."""
+    prompts, told = [Prompt(("one two three",)), Prompt(("four five six",))], list[str]()
+    following = {"follow": ("prompt", None), "follow_rows": 12}
+    result = compare(model, prompts, greedy("full", 270, **following), say=told.append)
+    full, alone, follows = result.report.candidates
+    assert [each.label for each in (full, alone, follows)] == [FULL, "270", "270 + prompt"]
+    assert told == [f"{FULL}: no id is left that could join it; it is compared as it is"]
+    assert [(each.follow, each.follow_rows) for each in (alone, follows)] == [(None, 0), ("prompt", 12)]
+    assert follows.draft_bytes - alone.draft_bytes == 12 * model.drafter.weights.hidden * 4 * 3
+    assert all(row.num_identical == row.num_answers for row in result.report.rows)
+    rows = {row.label: row.to_json() for row in result.report.rows}
+    assert (rows["270"]["follow"], rows["270 + prompt"]["follow"], rows["270 + prompt"]["follow_rows"]) == (
+        None, "prompt", 12,
+    )  # fmt: skip
+    assert rows["270"]["num_missed"] >= rows["270 + prompt"]["num_missed"]
+    (advice,) = result.recommendations
+    assert sum(reason.startswith("270 + prompt: ") and "times its speed" in reason for reason in advice.reasons) == 1
+    only = compare(model, prompts, greedy("full", 270, follow=("prompt",), max_new_tokens=2))
+    assert [each.label for each in only.report.candidates] == [FULL, "270 + prompt"]
+    with raises(UsageError, option="follow", missing="rows"):
+        compare(model, prompts, greedy(follow=("prompt",)))
+
+
+def test_several_trees_heads_and_batches(model: SpeculativeModel, tmp_path: Path) -> None:
+    prompts = [Prompt((text,), category) for text, category in (("one", "a"), ("two", "a"), ("three", "b"))]
+    other = SpeculativeModel.from_pretrained(
+        model.target.model, write_head(tmp_path / "other", vocab=VOCAB), tokenizer=model.tokenizer, depth=1, top_k=2
+    )
+    trees = (TreeConfig(2, 8, 40), TreeConfig(3, 1, 4))
+    result = compare([model, other], prompts, greedy(trees=trees, batches=(1, 2)))
+    labels = [f"{head}: {FULL}, tree {tree}" for head in ("head", "other") for tree in ("2/8/40", "3/1/4")]
+    assert len(result.answers) == 5 * (3 + 2)
+    assert [(row.label, row.batch, row.num_answers) for row in result.report.rows if row.category == ALL] == [
+        (name, batch, 3 if batch == 1 else 4) for batch in (1, 2) for name in (PLAIN, *labels)
+    ]
+    # The second pair is filled up from the beginning, and its prompts are of two categories.
+    assert [a.key.group for a in result.answers if (a.key.batch, a.key.candidate) == (2, PLAIN)] == [0, 2]
+    assert {row.category for row in result.report.rows if row.batch == 2} == {ALL, "a"}
+    wide, chain = result.report.candidates[:2]
+    assert (chain.tree, chain.draft_bytes) == ((3, 1, 4), wide.draft_bytes * 4 // 3)
+    assert [(each.mode, each.batch) for each in result.recommendations] == [("greedy", 1), ("greedy", 2)]
+    assert all(row.num_identical == row.num_answers for row in result.report.rows)
+
+
+def test_an_interrupted_comparison_is_continued(model: SpeculativeModel, tmp_path: Path) -> None:
+    prompts = [Prompt(("one", "two"), "a"), Prompt(("three",), "b"), Prompt(("four",), "a")]
+    asked, path = greedy("full", 300), tmp_path / "answers.jsonl"
+
+    def stop_after(number: int) -> Any:
+        def stop(done: int, total: int) -> None:
+            if done == number:
+                raise KeyboardInterrupt
+
+        return stop
+
+    partial = compare(model, prompts, asked, answers_file=path, progress=stop_after(5))
+    assert len(partial.answers) == 5
+    assert not partial.is_complete
+    assert partial.report.find(PLAIN, "greedy").num_answers == 2
+    assert "interrupted" in partial.to_markdown()
+    path.write_bytes(path.read_bytes() + b'{"key":[0,1,0,"gree')  # killed in the middle of a line
+    calls: list[Any] = []
+    original = SpeculativeModel.generate
+
+    def counting(self: SpeculativeModel, prompts: Any, **options: Any) -> Any:
+        calls.append(options)
+        return original(self, prompts, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpeculativeModel, "generate", counting)
+        result = compare(model, prompts, asked, answers_file=path)
+    assert sum(options["max_new_tokens"] == 8 for options in calls) == 12 - 5
+    assert list(result.answers[:5]) == [Answer.from_json(answer.to_json()) for answer in partial.answers]
+    whole = compare(model, prompts, asked)
+    assert [(a.key, a.token_ids, a.num_identical) for a in result.answers] == [
+        (a.key, a.token_ids, a.num_identical) for a in whole.answers
+    ]
+    assert len(path.read_bytes().splitlines()) == 1 + 12
+    with raises(UsageError, differing=["max_new_tokens"]):
+        compare(model, prompts, greedy("full", 300, max_new_tokens=9), answers_file=path)
+    with raises(UsageError, differing=["prompts"]):
+        compare(model, [prompts[0], prompts[2], prompts[1]], asked, answers_file=path)
+    (tmp_path / "letter").write_text("Dear all\n")
+    with raises(UsageError, path=str(tmp_path / "letter")):
+        AnswerLog(tmp_path / "letter", {})
+    assert (tmp_path / "letter").read_text() == "Dear all\n"
+
+
+def test_ctrl_c_before_the_first_answer(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("eagle_slim.runtime.compare.run._Run._generate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compare(model, [Prompt(("one",))], greedy())
+
+
+def test_rows_of_categories(model: SpeculativeModel) -> None:
+    """A single category has none of its own; one that is called all is not taken for all of them."""
+    result = compare(model, [Prompt(("one",), "a"), Prompt(("two",), "a")], greedy())
+    assert counts(result) == {(PLAIN, ALL): 2, (FULL, ALL): 2}
+    result = compare(model, [Prompt(("one",), ALL), Prompt(("two",), "other")], greedy())
+    assert {category: number for (label, category), number in counts(result).items() if label == PLAIN} == {
+        ALL: 2, "all (category)": 1, "other": 1,
+    }  # fmt: skip
+
+
+def test_an_opening_is_part_of_the_prompt(model: SpeculativeModel) -> None:
+    opening = ({"role": "system", "content": "Be brief."},)
+    plain = compare(model, [Prompt(("one",), opening=opening)], greedy(max_new_tokens=6)).answers[0]
+    expected = model.generate(model.encode_chat([*opening, {"role": "user", "content": "one"}]), max_new_tokens=6)
+    assert [list(row) for row in plain.token_ids] == expected.token_ids
+    raw = compare(model, [Prompt(("one",))], greedy(use_chat_template=False, max_new_tokens=6)).answers[0]
+    assert [list(row) for row in raw.token_ids] == model.generate("one", max_new_tokens=6).token_ids
+
+
+def test_a_prompt_without_room_is_refused_before_anything_is_measured(model: SpeculativeModel) -> None:
+    with raises(PromptError, prompt=2):
+        compare(
+            model, [Prompt(("one",)), Prompt(("two",)), Prompt(("x " * 300,))], greedy(),
+            progress=lambda *_: pytest.fail("measured"),
+        )  # fmt: skip
+
+
+def test_a_later_turn_without_room_is_named(model: SpeculativeModel) -> None:
+    with pytest.raises(PromptError, match=r"Turn 2 of prompt 1, with the conversation before it, has .* no room"):
+        compare(model, [Prompt(("one",)), Prompt(("two", "x " * 300))], greedy())
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"sizes": ()}, {"option": "sizes"}),
+        ({"sizes": ("all",)}, {"found": "all"}),
+        ({"sizes": (0,)}, {"found": 0}),
+        ({"modes": ("greedy", "greedy")}, {"option": "modes"}),
+        ({"modes": ("wild",)}, {"found": "wild"}),
+        ({"follow": ("text",)}, {"found": "text"}),
+        ({"follow_rows": 9}, {"missing": "--follow"}),
+        ({"batches": (0, 1)}, {"option": "batches"}),
+        ({"trees": (TreeConfig(), TreeConfig())}, {"option": "trees"}),
+        ({"max_new_tokens": 1}, {"option": "max_new_tokens"}),
+        ({"repeats": 0}, {"option": "repeats"}),
+        ({"sampling": SamplingConfig()}, {"option": "--temperature"}),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(options: dict[str, Any], facts: dict[str, Any]) -> None:
+    with raises(UsageError, **facts):
+        CompareOptions(**options)
+
+
+def test_what_cannot_be_compared(model: SpeculativeModel, tmp_path: Path) -> None:
+    prompts = [Prompt(("x",))]
+    with raises(UsageError, prompts=0):
+        compare(model, [], greedy())
+    with raises(UsageError, option="models", found=0):
+        compare([], prompts)
+    with raises(UsageError, repeated=[model.opened.head.location]):
+        compare([model, model.with_tree(TreeConfig(1, 1, 2))], prompts, greedy())
+    elsewhere = SpeculativeModel.from_pretrained(*write_pair(tmp_path, seed=1))
+    with raises(UsageError, option="models", found=2):
+        compare([model, elsewhere], prompts, greedy())
+    with raises(UsageError, size=5000):
+        compare(model, prompts, greedy(5000))
+    with raises(UsageError, missing="ranking"):
+        compare(model, prompts)

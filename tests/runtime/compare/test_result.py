@@ -1,0 +1,173 @@
+"""The forms of a result, from figures that are made up; the page in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eagle_slim.convert.errors import OutputExistsError
+from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, prepare_folder
+from eagle_slim.runtime.compare.answers import Answer, AnswerKey
+from eagle_slim.runtime.compare.candidates import PLAIN, Candidate, CoverageCurve
+from eagle_slim.runtime.compare.plan import Plan
+from eagle_slim.runtime.compare.recommend import recommend
+from eagle_slim.runtime.compare.report import build_report
+from eagle_slim.runtime.errors import UsageError
+from support.programs import headless_browser
+from support.raising import raises
+
+
+def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) -> Comparison:
+    """A result over 20 prompts in two categories: label to (draft vocabulary, accepted length, seconds per step)."""
+    answers = []
+    for label, (_, length, seconds) in {PLAIN: (0, 1.0, plain_s), **speeds}.items():
+        for group in range(20):
+            lengths = {1: 10} if length == 1 else {2: round(10 * (3 - length)), 3: round(10 * (length - 2))}
+            step = (0.0, seconds, 0.0) if label == PLAIN else (seconds - 0.05, 0.04, 0.01)
+            answers.append(
+                Answer(
+                    AnswerKey(0, 1, group, "greedy", 0, label), ("math", "</script><b>H")[group % 2], 1, 5, lengths,
+                    0.1, seconds * 10, (step,) * 10, ((1, 2, 3),), ("a",), (1,) if label != PLAIN else (),
+                )
+            )  # fmt: skip
+    model: Any = None
+    drafted = [
+        Candidate(label, label, model, size, size * 100, head="H", tree=(3, 4, 25))
+        for label, (size, _, _) in speeds.items()
+    ]
+    options = CompareOptions(modes=("greedy",), max_new_tokens=24)
+    plan = Plan([Prompt((str(i),)) for i in range(20)], [Candidate(PLAIN, PLAIN, model), *drafted], options)
+    setup = {
+        "target": "T", "heads": ["</script><b>H"], "target_vocab": 9000, "device": "D", "dtype": "float32",
+        "drafter": "reference", "draft_weights": "fp32", "trees": ["depth 3, top_k 4, 25 nodes"], "num_prompts": 20,
+        "num_turns": 20, "max_new_tokens": 24, "repeats": 1, "versions": {}, "candidates": list(speeds),
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "describe", lambda _: setup)
+        report = build_report(plan, answers, [CoverageCurve("these answers", (1000, 4000, 9000), (0.8, 0.95, 1.0))])
+    log: Any = None
+    return Comparison(report, recommend(report), answers, log)
+
+
+SPEEDS = {"full (9,000)": (9000, 2.9, 0.15), "4,000": (4000, 2.8, 0.10), "1,000": (1000, 2.2, 0.09)}
+RESULT = made_up(SPEEDS)
+
+
+def test_the_advice_says_why() -> None:
+    (advice,) = RESULT.recommendations
+    assert (advice.candidate, advice.draft_vocab, advice.is_decided, advice.beats_plain) == ("4,000", 4000, True, True)
+    text = " ".join(advice.reasons)
+    assert "2.80 tokens per pass, 100.0 ms a step" in text
+    assert "28.0 tokens/s" in text
+    assert "2.80 (2.80 to 2.80) times that: faster" in text  # 28.0 against 10.0 of plain decoding
+
+
+def test_a_plain_pass_longer_than_a_verify_is_told() -> None:
+    assert RESULT.report.remarks == (
+        "greedy: plain decoding took 100.0 ms a step, longer than verifying a whole tree (40.0 ms), which is more "
+        "work. The speed-ups are too high; measure again.",
+    )
+    assert made_up(SPEEDS, plain_s=0.03).report.remarks == ()
+
+
+def test_text_csv_markdown_and_json_hold_the_same_figures() -> None:
+    (advice,) = RESULT.recommendations
+    table, *told = RESULT.to_text().split("\n\n")
+    lines = table.splitlines()
+    assert re.split("  +", lines[0]) == [
+        "size", "mode", "batch", "category", "accepted", "missed", "tokens/s", "speed-up", "ms/step", "draft", "verify",
+        "host", "passes", "exact",
+    ]  # fmt: skip
+    expected = [
+        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3 ±0%", "1.93 ±0%", "150.0", "100.0", "40.0",
+        "10.0", "200", "20/20",
+    ]  # fmt: skip
+    assert re.split("  +", lines[2]) == expected
+    assert re.split("  +", lines[1])[4:6] == ["1.000", "-"]
+    assert told == [
+        "\n  ".join([advice.headline, *advice.reasons]), f"disturbed: {RESULT.report.remarks[0]}",
+    ]  # fmt: skip
+    page = RESULT.to_markdown()
+    assert f"| {' | '.join(expected)} |" in page
+    assert f"**R{advice.headline[1:]}**" in page
+    rows = list(csv.DictReader(io.StringIO(RESULT.to_csv())))
+    data = RESULT.to_json()
+    assert len(rows) == len(data["rows"]) == len(lines) - 1 == 12
+    for line, row in zip(rows, data["rows"], strict=True):
+        for key, value in row.items():
+            if key != "accepted_lengths":
+                assert line[key] == ("" if value is None else str(value))
+    assert rows[1]["accepted_lengths"] == "2:20 3:180"
+    assert data["coverage"][0]["covered"] == [0.8, 0.95, 1.0]
+    json.dumps(data, allow_nan=False)
+
+
+def test_a_folder_is_written_once_and_an_interrupted_comparison_is_not_lost(tmp_path: Path) -> None:
+    folder, answers = tmp_path / "out", tmp_path / "out.answers.jsonl"
+    assert prepare_folder(folder) == answers
+    RESULT.write(folder)
+    assert json.loads((folder / "compare.json").read_text()) == json.loads(json.dumps(RESULT.to_json()))
+    assert sorted(path.name for path in folder.iterdir()) == [f"compare.{x}" for x in ("csv", "html", "json", "md")]
+    for refused in (
+        lambda: prepare_folder(folder),
+        lambda: prepare_folder(folder, resume=True),
+        lambda: RESULT.write(folder),
+    ):
+        with raises(OutputExistsError):
+            refused()
+    answers.write_text("{}\n")
+    with raises(UsageError, option="--resume"):
+        prepare_folder(folder)
+    assert prepare_folder(folder, resume=True).exists()
+    assert not prepare_folder(folder, force=True).exists()
+
+
+def test_the_page_fetches_nothing_and_cannot_be_broken_out_of() -> None:
+    page = RESULT.to_html()
+    for reference in ("src=", "href=", "@import", "url(", "fetch(", "import("):
+        assert reference not in page
+    assert "</script><b>H" not in page
+    assert page.count("</script>") == 1
+    assert "never changes the output" in page
+
+
+# Moves the mouse over the middle of the first chart and focuses a point of the second; the tooltips are in the dump.
+HOVER = """<script>
+const svg = document.querySelector("#length svg"), box = svg.getBoundingClientRect();
+const at = { clientX: box.left + box.width * 0.60, clientY: box.top + 80, bubbles: true };
+svg.dispatchEvent(new MouseEvent("mousemove", at));
+document.querySelectorAll("#speed .point")[0].dispatchEvent(new Event("focus"));
+document.getElementById("category").value = "math";
+document.getElementById("category").dispatchEvent(new Event("change"));
+</script></body>"""
+
+
+def test_hover_in_a_real_browser(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(RESULT.to_html().replace("</body>", HOVER), encoding="utf-8")
+    done = subprocess.run(
+        [*headless_browser(tmp_path / "profile"), "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=1800, check=True,
+    )  # fmt: skip
+    dom = done.stdout
+    tips = [part.split("</figure>")[0] for part in dom.split('class="tip"')[1:]]
+    assert len(tips) == 6  # two charts for all prompts and two for each category
+    assert "visibility: visible" in tips[0]
+    assert "4,000 tokens" in tips[0]
+    assert "tokens per pass, greedy: 2.80" in tips[0]
+    assert "coverage, these answers: 95.00%" in tips[0]
+    assert "1,000 tokens" in tips[1]
+    assert "tokens/s, greedy: 24.44" in tips[1]
+    assert "plain decoding, greedy: 10.00" in tips[1]
+    assert "<li>4,000: 2.80 tokens per pass" in dom
+    assert dom.count("recommended (greedy)") == 6
+    assert "coverage (share of tokens)" in dom
+    rows = re.findall(r"<tr(.*?)>(.*?)</tr>", dom.split('<tbody id="body">')[1].split("</tbody>")[0])
+    assert [cells.count("<td>math</td>") for _, cells in rows] == [1] * 4
+    assert [cells.split("</td>")[0] for given, cells in rows if 'class="advice"' in given] == ["<td>4,000"]

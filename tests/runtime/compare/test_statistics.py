@@ -1,0 +1,227 @@
+"""Speeds and verdicts from made-up timings whose truth is known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
+from eagle_slim.runtime.compare.recommend import Advice, recommend
+from eagle_slim.runtime.compare.report import ALL, CompareReport, Row
+from eagle_slim.runtime.compare.statistics import (
+    Estimate,
+    Timings,
+    find_disturbed,
+    find_stalls,
+    measure,
+    prompts_needed,
+    ratio,
+    student_t,
+)
+from numpy.typing import NDArray
+from scipy.stats import t as scipy_t
+
+VERIFY_S = 0.070
+PASSES = 12
+
+
+def timings(
+    draft_s: float,
+    length: float,
+    num_prompts: int = 24,
+    nodes: int = 60,
+    verify_s: float = VERIFY_S,
+    seed: int = 0,
+    difficulty: NDArray[np.float64] | None = None,
+) -> Timings:
+    """Steps with 3% of timing noise; prompts differ in how much is accepted, by as much for every candidate."""
+    random = np.random.default_rng(seed)
+    steps = num_prompts * PASSES
+
+    def noisy(seconds: float) -> NDArray[np.float64]:
+        return seconds * (1 + 0.03 * random.standard_normal(steps))
+
+    if difficulty is None:
+        difficulty = 1 + 0.2 * np.random.default_rng(99).standard_normal(num_prompts)
+    accepted = PASSES * length * difficulty
+    if length == 1.0:
+        accepted = np.full(num_prompts, float(PASSES))
+    passes = np.full(num_prompts, float(PASSES))
+    return Timings(
+        noisy(draft_s), noisy(verify_s), noisy(0.002), np.repeat(np.arange(num_prompts), PASSES), accepted, passes,
+        nodes,
+    )  # fmt: skip
+
+
+PLAIN_TIMINGS = timings(0.0, 1.0, nodes=1, verify_s=0.045, seed=7)
+
+
+def advise(sizes: dict[str, Timings], draft_bytes: dict[str, int], plain: Timings = PLAIN_TIMINGS) -> Advice:
+    found = measure({PLAIN: plain, **sizes})
+    num_prompts = len(plain.accepted)
+    rows = []
+    for name, each in found.items():
+        size = draft_bytes.get(name, 0)
+        rows.append(
+            Row(
+                Candidate(name, name, None, size, size), "greedy", 1, ALL, num_prompts, num_prompts, num_prompts, 0, 0,
+                {1: 1}, 0.0, 0.0, each, ratio(each, found[PLAIN], num_prompts),
+            )
+        )  # fmt: skip
+    return recommend(CompareReport(tuple(rows), (), {}))[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 5, 10, 29, 30, 200])
+@pytest.mark.parametrize("probability", [0.5, 0.975, 0.9917, 0.9999])
+def test_students_quantiles_are_scipys(probability: float, degrees: int) -> None:
+    assert student_t(probability, degrees) == pytest.approx(scipy_t.ppf(probability, degrees), rel=1e-9, abs=1e-12)
+
+
+def test_the_true_figures_are_found() -> None:
+    even = np.ones(24)
+    found = measure({"4096": timings(0.020, 2.5, difficulty=even), PLAIN: PLAIN_TIMINGS})
+    assert found["4096"].accepted_length.value == pytest.approx(2.5)
+    assert found["4096"].step_s == pytest.approx(0.092, rel=0.01)
+    assert found["4096"].tokens_per_s.value == pytest.approx(2.5 / 0.092, rel=0.01)
+    speedup = ratio(found["4096"], found[PLAIN], 24)
+    assert speedup.value == pytest.approx(2.5 / 0.092 * 0.047, rel=0.01)
+    assert speedup.low < 2.5 / 0.092 * 0.047 < speedup.high
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    inside = 0
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        difficulty = 1 + 0.2 * random.standard_normal(16)
+        found = measure({"a": timings(0.020, 2.5, 16, seed=seed, difficulty=difficulty)}, seed)
+        estimate = found["a"].accepted_length
+        inside += estimate.low <= 2.5 <= estimate.high
+    assert inside >= 88  # of 95 expected, with 3 standard deviations
+
+
+def test_pairing_the_prompts_narrows_the_interval() -> None:
+    one, other = timings(0.020, 2.5, seed=1), timings(0.015, 2.4, seed=2)
+    paired = measure({"a": one, "b": other})
+    together = ratio(paired["a"], paired["b"], 24)
+    apart = measure({"a": one})["a"].tokens_per_s
+    assert together.high / together.value - 1 < 0.25 * (apart.high / apart.value - 1)
+
+
+def test_two_sizes_that_differ_are_decided() -> None:
+    sizes = {"full": timings(0.060, 2.5, seed=1), "4096": timings(0.020, 2.45, seed=2)}
+    advice = advise(sizes, {"full": 49152, "4096": 4096})
+    assert (advice.candidate, advice.is_decided, advice.as_fast) == ("4096", True, ("4096",))
+    assert advice.beats_plain is True
+    advice = advise({"full": sizes["4096"], "4096": sizes["full"]}, {"full": 49152, "4096": 4096})
+    assert (advice.candidate, advice.is_decided) == ("full", True)
+
+
+def test_two_sizes_that_do_not_differ_are_said_to_be_as_fast_and_the_smaller_wins() -> None:
+    sizes = {"16384": timings(0.020, 2.5, 48, seed=1), "4096": timings(0.020, 2.5, 48, seed=2)}
+    plain = timings(0.0, 1.0, 48, nodes=1, verify_s=0.045, seed=7)
+    advice = advise(sizes, {"16384": 16384, "4096": 4096}, plain)
+    assert (advice.candidate, advice.is_decided, set(advice.as_fast)) == ("4096", True, {"16384", "4096"})
+    assert any(reason.startswith("16384; 4096: ") and "4096 reads the fewest" in reason for reason in advice.reasons)
+
+
+def test_too_few_prompts_decide_nothing() -> None:
+    for num_prompts in (1, 2, 4):
+        sizes = {"full": timings(0.060, 2.5, num_prompts, seed=1), "4096": timings(0.020, 2.45, num_prompts, seed=2)}
+        plain = timings(0.0, 1.0, num_prompts, nodes=1, verify_s=0.045, seed=7)
+        advice = advise(sizes, {"full": 49152, "4096": 4096}, plain)
+        assert not advice.is_decided
+        assert advice.more_prompts >= 5 - num_prompts
+        assert f"not decided, about {advice.more_prompts} more prompt" in advice.headline
+
+
+def test_a_small_difference_among_prompts_that_disagree_asks_for_about_as_many_as_it_takes() -> None:
+    random = np.random.default_rng(5)
+    own = 1 + 0.2 * random.standard_normal((2, 400))
+
+    def run(num_prompts: int) -> Advice:
+        sizes = {
+            "16384": timings(0.020, 2.5, num_prompts, seed=1, difficulty=own[0, :num_prompts]),
+            "4096": timings(0.020, 2.35, num_prompts, seed=2, difficulty=own[1, :num_prompts]),
+        }
+        plain = timings(0.0, 1.0, num_prompts, nodes=1, verify_s=0.045, seed=7)
+        return advise(sizes, {"16384": 16384, "4096": 4096}, plain)
+
+    few = run(10)
+    assert not few.is_decided
+    assert few.candidate == "4096"  # the fewer bytes of the two
+    assert few.more_prompts > 20
+    many = run(400)
+    assert many.is_decided
+    assert many.candidate == "16384"
+
+
+@pytest.mark.parametrize("place", [0, 100, 287])
+def test_one_stall_changes_no_verdict_and_is_told(place: int) -> None:
+    sizes = {"full": timings(0.060, 2.5, seed=1), "4096": timings(0.020, 2.45, seed=2)}
+    for phase in ("draft_s", "verify_s", "host_s"):
+        stalled = getattr(sizes["4096"], phase).copy()
+        stalled[place] += 1.0
+        disturbed = {**sizes, "4096": replace(sizes["4096"], **{phase: stalled})}
+        advice = advise(disturbed, {"full": 49152, "4096": 4096})
+        assert (advice.candidate, advice.is_decided) == ("4096", True)
+        (stall,) = find_stalls({PLAIN: PLAIN_TIMINGS, **disturbed})
+        assert (stall.candidate, stall.num_stalled, stall.num_steps) == ("4096", 1, 288)
+        assert stall.longest_s > 1.0
+        assert stall.median_s == pytest.approx(0.092, rel=0.02)
+    assert find_stalls({PLAIN: PLAIN_TIMINGS, **sizes}) == []
+
+
+def test_verifying_is_one_quantity_for_all_sizes() -> None:
+    sizes = {
+        "full": timings(0.060, 2.5, seed=1),
+        "16384": timings(0.030, 2.5, seed=3),
+        "4096": timings(0.020, 2.45, seed=2),
+    }
+    assert find_disturbed(measure(sizes)) == []
+    busy = {**sizes, "4096": replace(sizes["4096"], verify_s=sizes["4096"].verify_s * 16)}  # 1,088 beside 68 ms
+    found = measure(busy)
+    assert find_disturbed(found) == ["4096"]
+    assert found["4096"].verify_s == found["full"].verify_s == pytest.approx(VERIFY_S, rel=0.05)
+    assert advise(busy, {"full": 49152, "16384": 16384, "4096": 4096}).candidate == "4096"
+
+
+def test_trees_of_other_sizes_are_verified_at_their_own_cost() -> None:
+    found = measure({"a": timings(0.02, 2.5, nodes=60), "b": timings(0.02, 2.0, nodes=5, verify_s=0.050)})
+    assert found["a"].verify_s == pytest.approx(VERIFY_S, rel=0.01)
+    assert found["b"].verify_s == pytest.approx(0.050, rel=0.01)
+
+
+def test_plain_decoding_that_is_faster_is_said_to_be() -> None:
+    slow = {"full": timings(0.5, 2.5, seed=1), "4096": timings(0.4, 2.45, seed=2)}
+    advice = advise(slow, {"full": 49152, "4096": 4096})
+    assert advice.beats_plain is False
+    assert "plain decoding is faster" in advice.headline
+
+
+def test_a_candidate_that_made_no_step_is_left_out() -> None:
+    none = np.zeros(0)
+    empty = Timings(none, none, none, none.astype(np.int64), np.zeros(24), np.zeros(24), 60)
+    assert list(measure({"a": timings(0.02, 2.5), "b": empty})) == ["a"]
+    assert measure({"b": empty}) == {}
+
+
+def test_prompts_needed_are_those_whose_interval_decides() -> None:
+    # Logarithms of the speed with a deviation of 0.1 between prompts, and a ratio of 0.9.
+    def half(num_prompts: int, comparisons: int = 1) -> float:
+        quantile = scipy_t.ppf(1 - 0.025 / comparisons, num_prompts - 1)
+        return float(0.1 * quantile / np.sqrt(num_prompts))
+
+    for num_prompts, comparisons in ((2, 1), (3, 1), (2, 4)):
+        factor = np.exp(half(num_prompts, comparisons))
+        found = prompts_needed(Estimate(0.9, 0.9 / factor, 0.9 * factor), num_prompts, 0.02, comparisons)
+        wanted = -np.log(0.9)
+        assert half(num_prompts + found, comparisons) <= wanted < half(num_prompts + found - 1, comparisons)
+
+
+def test_an_interval_that_says_nothing_is_not_printed() -> None:
+    plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
+    found = advise({"a": timings(0.02, 2.0, 2, difficulty=np.array([0.5, 1.5]))}, {"a": 2}, plain)
+    assert any("(too few prompts for an interval) times that: these" in reason for reason in found.reasons)

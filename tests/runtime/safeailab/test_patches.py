@@ -1,0 +1,402 @@
+"""An EaModel drafts and generates with the patches as without: the stand-in always, the real code on request."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.runtime import (
+    DrafterError,
+    UnsupportedModelError,
+    patch_ea_model_with_triton_drafter,
+    patch_eagle_model,
+    unpatch_ea_model,
+    unpatch_eagle_model,
+)
+from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
+from eagle_slim.runtime.safeailab import session
+from eagle_slim.vocab_tools import DraftVocab
+from support.raising import raises
+from support.small_tokenizers import write_folder
+from support.token_counts import token_counts
+from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt
+from tokenizers import Tokenizer, models
+from torch import Tensor
+
+pytestmark = pytest.mark.filterwarnings(
+    # The real code and its transformers, which are not ours to mend.
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*generative capabilities:UserWarning",
+)  # fmt: skip
+
+PATCHES = {"drafter": patch_ea_model_with_triton_drafter, "whole": patch_eagle_model}
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    built: dict[str, Any] = {}
+
+    def get(name: str) -> Any:
+        if name not in built:
+            built[name] = build(name, tmp_path_factory.mktemp("model"))
+        return built[name]
+
+    return get
+
+
+def drafts(model: Any, sampled: bool = False) -> list[tuple[tuple[Any, ...], tuple[Tensor, ...], Any]]:
+    """Every draft of a short generation: arguments, the four values, and the ``stable_kv`` after it."""
+    layer_class = type(model.ea_layer)
+    own, calls = layer_class.topK_genrate, []
+
+    def listening(layer: Any, hidden_states: Tensor, input_ids: Tensor, head: Any, logits_processor: Any) -> Any:
+        arguments = (hidden_states, input_ids, head, logits_processor)
+        calls.append((arguments, own(layer, *arguments), layer.stable_kv))
+        return calls[-1][1]
+
+    layer_class.topK_genrate = listening
+    random.seed(0)
+    try:
+        model.eagenerate(prompt(model, 21), max_new_tokens=12, temperature=0.3 * sampled)
+    finally:
+        layer_class.topK_genrate = own
+    return calls
+
+
+def assert_same_tree(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Equal in every element, type and device. That holds as no two scores of these models are equal."""
+    assert len(found) == len(wanted) == 4
+    for name, mine, theirs in zip(("tokens", "paths", "mask", "positions"), found, wanted, strict=True):
+        assert (mine.dtype, mine.device) == (theirs.dtype, theirs.device), name
+        assert torch.equal(mine, theirs), (name, mine, theirs)
+
+
+def assert_same_kv(found: Any, wanted: Any) -> None:
+    for mine, theirs in zip(found[0], wanted[0], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_drafts_are_upstreams(model_of: Callable[[str], Any], name: str, sampled: bool) -> None:
+    model = model_of(name)
+    calls = drafts(model, sampled)
+    assert max(call[0][0].shape[1] for call in calls[1:]) > 1, "no draft was accepted"
+    patch_ea_model_with_triton_drafter(model, drafter="reference")
+    model.ea_layer.reset_kv()
+    for arguments, wanted, kv in calls:
+        assert_same_tree(model.ea_layer.topK_genrate(*arguments), wanted)
+        assert_same_kv(model.ea_layer.stable_kv, kv)
+    unpatch_ea_model(model)
+
+
+@pytest.mark.parametrize(
+    "name", ["stand-in eagle3", *(pytest.param(name, marks=NEEDS_UPSTREAM) for name in ("llama eagle3", "qwen2 eagle"))]
+)
+def test_the_kernel_drafts_so_too(model_of: Callable[[str], Any], name: str) -> None:
+    with small_tree(model_of(name)) as model:
+        # The second draft begins behind cached pairs.
+        calls = drafts(model)[:2]
+        patch_ea_model_with_triton_drafter(model)
+        model.ea_layer.reset_kv()
+        for arguments, wanted, kv in calls:
+            assert_same_tree(model.ea_layer.topK_genrate(*arguments), wanted)
+            assert_same_kv(model.ea_layer.stable_kv, kv)
+        unpatch_ea_model(model)
+
+
+@contextmanager
+def small_tree(model: Any) -> Iterator[Any]:
+    """A tree that Triton's interpreter drafts in a second."""
+    layer = model.ea_layer
+    before = layer.depth, layer.top_k, layer.total_tokens
+    set_tree(layer, 1, 2, 4)
+    yield model
+    set_tree(layer, *before)
+
+
+def set_tree(layer: Any, depth: int, top_k: int, total_tokens: int) -> None:
+    layer.depth, layer.top_k, layer.total_tokens = depth, top_k, total_tokens
+    if hasattr(layer, "init_tree"):
+        layer.init_tree()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("patch", PATCHES)
+def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str) -> None:
+    model = model_of(name)
+    prompts = [prompt(model, length, seed=length) for length in (21, 3)]
+
+    def texts() -> list[Any]:
+        random.seed(1)
+        torch.manual_seed(1)
+        greedy = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
+        sampled = [model.eagenerate(ids, temperature=0.3, max_new_tokens=8) for ids in prompts]
+        naive = [model.naivegenerate(prompts[0], max_new_tokens=4)]
+        return greedy + sampled + naive + list(model.ea_generate(prompts[1], max_new_tokens=4))
+
+    wanted = texts()
+    PATCHES[patch](model, drafter="reference")
+    found = texts()
+    unpatch_eagle_model(model)
+    assert len(found) == len(wanted)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+    ids, new_token, passes = model.eagenerate(prompts[0], max_new_tokens=12, log=True)
+    assert passes + 1 < int(new_token) == ids.shape[1] - 21, "no draft was accepted"
+
+
+def test_a_step_runs_on_kernels(model_of: Callable[[str], Any]) -> None:
+    with small_tree(model_of("stand-in eagle3")) as model:
+        wanted = next(model.ea_generate(prompt(model)))
+        patch_eagle_model(model)
+        found = next(model.ea_generate(prompt(model)))
+        unpatch_eagle_model(model)
+    assert torch.equal(found, wanted)
+
+
+def snapshot(model: Any) -> list[tuple[type, dict[str, Any]]]:
+    return [
+        (type(part), dict(vars(part))) for part in (model, model.ea_layer, model.base_model, model.base_model.model)
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("patch", PATCHES)
+def test_unpatching_restores_the_object(model_of: Callable[[str], Any], name: str, patch: str) -> None:
+    model = model_of(name)
+    model.eagenerate(prompt(model), max_new_tokens=4)
+    before = snapshot(model)
+    assert PATCHES[patch](model, drafter="reference") is model
+    assert isinstance(model, before[0][0])
+    assert isinstance(model.ea_layer, before[1][0])
+    model.ea_layer.topK_genrate(*_next_draft(model))
+    assert unpatch_ea_model(model) is model
+    for (kind, members), (old_kind, old_members) in zip(snapshot(model), before, strict=True):
+        assert kind is old_kind
+        assert members.keys() == old_members.keys()
+        assert all(members[key] is old_members[key] for key in members)
+    assert unpatch_eagle_model(model) is model
+
+
+def _next_draft(model: Any) -> tuple[Any, ...]:
+    """Arguments of a draft behind what ``stable_kv`` holds."""
+    kv = model.ea_layer.stable_kv
+    held = 0 if kv is None else kv[0][0].shape[2]
+    width = model.ea_layer.fc.weight.shape[1] // (1 if hasattr(model.ea_layer, "midlayer") else 2)
+    return torch.randn(1, 2, width), prompt(model, held + 3), model.base_model.lm_head, None
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_other_models_are_as_they_were(tmp_path: Path, patch: str) -> None:
+    model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
+    wanted, method = other.eagenerate(prompt(other), max_new_tokens=6), type(other).eagenerate
+    PATCHES[patch](model, drafter="reference")
+    assert torch.equal(other.eagenerate(prompt(other), max_new_tokens=6), wanted)
+    assert type(other).eagenerate is method
+    copied = copy.deepcopy(model)
+    assert [kind for kind, _ in snapshot(copied)] == [kind for kind, _ in snapshot(other)]
+    assert pickle.dumps(model), "a patched model can be saved, by the same reduction that copies it"
+    ids = prompt(model)
+    assert torch.equal(copied.eagenerate(ids, max_new_tokens=6), model.eagenerate(ids, max_new_tokens=6))
+
+
+def test_stable_kv_can_be_read_set_and_emptied(tmp_path: Path) -> None:
+    model = build("stand-in eagle3", tmp_path)
+    calls = drafts(model)
+    patch_ea_model_with_triton_drafter(model, drafter="reference")
+    layer = model.ea_layer
+    layer.stable_kv = None
+    assert layer.stable_kv is None
+    layer.topK_genrate(*calls[0][0])
+    kept = layer.stable_kv
+    before = kept[0][0].clone()
+    layer.topK_genrate(*calls[1][0])
+    layer.reset_kv()
+    layer.topK_genrate(*_next_draft(model))
+    assert torch.equal(kept[0][0], before), "what was read must not change under its reader"
+    # Another prompt came between; the first goes on where it was.
+    layer.stable_kv = kept
+    assert_same_tree(layer.topK_genrate(*calls[1][0]), calls[1][1])
+    with raises(UsageError, attribute="stable_kv"):
+        layer.stable_kv = (before,)
+    with raises(UsageError, attribute="stable_kv", expected=(1, 1, None, 8)):
+        layer.stable_kv = ((torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4)),)
+
+
+def test_a_patch_goes_on_behind_what_upstream_has_cached(tmp_path: Path) -> None:
+    model = build("stand-in eagle", tmp_path)
+    calls = drafts(model)
+    model.ea_layer.stable_kv = calls[0][2]
+    patch_ea_model_with_triton_drafter(model, drafter="reference")
+    assert_same_tree(model.ea_layer.topK_genrate(*calls[1][0]), calls[1][1])
+
+
+def test_the_tree_may_change_between_drafts(tmp_path: Path) -> None:
+    model = build("stand-in eagle3", tmp_path)
+    first = drafts(model)[0]
+    layer = model.ea_layer
+    with small_tree(model):
+        second = drafts(model)[1]
+    patch_ea_model_with_triton_drafter(model, drafter="reference")
+    layer.reset_kv()
+    assert_same_tree(layer.topK_genrate(*first[0]), first[1])
+    set_tree(layer, 1, 2, 4)
+    assert_same_tree(layer.topK_genrate(*second[0]), second[1])
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_inference_mode_may_come_and_go(tmp_path: Path, patch: str) -> None:
+    model = build("stand-in eagle3", tmp_path)
+    wanted = model.eagenerate(prompt(model), max_new_tokens=6)
+    with torch.inference_mode():
+        PATCHES[patch](model, drafter="reference")
+        assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=6), wanted)
+    assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=6), wanted)
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_buffers_grow_with_the_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str) -> None:
+    monkeypatch.setattr(session, "_FIRST_CAPACITY", 8)
+    model = build("stand-in eagle3", tmp_path)
+    wanted = model.eagenerate(prompt(model), max_new_tokens=24)
+    PATCHES[patch](model, drafter="reference")
+    assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=24), wanted)
+    assert model.ea_layer.stable_kv[0][0].shape[2] == wanted.shape[1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_slim_vocabulary_drafts_its_ids_only(model_of: Callable[[str], Any], name: str) -> None:
+    model = model_of(name)
+    wanted = model.eagenerate(prompt(model), max_new_tokens=12)
+    layer = model.ea_layer
+    vocab = layer.embed_tokens.weight.shape[0]
+    trained = torch.arange(vocab) if not hasattr(layer, "d2t") else torch.arange(len(layer.d2t)) + layer.d2t
+    ids = trained[: len(trained) // 2].tolist()
+    patch_eagle_model(model, DraftVocab(np.array(ids), 0, vocab), drafter="reference")
+    tokens = layer.topK_genrate(*_next_draft(model))[0]
+    assert set(tokens[0, 1:].tolist()) <= set(ids)
+    assert torch.equal(model.eagenerate(prompt(model), max_new_tokens=12), wanted)
+    unpatch_eagle_model(model)
+
+
+def test_a_vocabulary_may_come_from_a_map_or_a_number(tmp_path: Path) -> None:
+    model = build("stand-in eagle3", tmp_path)
+    ids = (torch.arange(24) + model.ea_layer.d2t).tolist()
+    ranked = DraftVocab(np.array(ids[::-1]), 0, 48)
+
+    def drafted(*args: Any, **options: Any) -> set[int]:
+        patch_ea_model_with_triton_drafter(model, *args, drafter="reference", **options)
+        model.ea_layer.reset_kv()
+        tokens = model.ea_layer.topK_genrate(*_next_draft(model))[0][0, 1:].tolist()
+        unpatch_ea_model(model)
+        return set(tokens)
+
+    torch.save(torch.tensor(ids[::-1]), tmp_path / "freq_24.pt")
+    assert drafted(6, token_map=tmp_path / "freq_24.pt") <= set(ids[-6:])
+    assert drafted(6, token_map=ranked) <= set(ids[-6:])
+    assert drafted(tmp_path / "freq_24.pt") <= set(ids)
+    assert drafted(24) <= set(ids)
+    untrained = sorted(set(range(48)) - set(ids))
+    with pytest.warns(HeadWarning, match="24 of the map's 48 ids"):
+        assert drafted(4, token_map=DraftVocab(np.array(untrained + ids[::-1]), 0, 48)) <= set(ids[-4:])
+    with raises(UsageError, option="draft_vocab", missing="ranking", found=6):
+        patch_eagle_model(model, 6)
+    with raises(UsageError, option="draft_vocab", found=0):
+        patch_eagle_model(model, 0)
+    with raises(UsageError, option="draft_vocab", ids=untrained[:1]):
+        patch_eagle_model(model, DraftVocab(np.array([*ids[:4], untrained[0]]), 0, 48))
+    with raises(UsageError, options=["counts", "token_map"]):
+        patch_eagle_model(model, 6, counts="counts.safetensors", token_map=ranked)
+    with raises(UsageError, option="draft_vocab", missing="size"):
+        patch_eagle_model(model, counts="counts.safetensors")
+
+
+def test_another_layer_than_was_patched_is_refused(tmp_path: Path) -> None:
+    """Upstream would draft with the new one, and the step would go on over what the old one drafted."""
+    model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
+    old, new, ids = model.ea_layer, other.ea_layer, prompt(model)
+    wanted, kinds = model.eagenerate(ids, max_new_tokens=6), snapshot(model)
+    patch_eagle_model(model, drafter="reference")
+    model.ea_layer = new
+    for generate in (model.eagenerate, model.ea_generate):
+        with raises(UsageError, option="model"):
+            generate(ids)
+    with raises(UsageError, option="model"):
+        patch_eagle_model(model, drafter="reference")
+    model.ea_layer = old
+    assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)
+    model.ea_layer = new
+    unpatch_eagle_model(model)
+    assert [type(part) for part in (model, old, new, model.base_model.model)] == [
+        kinds[0][0], kinds[1][0], kinds[1][0], kinds[3][0],
+    ]  # fmt: skip
+    wanted = model.eagenerate(ids, max_new_tokens=6)
+    patch_eagle_model(model, drafter="reference")
+    assert torch.equal(model.eagenerate(ids, max_new_tokens=6), wanted)
+
+
+def test_a_vocabulary_may_come_from_counts(tmp_path: Path) -> None:
+    model = build("stand-in eagle", tmp_path)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(47)}, unk_token="w0"))
+    words.add_special_tokens(["<|end|>"])
+    model.base_model_name_or_path = str(write_folder(tmp_path / "base", words, eos_token="<|end|>"))
+    counts = token_counts([*range(100, 148)])
+    counts.save(tmp_path / "counts.safetensors")
+    for given in (counts, tmp_path / "counts.safetensors"):
+        with pytest.warns(HeadWarning):
+            patch_eagle_model(model, 8, counts=given, drafter="reference")
+        model.ea_layer.reset_kv()
+        # The end of sequence is forced, the others are the most frequent.
+        assert set(model.ea_layer.topK_genrate(*_next_draft(model))[0][0, 1:].tolist()) <= set(range(40, 48))
+        unpatch_eagle_model(model)
+    with raises(UsageError, option="draft_vocab", missing="size"):
+        patch_eagle_model(model, tmp_path / "counts.safetensors")
+
+
+def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises(UsageError, option="model", expected="EaModel", found="Linear"):
+        patch_eagle_model(torch.nn.Linear(2, 2))
+    model = build("stand-in eagle3", tmp_path)
+    with raises(UsageError, option="drafter", found="eager"):
+        patch_eagle_model(model, drafter="eager")
+    with monkeypatch.context() as changed:
+        changed.setattr("eagle_slim.runtime.drafter.kernel_launch.is_interpreted", lambda: False)
+        with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
+            patch_eagle_model(model)
+    patch_eagle_model(model, drafter="reference")
+    with raises(UsageError, option="model"):
+        patch_ea_model_with_triton_drafter(model, drafter="reference")
+    layer = model.ea_layer
+    features, ids, head, _ = _next_draft(model)
+    with raises(UsageError, argument="hidden_states", expected=2, found=1):
+        layer.topK_genrate(features[:, :1], ids, head, None)
+    with raises(UsageError, argument="hidden_states"):
+        layer.topK_genrate(features.expand(2, -1, -1), ids.expand(2, -1), head, None)
+    model.half()
+    with raises(DrafterError, expected="cpu", found="cpu"):
+        layer.topK_genrate(features, ids, head, None)
+    unpatch_eagle_model(model)
+
+    twice = build("stand-in eagle3", tmp_path)
+    twice.ea_layer.d2t[1] -= 1
+    with raises(PairingError, tensor="d2t", expected=24, found=23):
+        patch_eagle_model(twice, drafter="reference")
+    deep = build("stand-in eagle", tmp_path)
+    deep.ea_layer.layers.append(deep.ea_layer.layers[0])
+    with raises(UnsupportedModelError, attribute="layers", expected=1, found=2):
+        patch_eagle_model(deep, drafter="reference")
+    other = build("stand-in eagle", tmp_path)
+    patch_eagle_model(other, drafter="reference")
+    with raises(UsageError, argument="head"):
+        other.ea_layer.topK_genrate(torch.randn(1, 2, 16), ids, torch.nn.Linear(16, 48), None)
+    rewritten = build("stand-in eagle", tmp_path)
+    rewritten.__class__ = type("Rewritten", (type(rewritten),), {"eagenerate": lambda self, ids: ids})
+    with raises(UnsupportedModelError, method="eagenerate", missing="tree_decoding"):
+        patch_eagle_model(rewritten, drafter="reference")

@@ -1,0 +1,249 @@
+"""Steps as a GPU runs them, with the twins on the CPU: all tokens chosen by one operation, records read a step late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.step.choice_rules import CallRules
+from eagle_slim.runtime.step.kept_rows import KeptRows, capacity_for, match_slots
+from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+
+TREE = {"depth": 3, "top_k": 3, "total_tokens": 15}
+
+
+@pytest.fixture
+def by_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose tokens as on a GPU, where the rules of the call allow it."""
+    of = CallRules.of
+    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
+
+
+@pytest.mark.usefixtures("by_twins")
+@pytest.mark.parametrize("is_drafted", [True, False])
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bool) -> None:
+    """Four prompts over two slots: ends at different steps, slots taken again, a prompt of one token."""
+    target = tiny_target("llama")
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), target_backend=backend, **TREE)
+    options = {"max_new_tokens": 20, "max_slots": 2, "speculative": is_drafted}
+    prompts = random_prompts([1, 9, 70, 2])
+    output = model.generate(prompts, **options)
+    assert output.stats.path.startswith("eager steps (the model is on cpu); target " + backend)
+    assert output.token_ids == [plain_greedy(target, prompt, 20) for prompt in prompts]
+    assert output.stats.num_empty_steps > 0
+    again = model.generate(prompts[::-1], **options)
+    assert again.token_ids == output.token_ids[::-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
+        {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
+    ],
+)
+def test_the_host_chooses_what_the_device_chooses(
+    tmp_path: Path, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    """One rule: node by node on the host, all nodes on the device; asking for scores changes nothing."""
+    model = SpeculativeModel.from_pretrained(tiny_target("qwen3"), write_head(tmp_path), **TREE)
+    prompts = random_prompts([5, 12, 3])
+    host = model.generate(prompts, max_new_tokens=16, **options)
+    assert host.stats.num_empty_steps == 0
+    assert host.token_ids == model.generate(prompts, max_new_tokens=16, output_scores=True, **options).token_ids
+    request.getfixturevalue("by_twins")
+    drafted = model.generate(prompts, max_new_tokens=16, **options)
+    assert drafted.stats.num_empty_steps > 0
+    assert drafted.token_ids == host.token_ids
+    assert drafted.stats.accepted_lengths == host.stats.accepted_lengths
+    assert drafted.token_ids == model.generate(prompts, max_new_tokens=16, speculative=False, **options).token_ids
+
+
+def test_what_is_accepted_beyond_the_end_hangs_on_no_earlier_answer(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """These passes go beyond the two tokens that were asked for; accepted lengths count them in full."""
+    target, head = tiny_target("llama", vocab_size=8), write_head(tmp_path, vocab=8)
+    with torch.no_grad():
+        target.lm_head.weight.mul_(0.3)  # softer, so that draws differ
+    model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=4, total_tokens=14)
+    prompts = random_prompts([4] * 8, vocab=8)
+    options = {"ignore_eos": True, "temperature": 1.5}
+    host = model.generate(prompts, max_new_tokens=2, seed=2, **options)
+    request.getfixturevalue("by_twins")
+    model.generate(prompts, max_new_tokens=9, seed=1, **options)
+    ours = model.generate(prompts, max_new_tokens=2, seed=2, **options)
+    assert ours.token_ids == host.token_ids
+    assert ours.stats.num_accepted_tokens > len(prompts)
+    assert ours.stats.accepted_lengths == host.stats.accepted_lengths
+
+
+@pytest.mark.usefixtures("by_twins")
+def test_more_ends_than_the_device_has_places_for(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), **TREE)
+    prompt = random_prompts([9])[0]
+    answer = model.generate(prompt, max_new_tokens=20, ignore_eos=True).token_ids[0]
+    ends = sorted({*range(24)} - set(answer[:5]))
+    output = model.generate(prompt, max_new_tokens=20, eos_token_id=ends)
+    first = next(place for place, token in enumerate(answer) if token in ends)
+    assert len(ends) > 8
+    assert output.token_ids == [answer[: first + 1]]
+    assert output.results[0].finish_reason == "eos"
+
+
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str) -> None:
+    """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
+    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **tree)
+    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **tree)
+    options = {"max_new_tokens": 12, "ignore_eos": True, "speculative": is_drafted}
+    prompt = random_prompts([70])[0]
+    first = model.generate(prompt, reuse_prefix=True, **options)
+    assert first.stats.num_reused_tokens == 0
+    whole = prompt + first.token_ids[0]
+    turns = {
+        "next": [*whole, 5, 6, 7],
+        "the same once more": [*whole, 5, 6, 7],
+        "edited": [*prompt[:40], 9 if prompt[40] != 9 else 8, *prompt[41:], 4],
+        "shorter": prompt[:30],
+        "unrelated": random_prompts([20], seed=3)[0],
+    }
+    reused = {}
+    for name, turn in turns.items():
+        output = model.generate(turn, reuse_prefix=True, **options)
+        expected = fresh.generate(turn, **options)
+        assert output.token_ids == expected.token_ids, name
+        assert output.stats.accepted_lengths == expected.stats.accepted_lengths, name
+        assert output.results[0].stats.num_reused_tokens == output.stats.num_reused_tokens
+        reused[name] = output.stats.num_reused_tokens
+    # The newest token has no row; with a drafter neither have its last step's tokens, and a shared one is run again.
+    assert len(whole) - 1 - (5 if is_drafted else 0) <= reused["next"] <= len(whole) - 1
+    assert reused["the same once more"] >= len(turns["next"]) - 2
+    assert reused["edited"] == (39 if is_drafted else 40)
+    assert reused["shorter"] == 29
+    assert reused["unrelated"] <= 1
+    assert model.generate(turns["next"], **options).stats.num_reused_tokens == 0
+
+
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_each_prompt_goes_to_the_slot_that_holds_most_of_it(tmp_path: Path, backend: str) -> None:
+    target, head = tiny_target("qwen2"), write_head(tmp_path)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, depth=2, top_k=2, total_tokens=5)
+    prompts = random_prompts([12, 20, 9])
+    options = {"max_new_tokens": 6, "ignore_eos": True}
+    first = model.generate(prompts, reuse_prefix=True, **options)
+    turns = [[*prompt, *answer, 5, 6] for prompt, answer in zip(prompts, first.token_ids, strict=True)][::-1]
+    output = model.generate(turns, reuse_prefix=True, **options)
+    assert all(result.stats.num_reused_tokens >= len(result.prompt_ids) - 8 for result in output.results)
+    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, depth=2, top_k=2, total_tokens=5)
+    assert output.token_ids == fresh.generate(turns, **options).token_ids
+    plain = model.generate(turns, reuse_prefix=True, speculative=False, **options)
+    assert plain.token_ids == output.token_ids
+    # A plain call leaves the drafter's cache where it was: no pair of it may be missing later.
+    longer = [[*turn, *answer, 7] for turn, answer in zip(turns, plain.token_ids, strict=True)]
+    assert model.generate(longer, reuse_prefix=True, **options).token_ids == fresh.generate(longer, **options).token_ids
+
+
+def test_what_slots_hold() -> None:
+    """The example of `kept_rows`: rows for a to f, and the pairs before the last step, which began after a b c d."""
+    kept = KeptRows(tuple("abcdefg"), num_pairs=3)
+    assert kept.num_shared("abcdefX", is_drafted=False) == 6
+    assert kept.num_shared("abcdefX", is_drafted=True) == 3
+    assert KeptRows(tuple("abcdefg"), num_pairs=6).num_shared("abcdefX", is_drafted=True) == 5
+    assert kept.num_shared("abc", is_drafted=False) == 2
+    assert kept.num_shared("Xbc", is_drafted=True) == KeptRows().num_shared("abc", is_drafted=False) == 0
+    # Pair t holds token t + 1: behind three shared tokens a plain call may have another one than the pair has.
+    pairs = {is_drafted: KeptRows(tuple("abcdefg"), 6).cut("abcX", 3, is_drafted).num_pairs for is_drafted in (0, 1)}
+    assert pairs == {False: 2, True: 3}
+    assert kept.cut("Xb", 0, is_drafted=False) == KeptRows(("X",), 0)
+    assert match_slots(["Xy", "abcd"], [kept, KeptRows()], [0, 1], is_drafted=False) == [(1, 0), (0, 3)]
+
+
+@pytest.mark.parametrize("backend", ["fused", "transformers"])
+def test_a_failed_call_leaves_nothing_to_reuse(tmp_path: Path, backend: str) -> None:
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), write_head(tmp_path), target_backend=backend, depth=2, top_k=2, total_tokens=5
+    )
+    prompt = random_prompts([9])[0]
+    wanted = model.generate(prompt, max_new_tokens=8, ignore_eos=True).token_ids
+
+    class Failing:
+        num_heard = 0
+
+        def put(self, value: torch.Tensor) -> None:
+            self.num_heard += 1
+            if self.num_heard == 4:  # the prompt, its first token, one step, the next
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompt, max_new_tokens=8, ignore_eos=True, streamer=Failing(), reuse_prefix=True)
+    again = model.generate(prompt, max_new_tokens=8, ignore_eos=True, reuse_prefix=True)
+    assert again.stats.num_reused_tokens == 0
+    assert again.token_ids == wanted
+    assert model.generate(prompt, max_new_tokens=0, reuse_prefix=True).token_ids == [[]]
+    assert model.generate(prompt, max_new_tokens=8, reuse_prefix=True).stats.num_reused_tokens > 0
+
+
+def test_models_that_share_a_drafter_take_over_no_pairs_of_each_other(tmp_path: Path) -> None:
+    options = {"depth": 2, "top_k": 2, "total_tokens": 5}
+    target, head = tiny_target("llama"), write_head(tmp_path)
+    one = SpeculativeModel.from_pretrained(target, head, **options)
+    other = SpeculativeModel(one.target, one.drafter)
+    fresh = SpeculativeModel.from_pretrained(target, head, **options)
+    prompts, generate = random_prompts([9, 20, 14]), {"max_new_tokens": 8, "ignore_eos": True}
+    one.generate(prompts, reuse_prefix=True, **generate)
+    other.generate(prompts[1], reuse_prefix=True, **generate)
+    output, expected = one.generate(prompts, reuse_prefix=True, **generate), fresh.generate(prompts, **generate)
+    assert output.token_ids == expected.token_ids
+    assert output.stats.accepted_lengths == expected.stats.accepted_lengths
+
+
+def test_the_cache_grows_in_powers_of_two_up_to_the_longest_contexts() -> None:
+    assert [capacity_for(rows) for rows in (1, 1024, 1025, 70_000, 131_072)] == [1024, 1024, 2048, 131_072, 131_072]
+    assert capacity_for(131_072 + 61) == 131_133
+
+
+def test_a_phase_practised_between_real_ones_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that is practised right after a real walk must not move what that walk accepted."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), **TREE)
+    prompt = random_prompts([9])[0]
+    with torch.inference_mode():
+        decoder = model._decoders.get(2, 64, model.drafter.tree)
+        decoder.clear_()
+        decoder.box.numbers.copy_(torch.tensor([1, len(prompt), 40, 0, *[-1] * 8]))
+        decoder.box.tokens[: len(prompt)] = torch.tensor(prompt)
+        decoder.enter(len(prompt), ChoiceRules())
+        assert decoder.drafter is not None
+        kept = (*decoder.cache.stacks[0], decoder.drafter.features, *decoder.state)
+        accepted = []
+        for _ in range(6):
+            for phase in decoder.timed_step(1, ChoiceRules()):
+                before = [tensor.clone() for tensor in kept]
+                if phase.name == "commit":
+                    accepted.append(int(decoder.state.record[1, 0]))
+                    with decoder._no_slots():
+                        phase.run()
+                    assert all(map(torch.equal, kept, before))
+                phase.run()
+    assert max(accepted) > 1
+    whole = [*prompt, *model.generate(prompt, max_new_tokens=sum(accepted) + 1, ignore_eos=True).token_ids[0]]
+    assert int(decoder.state.lengths[1]) == len(whole) - 1

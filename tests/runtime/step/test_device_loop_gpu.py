@@ -1,0 +1,263 @@
+"""Whole calls on a GPU: exact in fp32 for every fused family, without a wait inside, whatever the slots do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.requests.tree_size import measured_sizes
+from eagle_slim.runtime.step.decoder import DeviceDecoder
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")]
+TREE = {"depth": 3, "top_k": 4, "total_tokens": 24}
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize")
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+def pair(folder: Path, kind: str) -> tuple[SpeculativeModel, list[list[int]]]:
+    """A fused model with the persistent drafter in fp32, and prompts of several chunks and of one token."""
+    width = {} if kind in ("qwen2", "qwen3") else {"head_dim": 16}
+    target = tiny_target(kind, hidden_size=64, intermediate_size=96, max_position_embeddings=512, **width)
+    head = write_head(folder, hidden=64)
+    model = SpeculativeModel.from_pretrained(target.cuda(), head, drafter="triton", target_backend="fused", **TREE)
+    return model, random_prompts([1, 9, 70, 2, 33])
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
+    model, prompts = pair(tmp_path, kind)
+    wanted = [greedy(model, prompt, 40) for prompt in prompts]
+    for options in ({}, {"max_slots": 2}, {"max_slots": 1}, {"speculative": False, "max_slots": 3}):
+        output = model.generate(prompts, max_new_tokens=40, **options)
+        assert output.token_ids == wanted, options
+        assert "CUDA graphs" in output.stats.path
+        # The host learns one step late that a slot has ended; a call of one wave ends with one empty step at most.
+        assert output.stats.num_empty_steps <= (len(prompts) if "max_slots" in options else 2)
+
+
+def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    output = model.target.model.generate(  # type: ignore[operator]
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("follow", ["prompt", "text"])
+def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path, follow: str) -> None:
+    """Nine ids and at most seven that join; slots are taken again, and steps are replayed from graphs."""
+    model, prompts = pair(tmp_path, "llama")
+    few = model.with_draft_vocab(DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"]))
+    few = few.with_follow(follow, 7)
+    reference = SpeculativeModel.from_pretrained(
+        model.target.model, tmp_path, drafter="reference", target_backend="fused", **TREE,
+        draft_vocab=DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"]), follow=follow,
+        follow_rows=7,
+    )  # fmt: skip
+    wanted = reference.generate(prompts, max_new_tokens=40, max_slots=2)
+    for slots in (2, 16):
+        output = few.generate(prompts, max_new_tokens=40, max_slots=slots)
+        assert "CUDA graphs" in output.stats.path
+        assert output.token_ids == wanted.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
+        assert output.stats.accepted_lengths == wanted.stats.accepted_lengths
+    pieces = few.generate(prompts, max_new_tokens=40, no_repeat_ngram_size=30)
+    assert "pieces" in pieces.stats.path
+    assert pieces.stats.accepted_lengths == wanted.stats.accepted_lengths
+    assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
+
+
+@pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
+def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
+    """Targets that are not fused run the same steps over transformers' own forward."""
+    import transformers
+
+    sizes = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 512, "head_dim": 16}
+    kind = "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config"
+    config = getattr(transformers, kind)(**sizes)
+    target = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    widen(target.named_parameters())
+    head = write_head(tmp_path, hidden=64)
+    model = SpeculativeModel.from_pretrained(target.cuda(), head, drafter="triton", **TREE)
+    prompts = random_prompts([1, 9, 70])
+    output = model.generate(prompts, max_new_tokens=40)
+    assert "CUDA graphs" in output.stats.path, output.stats.path
+    assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
+
+
+def test_smollm2_in_fp32_needs_the_measured_passes() -> None:
+    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="triton")
+    lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
+    prompts = [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
+    output = model.generate(prompts, max_new_tokens=40)
+    plain = model.generate(prompts, max_new_tokens=40, speculative=False)
+    assert "CUDA graphs" in output.stats.path
+    assert output.token_ids == plain.token_ids
+    assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
+    assert output.stats.num_accepted_tokens == pytest.approx(484, abs=3)
+    assert output.stats.num_passes == pytest.approx(160, abs=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
+        {"repetition_penalty": 1.3},
+        {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
+    ],
+)
+def test_drafted_equals_plain(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, prompts = pair(tmp_path, "llama")
+    drafted = model.generate(prompts, max_new_tokens=40, **options)
+    assert drafted.token_ids == model.generate(prompts, max_new_tokens=40, speculative=False, **options).token_ids
+
+
+def test_the_cache_grows_and_two_models_live_side_by_side(tmp_path: Path) -> None:
+    model, prompts = pair(tmp_path / "a", "llama")
+    other, _ = pair(tmp_path / "b", "mistral")
+    short = model.generate(prompts[:1], max_new_tokens=20).token_ids
+    assert other.generate(prompts[:2], max_new_tokens=20).token_ids == [greedy(other, p, 20) for p in prompts[:2]]
+    model.generate(prompts, max_new_tokens=400, ignore_eos=True)
+    assert model.generate(prompts[:1], max_new_tokens=20).token_ids == short
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
+def test_nothing_waits_between_the_first_and_the_last_step(tmp_path: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    model, prompts = pair(tmp_path, "llama")
+    model.generate(prompts[:2], max_new_tokens=60, ignore_eos=True)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        model.generate(prompts[:2], max_new_tokens=60, ignore_eos=True)
+    events = sorted(trace.events(), key=lambda event: event.time_range.start)
+    launches = [event for event in events if event.name == "cudaGraphLaunch"]
+    assert len(launches) > 20
+    first, last = launches[3].time_range.start, launches[-1].time_range.start
+    inside = [event.name for event in events if first < event.time_range.start < last]
+    assert [name for name in inside if name in WAITS or "Pageable" in name] == []
+    # Of each step one copy, of its record, and one wait, for the event behind it.
+    steps = inside.count("cudaGraphLaunch")
+    assert inside.count("cudaMemcpyAsync") <= steps + 1
+    assert inside.count("cudaEventSynchronize") <= steps + 1
+
+
+class Counting:
+    """A streamer that notes how often the allocator was asked, at every step."""
+
+    def __init__(self) -> None:
+        self.allocations: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.allocations.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2}])
+def test_steps_allocate_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
+    model, prompts = pair(tmp_path, "qwen3")
+    model.generate(prompts[1], max_new_tokens=60, ignore_eos=True, **options)
+    streamer = Counting()
+    model.generate(prompts[1], max_new_tokens=60, ignore_eos=True, streamer=streamer, **options)
+    # The prompt, the first token, and then a step each.
+    assert len(streamer.allocations) > 12
+    assert len(set(streamer.allocations[2:])) == 1
+
+
+def test_phases_have_names_and_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = pair(tmp_path, "llama")
+    whole = model.generate(prompts[:1], max_new_tokens=20, ignore_eos=True)
+    assert whole.stats.step_s > 0 == whole.stats.draft_s
+    named: list[str] = []
+    push = torch.cuda.nvtx.range_push
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: (named.append(name), push(name))[1])
+    phases = model.generate(prompts[:1], max_new_tokens=20, ignore_eos=True, time_phases=True)
+    assert phases.token_ids == whole.token_ids
+    assert named[:4] == ["draft", "verify", "accept", "commit"]
+    assert set(named) == set(named[:4])
+    assert phases.stats.draft_s > 0 < phases.stats.verify_s
+    assert phases.stats.step_s == 0
+
+
+def test_a_replay_equals_an_eager_step_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for is_captured in (True, False):
+        model, prompts = pair(tmp_path, "qwen3")
+        decoders = model._decoders
+        assert decoders is not None
+        monkeypatch.setattr(DeviceDecoder, "is_captured", is_captured)
+        output = model.generate(prompts[:2], max_new_tokens=30, ignore_eos=True)
+        assert (output.stats.graph_bytes > 0) == is_captured
+        cache = decoders._cache
+        assert cache is not None
+        rows = [len(prompt) + 30 - 1 for prompt in prompts[:2]]
+        kept = [tensor[:, slot, :, :end] for tensor in (cache.keys, cache.values) for slot, end in enumerate(rows)]
+        found.append((output.token_ids, output.stats.accepted_lengths, kept))
+    assert found[0][:2] == found[1][:2]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][2], found[1][2], strict=True))
+
+
+def test_after_warming_up_a_call_captures_nothing(tmp_path: Path) -> None:
+    model, prompts = pair(tmp_path, "llama")
+    options = {"temperature": 0.8, "top_p": 0.9}
+    first = model.warmup(4, 300, **options)
+    assert first.num_graphs == 5
+    assert first.capture_s > 0 < first.compile_s
+    assert first.cache_bytes > 0
+    assert model.warmup(4, 300, **options).num_graphs == 0
+    decoders = model._decoders
+    assert decoders is not None
+    before = dict(decoders._decoders)
+    output = model.generate(prompts[:4], max_new_tokens=20, **options)
+    assert decoders._decoders == before
+    assert output.stats.graph_bytes == decoders.graph_bytes
+    assert output.stats.cache_bytes == first.cache_bytes
+    assert [len(decoder._graphs) for decoder in before.values()] == [5]
+    assert model.warmup(4, 300, speculative=False).num_graphs == 5
+
+
+def test_a_chat_keeps_its_prefix(tmp_path: Path) -> None:
+    model, prompts = pair(tmp_path / "a", "mistral")
+    fresh, _ = pair(tmp_path / "b", "mistral")
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    turns = list(prompts[1:4])
+    for reused in (False, True, True):
+        output = model.generate(turns, reuse_prefix=True, **options)
+        assert output.token_ids == fresh.generate(turns, **options).token_ids
+        least = [len(turn) - 9 if reused else 0 for turn in turns]
+        for result, wanted in zip(output.results, least, strict=True):
+            assert result.stats.num_reused_tokens >= wanted
+        turns = [[*turn, *answer, 5, 6] for turn, answer in zip(turns, output.token_ids, strict=True)][::-1]
+
+
+def test_trees_are_sized_by_what_was_measured(tmp_path: Path) -> None:
+    target = tiny_target("llama", hidden_size=64, intermediate_size=96, max_position_embeddings=512, head_dim=16)
+    head = write_head(tmp_path, hidden=64)
+    model = SpeculativeModel.from_pretrained(
+        target.cuda(), head, drafter="triton", target_backend="fused", depth=3, top_k=4
+    )
+    prompts = random_prompts([9, 20] * 8)
+    for count in (1, 16):
+        output = model.generate(prompts[:count], max_new_tokens=12)
+        chosen = measured_sizes().choose(
+            torch.cuda.get_device_name(),
+            "cuda",
+            model.target.weight_bytes,
+            model.draft_bytes,
+            count,
+            20,
+            model.drafter.tree.total_tokens,
+        )
+        assert output.stats.num_nodes == chosen.num_nodes
+        assert output.token_ids == [greedy(model, prompt, 12) for prompt in prompts[:count]]

@@ -1,0 +1,289 @@
+"""Speculative output against the target's own: greedy, sampled, batched, on every kind of target and head."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from eagle_slim.runtime import Buffers, DrafterConfig, SpeculativeModel
+from eagle_slim.runtime.drafter import reference
+from eagle_slim.runtime.drafter.weights import HeadWeights
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.step import decoder
+from support.raising import raises
+from support.tiny_models import VOCAB, WINDOW, plain_greedy, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+TREES = {
+    "tree": {"depth": 3, "top_k": 4, "total_tokens": 25},
+    "chain": {"depth": 3, "top_k": 1, "total_tokens": 5},
+    "flat": {"depth": 0, "top_k": 6, "total_tokens": 7},
+    "deep": {"depth": 6, "top_k": 2, "total_tokens": 20},
+    "deeper than the kernel's": {"depth": 17, "top_k": 1, "total_tokens": 19},
+    "fewer nodes than levels": {"depth": 6, "top_k": 2, "total_tokens": 3},
+}
+PROMPTS = random_prompts([1, 2, 9, 17])
+DRAFT_IDS = [19, 2, 5, 7, 8, 3, 11, 12, 14, 17, 23, 20]
+
+
+def build(tmp_path: Path, kind: str = "llama", tree: str = "tree", head: dict[str, Any] | None = None, **options: Any):
+    folder = write_head(tmp_path / "head", **(head or {}))
+    return SpeculativeModel.from_pretrained(tiny_target(kind), folder, **TREES[tree], **options)
+
+
+@cache
+def the_targets_own(kind: str) -> list[list[int]]:
+    """What transformers' own generate gives for each prompt; the same for every tree and head."""
+    target = tiny_target(kind)
+    return [plain_greedy(target, prompt, 24) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_equals_the_targets_own(tmp_path: Path, kind: str, tree: str) -> None:
+    model = build(tmp_path, kind, tree)
+    passes = []
+    for prompt, expected in zip(PROMPTS, the_targets_own(kind), strict=True):
+        output = model.generate(prompt, max_new_tokens=24)
+        assert output.token_ids == [expected]
+        passes.append(output.stats)
+    # The drafts must have mattered: some drafted tokens were accepted, on the tree at least.
+    if tree in ("tree", "flat"):
+        assert max(max(s.accepted_lengths, default=1) for s in passes) > 1
+    if kind in ("qwen2", "mistral"):
+        assert max(map(len, PROMPTS)) > WINDOW
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        {"draft_ids": DRAFT_IDS},
+        {"own_lm_head": True},
+        {"attention_bias": True},
+        {"kind": "eagle"},
+        {"taps": 2, "eagle_aux_hidden_state_layer_ids": [1, 6]},
+        {"taps": 1, "eagle_aux_hidden_state_layer_ids": [3]},
+    ],
+    ids=["map", "own-lm-head", "attention-bias", "eagle-1", "two-taps", "one-tap"],
+)
+def test_every_kind_of_head(tmp_path: Path, head: dict[str, Any]) -> None:
+    model = build(tmp_path, head=head)
+    output = model.generate(PROMPTS, max_new_tokens=24)
+    assert output.token_ids == the_targets_own("llama")
+    if "draft_ids" in head:
+        assert model.drafter.weights.draft_to_target.tolist() == sorted(DRAFT_IDS)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 5}], ids=["greedy", "sampled"])
+def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str, sampling: dict[str, Any]) -> None:
+    model = build(tmp_path, kind)
+    together = model.generate(PROMPTS, max_new_tokens=20, **sampling)
+    two_slots = model.generate(PROMPTS, max_new_tokens=20, max_slots=2, **sampling)
+    assert two_slots.token_ids == together.token_ids
+    assert [r.stats.accepted_lengths for r in two_slots.results] == [r.stats.accepted_lengths for r in together.results]
+    if not sampling:
+        alone = [model.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
+        assert together.token_ids == [output.token_ids[0] for output in alone]
+        assert [r.stats.accepted_lengths for r in together.results] == [o.stats.accepted_lengths for o in alone]
+        assert together.stats.num_passes == sum(output.stats.num_passes for output in alone)
+
+
+@pytest.mark.parametrize("tree", ["tree", "chain"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("warpers", [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 7}])
+def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
+    tmp_path: Path, tree: str, temperature: float, warpers: dict[str, Any]
+) -> None:
+    model = build(tmp_path, tree=tree)
+    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 11, **warpers}
+    drafted = model.generate(PROMPTS, **options)
+    plain = model.generate(PROMPTS, speculative=False, **options)
+    assert drafted.token_ids == plain.token_ids
+    assert set(plain.stats.accepted_lengths) == {1}
+    assert drafted.token_ids != model.generate(PROMPTS, **{**options, "seed": 12}).token_ids
+
+
+def test_padded_tensor_with_attention_mask(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    prompts = random_prompts([3, 5])
+    padded = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    output = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=8)
+    assert output.token_ids == model.generate(prompts, max_new_tokens=8).token_ids
+    assert output.sequences.shape == (2, 5 + max(map(len, output.token_ids)))
+    assert torch.equal(output.sequences[:, :5], padded)
+    for row, new in zip(output.sequences[:, 5:].tolist(), output.token_ids, strict=True):
+        assert row[: len(new)] == new
+
+
+def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    prompts = random_prompts([3, 5])
+    padded, mask = [[0, 0, *prompts[0]], prompts[1]], [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]
+    expected = [tuple(prompt) for prompt in prompts]
+    encoded = {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
+    for given, keep in (
+        (prompts, None),
+        ([np.array(prompt) for prompt in prompts], None),
+        ([torch.tensor(prompt) for prompt in prompts], None),
+        (padded, mask),
+        (np.array(padded), np.array(mask)),
+        (torch.tensor(padded), mask),
+        (transformers.BatchEncoding(encoded), None),
+        ({"input_ids": padded, "attention_mask": mask}, None),
+    ):
+        found = model.generate(given, attention_mask=keep, max_new_tokens=0)
+        assert [tuple(result.prompt_ids) for result in found.results] == expected, given
+    for one, keep in (
+        (prompts[0], None),
+        (np.array(prompts[0]), None),
+        (list(np.array(prompts[0])), None),
+        (torch.tensor(padded[0]), torch.tensor(mask[0])),
+        (torch.tensor([padded[0]]), torch.tensor(mask[0])),
+    ):
+        assert model.generate(one, attention_mask=keep, max_new_tokens=0).results[0].prompt_ids == prompts[0], one
+
+
+@pytest.mark.parametrize(
+    ("given", "mask", "facts"),
+    [
+        ({"role": "user", "content": "Hi"}, None, {"missing": "input_ids"}),
+        ([[1, 2], [3]], [[1, 1], [1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2, 2]}),
+        ([[1, 2], [3]], [[1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2]}),
+        ("text", [[1, 1]], {"option": "attention_mask"}),
+        ([{"role": "user", "content": "Hi"}], None, {"found": "messages"}),
+    ],
+)
+def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:
+    with raises(UsageError, **facts):
+        build(tmp_path).generate(given, attention_mask=mask)
+
+
+def test_the_target_keeps_its_own_generate(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    before = plain_greedy(target, PROMPTS[2], 8)
+    implementation = target.config._attn_implementation
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
+    model.generate(PROMPTS[2], max_new_tokens=8)
+    assert target.config._attn_implementation == implementation
+    assert plain_greedy(target, PROMPTS[2], 8) == before
+
+
+def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    head = write_head(tmp_path / "other", kind="eagle")
+    other = SpeculativeModel.from_pretrained(model.target.model, head, **TREES["chain"])
+    alone = [model.generate(prompt, max_new_tokens=24, ignore_eos=True).token_ids for prompt in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(one.generate, prompt, max_new_tokens=24, ignore_eos=True)
+            for one, prompt in itertools.product((model, other, model), PROMPTS)
+        ]
+    assert [job.result().token_ids for job in jobs] == alone * 3
+    assert model.target.config._attn_implementation == "sdpa"
+
+
+def test_a_streamer_that_generates_is_refused(tmp_path: Path) -> None:
+    model = build(tmp_path)
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            if value.dim() == 1:
+                model.generate(PROMPTS[1], max_new_tokens=2)
+
+        def end(self) -> None:
+            pass
+
+    with raises(UsageError, held_by="this thread"):
+        model.generate(PROMPTS[0], max_new_tokens=8, streamer=Streamer())
+    assert model.generate(PROMPTS[0], max_new_tokens=8).token_ids == [plain_greedy(model.target.model, PROMPTS[0], 8)]
+
+
+def test_a_long_prompt_in_chunks_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tmp_path, "mistral")
+    prompt = random_prompts([50], seed=3)[0]
+    whole = model.generate(prompt, max_new_tokens=12)
+    monkeypatch.setattr(decoder, "LARGEST_EAGER_CHUNK", 7)
+    assert model.generate(prompt, max_new_tokens=12).token_ids == whole.token_ids
+    assert whole.token_ids == [plain_greedy(model.target.model, prompt, 12)]
+
+
+def count_positions(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(sequences, positions of each) of every pass of the head, as it will be called."""
+    passes: list[tuple[int, int]] = []
+    layer = reference.ReferenceDraft.layer
+
+    def counted(draft: Any, hidden: torch.Tensor, tokens: torch.Tensor, *rest: Any) -> torch.Tensor:
+        passes.append(tuple(tokens.shape))
+        return layer(draft, hidden, tokens, *rest)
+
+    monkeypatch.setattr(reference.ReferenceDraft, "layer", counted)
+    return passes
+
+
+def test_a_finished_slot_costs_no_draft_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tmp_path)
+    passes = count_positions(model, monkeypatch)
+    output = model.generate(random_prompts([4, 6, 5]), max_new_tokens=24, ignore_eos=True)
+    depth = model.drafter.tree.depth
+    active = [sequences for sequences, _ in passes[:: depth + 1]]
+    assert active[0] == 3
+    assert active[-1] < 3
+    assert [sequences for sequences, _ in passes] == [count for count in active for _ in range(depth + 1)]
+    assert output.stats.num_passes == sum(active)
+
+
+def test_what_was_drafted_from_is_never_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft computes the pairs of the last step's tokens and its own nodes; a prompt's pairs take no pass at all."""
+    model = build(tmp_path)
+    passes = count_positions(model, monkeypatch)
+    output = model.generate(random_prompts([12])[0], max_new_tokens=24, ignore_eos=True)
+    tree, lengths = model.drafter.tree, output.stats.accepted_lengths
+    extended = sum(positions for _, positions in passes[:: tree.depth + 1])
+    # The first token, then what each step but the last accepted.
+    assert 0 < 1 + sum(length * count for length, count in lengths.items()) - extended <= tree.path_width
+    assert sum(positions for _, positions in passes) == extended + output.stats.num_passes * tree.depth * tree.top_k
+
+
+def test_bfloat16_differs_at_near_ties_only(tmp_path: Path) -> None:
+    target = tiny_target("llama").to(torch.bfloat16)
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
+    assert model.drafter.weights.dtype == torch.bfloat16
+    drafted = model.generate(PROMPTS, max_new_tokens=16)
+    plain = model.generate(PROMPTS, max_new_tokens=16, speculative=False)
+    for prompt, mine, other in zip(PROMPTS, drafted.token_ids, plain.token_ids, strict=True):
+        differ = [at for at, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b]
+        if differ:
+            at = differ[0]
+            with torch.no_grad():
+                logits = target(torch.tensor([prompt + other[:at]])).logits[0, -1].float()
+            # Eight roundings of the largest logit.
+            assert (logits[other[at]] - logits[mine[at]]).abs() <= 8 * 2**-8 * logits.abs().max()
+        else:
+            assert mine == other
+
+
+def test_a_drafter_of_the_callers_own(tmp_path: Path) -> None:
+    """It drafts from the buffers; what it drafts are target ids of the draft vocabulary."""
+    seen: set[int] = set()
+
+    def watched(cfg: DrafterConfig, features: torch.Tensor, head: HeadWeights, bufs: Buffers) -> None:
+        reference.draft_ref(cfg, features, head, bufs)
+        seen.update(bufs.draft_tokens[0, 1:].tolist())
+
+    model = build(tmp_path, head={"draft_ids": DRAFT_IDS}, drafter=watched)
+    output = model.generate(PROMPTS[2], max_new_tokens=20)
+    assert output.token_ids == model.with_drafter("reference").generate(PROMPTS[2], max_new_tokens=20).token_ids
+    assert "drafter watched" in output.stats.path
+    assert seen <= set(DRAFT_IDS)
+    assert len(seen) > len(DRAFT_IDS) // 2
+    assert max(seen) < VOCAB

@@ -1,0 +1,93 @@
+"""What the draft vocabulary did not hold: counted the same in both loops, and of exactly what was generated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from eagle_slim.runtime import GenerationStats, MissLog, SpeculativeModel
+from eagle_slim.runtime.requests.missed import HeldIds, MissedTokens, most_missed_first
+from eagle_slim.runtime.requests.tree_size import TreeSize
+from eagle_slim.vocab_tools import DraftVocab
+from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+DRAFTED = [2, 3, 5, 7, 8, 11, 12, 13, 17, 19]
+
+
+@pytest.mark.parametrize("backend", ["transformers", "fused"])
+def test_both_loops_count_the_answers_tokens(tmp_path: Path, backend: str) -> None:
+    """With an early end of sequence, slots that are taken again, and a stop in the middle of an accepted path."""
+    head = write_head(tmp_path, draft_ids=DRAFTED)
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), head, depth=2, top_k=3, total_tokens=10, target_backend=backend
+    )
+    output = model.generate(random_prompts([1, 9, 5, 2]), max_new_tokens=12, max_slots=2)
+    expected = Counter(token for row in output.token_ids for token in row if token not in DRAFTED)
+    assert output.stats.missed_ids == dict(expected)
+    assert expected
+    assert list(output.stats.missed_ids.values()) == sorted(expected.values(), reverse=True)
+    assert output.stats.missed_rate == sum(expected.values()) / output.stats.num_new_tokens
+    for result in output.results:
+        assert result.stats.missed_ids == Counter(token for token in result.token_ids if token not in DRAFTED)
+    plain = model.generate(random_prompts([3]), max_new_tokens=4, speculative=False).stats
+    assert (plain.missed_ids, plain.missed_rate) == ({}, 0.0)
+    assert (plain.num_plain_tokens, plain.num_checked_tokens) == (plain.num_new_tokens, 0)
+    whole = SpeculativeModel.from_pretrained(model.target.model, write_head(tmp_path / "full"), depth=2, top_k=3)
+    assert whole.generate(random_prompts([3]), max_new_tokens=4).stats.num_missed == 0
+
+
+@pytest.mark.parametrize("backend", ["transformers", "fused"])
+def test_a_tree_size_that_is_plain_decoding_misses_as_any_other(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = write_head(tmp_path, draft_ids=DRAFTED)
+    model = SpeculativeModel.from_pretrained(tiny_target("llama"), head, depth=2, top_k=3, target_backend=backend)
+    monkeypatch.setattr(SpeculativeModel, "_tree_size", lambda *_: TreeSize(1, "measured"))
+    chosen = model.generate(random_prompts([9]), max_new_tokens=12)
+    expected = Counter(token for token in chosen.token_ids[0] if token not in DRAFTED)
+    assert expected
+    assert (chosen.stats.num_nodes, chosen.stats.missed_ids) == (1, expected)
+    asked = model.generate(random_prompts([5]), max_new_tokens=12, speculative=False)
+    log = MissLog.of(model)
+    for output in (chosen, asked):
+        log.add(output, 10)
+    booked = {"10": {"tokens": len(chosen.token_ids[0]), "missed": expected.total()}}
+    assert log.to_counts().sources[0].provenance["missed"] == booked
+    both = GenerationStats.sum([chosen.stats, asked.stats])
+    assert (both.num_plain_tokens, both.missed_rate) == (len(asked.token_ids[0]), chosen.stats.missed_rate)
+
+
+def test_what_the_prompt_holds_is_not_missed(tmp_path: Path) -> None:
+    head = write_head(tmp_path, own_lm_head=True)
+    base = DraftVocab(np.array(DRAFTED), 0, VOCAB)
+    model = SpeculativeModel.from_pretrained(
+        tiny_target("llama"), head, draft_vocab=base, depth=2, top_k=3, follow="prompt"
+    )
+    prompts = random_prompts([20, 14])
+    output = model.generate(prompts, max_new_tokens=12, ignore_eos=True)
+    for prompt, result in zip(prompts, output.results, strict=True):
+        unseen = Counter(token for token in result.token_ids if token not in {*DRAFTED, *prompt})
+        assert Counter(result.stats.missed_ids) == unseen
+    assert output.stats.num_missed < len([t for row in output.token_ids for t in row if t not in DRAFTED])
+
+
+class Tail:
+    """Joins every id of even number of a prompt."""
+
+    def tail_of(self, tokens: list[int]) -> tuple[int, ...]:
+        return tuple(token for token in tokens if token % 2 == 0)
+
+    def holds(self, joined: tuple[int, ...], token: int) -> bool:
+        return token in joined
+
+
+def test_ids_that_have_joined_are_not_missed() -> None:
+    held = HeldIds(bytes(int(token in (1, 3)) for token in range(VOCAB)), Tail())
+    missed = MissedTokens(held, [4, 5])
+    missed.add([1, 4, 5, 6])
+    missed.add([6, 5])
+    assert most_missed_first([missed.counts, {6: 1}]) == {6: 3, 5: 2}

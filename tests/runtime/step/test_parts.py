@@ -1,0 +1,154 @@
+"""Attention masks, sampling, cache and statistics, each by a case worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from eagle_slim.runtime.requests.sampling import uniform_stream, warp
+from eagle_slim.runtime.requests.stats import GenerationStats, PhaseTimer
+from eagle_slim.runtime.settings import SamplingConfig
+from eagle_slim.runtime.step.kernels.choice_kernels import COLDEST, ChoiceRules
+from eagle_slim.runtime.step.kernels.choose_tokens import choose_token
+from eagle_slim.runtime.target.attention import masked_attention, tree_attention_mask
+from eagle_slim.runtime.target.cache import KVCache, LayerShape
+from eagle_slim.runtime.tree import layout_tree
+
+
+def test_mask_of_prefix_and_ancestors() -> None:
+    tree = layout_tree(torch.tensor([[9, 1, 2]] * 2), torch.tensor([[-1, 0, 0]] * 2), path_width=2)
+    mask = tree_attention_mask(torch.tensor([2, 3]), tree.tree_mask[:, 0], tree.tree_position_ids, 6, None)
+    assert mask[0, 0].int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]]
+    assert mask[1, 0].int().tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 1]]
+
+
+def test_window_counts_positions_on_the_path_not_rows() -> None:
+    # Root (position 4), children 1 and 2 (both at 5), and 3 under 2 (at 6). Window 3: two positions back at most.
+    tree = layout_tree(torch.tensor([[9, 1, 2, 3]]), torch.tensor([[-1, 0, 0, 2]]), path_width=3)
+    mask = tree_attention_mask(torch.tensor([4]), tree.tree_mask[:, 0], tree.tree_position_ids, 8, 3)
+    assert mask[0, 0].int().tolist() == [
+        [0, 0, 1, 1, 1, 0, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 1, 0, 1, 0],
+        [0, 0, 0, 0, 1, 0, 1, 1],
+    ]
+    # Four children, then 5 under 4 and 6 under 5: node 4 lies in row 8 and at position 5, two before node 6.
+    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 0, 0, 4, 5]]), path_width=4)
+    mask = tree_attention_mask(torch.tensor([4]), tree.tree_mask[:, 0], tree.tree_position_ids, 11, 2)
+    assert mask[0, 0, 6].int().tolist() == [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(None, False), (2.0, False), (None, True), (2.0, True)])
+def test_grouped_attention_equals_the_formula(softcap: float | None, with_sinks: bool) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 6)
+    mask = torch.rand(2, 1, 3, 5) < 0.6
+    mask[..., 0] = True
+    sinks = torch.randn(4) if with_sinks else None
+    out = masked_attention(query, key, value, mask, 0.3, softcap, sinks)
+    for b in range(2):
+        for head in range(4):
+            for node in range(3):
+                scores = key[b, head // 2] @ query[b, head, node] * 0.3
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                weights = torch.where(mask[b, 0, node], scores.exp(), 0.0)
+                total = weights.sum() + (sinks[head].exp() if sinks is not None else 0.0)
+                torch.testing.assert_close(out[b, head, node], weights @ value[b, head // 2] / total)
+
+
+def test_sampling_inverts_the_cumulative_distribution() -> None:
+    scores, numbers = torch.tensor([0.2, 0.0, 0.5, 0.3]).log(), torch.tensor([1.0] * 8)
+    drawn = [choose_token(scores, ChoiceRules(sampled=True), numbers, u) for u in (0.0, 0.199, 0.2, 0.699, 0.9999999)]
+    assert drawn == [0, 0, 2, 2, 3]
+    assert choose_token(torch.tensor([1.0, 3.0, 3.0]), ChoiceRules(), numbers, 0.9) == 1
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-38, 1e-45])
+def test_the_coldest_sampling_takes_the_largest_logit(temperature: float) -> None:
+    numbers = torch.tensor([max(temperature, COLDEST.value), *[0.0] * 7])
+    for logits in ([-3.0, 40.0, 39.99, 0.0], [-9.0, -8.0, -8.5, -70.0]):
+        for uniform in (0.0, 0.5, 0.999999):
+            assert choose_token(torch.tensor(logits), ChoiceRules(sampled=True), numbers, uniform) == 1
+
+
+def test_typical_sampling_cuts_what_transformers_cuts() -> None:
+    logits = torch.tensor([0.55, 0.2, 0.15, 0.07, 0.03]).log()
+    kept = {
+        choose_token(logits, ChoiceRules(sampled=True), torch.ones(8), uniform / 50, typical_p=0.4)
+        for uniform in range(50)
+    }
+    assert kept == set(
+        warp(logits[None], SamplingConfig(1.0, typical_p=0.4))[0].isfinite().nonzero().flatten().tolist()
+    )
+    assert 0 < len(kept) < 5
+
+
+def test_warpers_keep_what_their_names_say() -> None:
+    logits = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
+    assert warp(logits, SamplingConfig(1.0, top_k=2)).isfinite().tolist() == [[False, True, True, False]]
+    assert warp(logits, SamplingConfig(1.0, top_p=0.65)).isfinite().tolist() == [[False, True, True, False]]
+    cooled = warp(logits, SamplingConfig(0.5)).softmax(-1)
+    torch.testing.assert_close(cooled, torch.tensor([[0.01, 0.16, 0.09, 0.04]]) / 0.30)
+
+
+def test_streams_depend_on_seed_and_request_alone() -> None:
+    assert torch.equal(uniform_stream(3, 1, 10), uniform_stream(3, 1, 20)[:10])
+    firsts = {float(uniform_stream(seed, request, 1)) for seed in range(8) for request in range(8)}
+    assert len(firsts) == 64
+    draws = uniform_stream(0, 0, 20000)
+    assert abs(float(draws.mean()) - 0.5) < 4 / math.sqrt(12 * 20000)
+
+
+class TwoKinds:
+    """A target of three layers, of which the second has keys wider than its values."""
+
+    layer_shapes = (LayerShape(4, 2, 8, 8), LayerShape(4, 2, 12, 8), LayerShape(4, 2, 8, 8))
+    dtype, device = torch.float32, torch.device("cpu")
+
+
+def test_layers_of_one_shape_lie_together() -> None:
+    cache = KVCache(TwoKinds(), num_slots=3, capacity=5)
+    assert [tuple(keys.shape) for keys, _ in cache.stacks] == [(2, 3, 2, 5, 8), (1, 3, 2, 5, 12)]
+    for layer, (keys, values) in enumerate(cache.layers):
+        keys.fill_(layer)
+        assert values.shape == (3, 2, 5, 8)
+    assert cache.stacks[0][0][:, 0, 0, 0, 0].tolist() == [0, 2]
+    fewer = cache.first(2)
+    assert (fewer.num_slots, fewer.capacity) == (2, 5)
+    fewer.layers[1][0].fill_(7)
+    assert cache.stacks[1][0][0, :, 0, 0, 0].tolist() == [7, 7, 1]
+    assert cache.size_bytes == 4 * 3 * 2 * 5 * (8 * 5 + 12)
+
+
+def test_statistics_add_up() -> None:
+    one = GenerationStats({1: 2, 3: 1}, num_new_tokens=6, prefill_s=1.0, draft_s=1.0, verify_s=2.0, total_s=5.0)
+    assert (one.num_passes, one.num_accepted_tokens) == (3, 5)
+    assert one.mean_accepted_length == pytest.approx(5 / 3)
+    assert one.host_s == 1.0
+    assert sum(one.shares.values()) == pytest.approx(1.0)
+    other = GenerationStats({3: 4}, num_new_tokens=13, total_s=5.0, missed_ids={7: 2, 5: 1})
+    third = GenerationStats(num_new_tokens=6, missed_ids={5: 1, 9: 3})
+    missed = GenerationStats.sum(iter([other, third]))
+    assert list(missed.missed_ids.items()) == [(9, 3), (5, 2), (7, 2)]
+    assert (missed.num_missed, missed.missed_rate, one.missed_rate) == (7, 7 / 19, 0.0)
+    assert missed.to_json()["missed_ids"] == {"9": 3, "5": 2, "7": 2}
+    both = GenerationStats.sum([one, other])
+    assert both.accepted_lengths == {1: 2, 3: 5}
+    assert both.tokens_per_s == pytest.approx(1.9)
+    assert GenerationStats().mean_accepted_length == 0.0
+
+
+def test_phases_are_timed_apart() -> None:
+    import time
+
+    timer = PhaseTimer(torch.device("cpu"))
+    with timer.phase("draft"):
+        time.sleep(0.02)
+    with timer.phase("verify"):
+        time.sleep(0.01)
+    seconds = timer.stop_and_wait()
+    assert seconds["draft_s"] >= 0.02
+    assert 0.01 <= seconds["verify_s"] <= seconds["total_s"] - seconds["draft_s"]
+    assert seconds["prefill_s"] == 0.0

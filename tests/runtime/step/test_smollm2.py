@@ -1,0 +1,95 @@
+"""The real head with its real target: as many target passes as an independent implementation needs, and exact output.
+
+That implementation measured, over the first 12 prompts of examples/prompts.jsonl, greedy, at most 40 new tokens, fp32:
+484 tokens in 160 passes (full vocabulary, depth 5, top_k 10, 60 nodes), 483 in 166 (4096 most frequent ids), 477 in 254
+(full, chain of depth 4). Here the first prompts of the same runs; `eagle-compare` repeats the whole table.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
+from eagle_slim.runtime import SpeculativeModel, TreeConfig
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.raising import raises
+
+PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
+NUM_PROMPTS = 2
+# (tokens, passes) within those totals: of the first two prompts, and twice of the first.
+FULL, REDUCED, CHAIN = (81, 28), (39, 18), (39, 27)
+
+
+@pytest.fixture(scope="module")
+def full() -> SpeculativeModel:
+    return SpeculativeModel.from_pretrained(dtype=torch.float32, depth=5, top_k=10, total_tokens=60, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def prompts(full: SpeculativeModel) -> list[list[int]]:
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:NUM_PROMPTS]
+    return [full.encode_chat(json.loads(line)["turns"][0]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def plain(full: SpeculativeModel, prompts: list[list[int]]) -> list[list[int]]:
+    """The target's own greedy answers, by transformers."""
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = full.target.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False
+        )
+        answers.append(output[0, len(prompt) :].tolist())
+    return answers
+
+
+def most_frequent(count: int) -> DraftVocab:
+    counts = load_embedded_counts().sources[0].counts
+    return DraftVocab(np.argsort(-counts, kind="stable")[:count], 0, len(counts), {})
+
+
+def test_full_vocabulary(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    output = full.generate(prompts, max_new_tokens=40)
+    assert output.token_ids == plain
+    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == FULL
+
+
+def test_reduced_vocabulary(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    model = full.with_draft_vocab(most_frequent(4096))
+    output = model.generate(prompts[:1], max_new_tokens=40)
+    assert output.token_ids == plain[:1]
+    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == REDUCED
+
+
+def test_chain(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    chain = full.with_tree(TreeConfig(4, 1, 5))
+    output = chain.generate(prompts[:1], max_new_tokens=40)
+    assert output.token_ids == plain[:1]
+    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == CHAIN
+
+
+def test_a_converted_head_drafts_as_its_rows_do_unconverted(
+    full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
+) -> None:
+    folder = convert_head(draft_vocab=2048, out=tmp_path / "slim")[0].folder
+    converted = SpeculativeModel.from_pretrained(full.target.model, folder, tokenizer=full.tokenizer)
+    assert converted.draft_vocab == 2048
+    before = full.with_draft_vocab(2048)
+    assert torch.equal(before.drafter.weights.draft_to_target, converted.drafter.weights.draft_to_target)
+    assert torch.equal(before.drafter.weights.lm_head, converted.drafter.weights.lm_head)
+    output = converted.generate(prompts[:1], max_new_tokens=12)
+    assert output.token_ids == [plain[0][:12]]
+    assert output.stats.accepted_lengths == before.generate(prompts[:1], max_new_tokens=12).stats.accepted_lengths
+
+    smaller = converted.with_draft_vocab(1024)
+    expected = full.with_draft_vocab(1024)
+    assert torch.equal(smaller.drafter.weights.draft_to_target, expected.drafter.weights.draft_to_target)
+    with raises(UsageError, option="draft_vocab", found=2049):
+        converted.with_draft_vocab(2049)

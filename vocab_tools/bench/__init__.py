@@ -1,1 +1,0 @@
-"""Benchmarks of the vocabulary tools, one script per question."""
