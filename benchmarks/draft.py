@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     draft_and_replay,

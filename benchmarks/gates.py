@@ -31,14 +31,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 
 from benchmarks.shared.command import Command, write
-from benchmarks.shared.decoding import (
-    DrawnVerdicts,
-    RandomModel,
-    Variant,
-    attention_of_layers,
-    draft_bytes,
-    filled_phases,
-)
+from benchmarks.shared.decoding import RandomModel, Variant, attention_of_layers, draft_bytes, filled_phases
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, FullRecord, Gates, MicroGates, judge, median_ratios
 from benchmarks.shared.timing import machine, time_queued_us
@@ -59,8 +52,8 @@ class Micro:
         # The walk is timed by repeating it, and each time moves on.
         room = (samples + 2) * _TIMES["accept"] * MAX_NEW_TOKENS
         cache = model.new_cache(1, longest + gates.nodes + room)
-        self.decoder = model.decoder(cache, TreeConfig(gates.depth, TOP_K, gates.nodes), gates.draft_vocab)
-        DrawnVerdicts(self.decoder).set_([gates.accepted_length] * NUM_LENGTHS)
+        self.decoder = model.drawn_decoder(cache, TreeConfig(gates.depth, TOP_K, gates.nodes), gates.draft_vocab)
+        self.decoder.set_([gates.accepted_length] * NUM_LENGTHS)
         self._record = capture if self.device.type == "cuda" else lambda run: run
         self._copies: dict[int, Run] = {}
         self._attentions: dict[int, Run] = {}
@@ -69,9 +62,9 @@ class Micro:
     def ratios(self) -> dict[str, float]:
         """Each operation's time over the copy's: medians of interleaved samples."""
         found = {}
-        for name, run in filled_phases(self.decoder, 1, self.gates.prefix):
-            run()
-            found[name] = self._ratio(run, self.phase_bytes[name], _TIMES[name])
+        for phase in filled_phases(self.decoder, 1, self.gates.prefix):
+            phase.run()
+            found[phase.name] = self._ratio(phase.run, self.phase_bytes[phase.name], _TIMES[phase.name])
         for prefix in self.gates.prefixes:
             name = f"attention at {prefix}"
             if prefix not in self._attentions:
@@ -129,10 +122,9 @@ def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: 
     """Run plain decoding and drafting in turn, as the benchmark `generate` does."""
     tree = TreeConfig(gate.depth, TOP_K, gate.nodes)
     cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)
-    decoder = model.decoder(cache, tree, gate.draft_vocab)
-    verdicts = DrawnVerdicts(decoder)
     plain = Variant(model.decoder(cache, None), {})
-    drafted = Variant(decoder, {}, verdicts, draw_lengths(gate.accepted_length, verdicts.longest))
+    decoder = model.drawn_decoder(cache, tree, gate.draft_vocab)
+    drafted = Variant(decoder, {}, draw_lengths(gate.accepted_length, decoder.longest))
     for variant in (plain, drafted):
         # Compiles and captures.
         variant.run(0, gate.sequences, gate.prefix, 2)

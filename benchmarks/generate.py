@@ -32,7 +32,7 @@ from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.acceptance_loss import FR_SPEC, AcceptanceLoss, measured_loss
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import DrawnVerdicts, RandomModel, Variant, phase_times
+from benchmarks.shared.decoding import RandomModel, Variant, phase_times
 from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
@@ -114,11 +114,10 @@ def measure(model: RandomModel, point: Point, draws: Sequence[Drawn], steps: int
     plain = model.decoder(cache, None)
     variants = [Variant(plain, phase_times(plain, point.batch, point.prefix) | {"variant": "plain"})]
     for rows, same in itertools.groupby(draws, key=lambda drawn: drawn.rows):
-        decoder = model.decoder(cache, point.tree, rows)
-        verdicts = DrawnVerdicts(decoder)
+        decoder = model.drawn_decoder(cache, point.tree, rows)
         phases: dict[str, float] = {}
         for drawn in same:
-            variants.append(Variant(decoder, {"variant": "drafted"}, verdicts, drawn.lengths))
+            variants.append(Variant(decoder, {"variant": "drafted"}, drawn.lengths))
             variants[-1].prepare()
             phases = phases or phase_times(decoder, point.batch, point.prefix)
             variants[-1].facts |= phases | {

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     args = command.parse_args(argv)
     device = command.gpu()
     bandwidth = copy_bytes_per_s(device)
-    model = RandomModel(args.dims, device, is_fused=args.target == "fused")
+    model = RandomModel(args.dims, device, backend=args.target)
     rows = min(args.draft_vocab, model.dims.vocab)
     jobs = [
         job_of(args.dims, TreeConfig(5, 10, nodes), batch, 2048, rows, device)

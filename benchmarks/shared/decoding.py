@@ -10,27 +10,28 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from eagle_slim.runtime.drafter.buffered import BufferedDrafter
-from eagle_slim.runtime.drafter.launch import SharedPacking
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, first_rows, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
-from eagle_slim.runtime.step.decoder import DeviceDecoder
-from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules
-from eagle_slim.runtime.target.captured import CapturedTarget
-from eagle_slim.runtime.target.device_buffers import KVCache
+from eagle_slim.runtime.step.decoder import Decoder, Phase
+from eagle_slim.runtime.step.kernels.acceptance import list_active
+from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
+from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.target.choose import Choice
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
-from eagle_slim.runtime.target.transformers import TargetModel
-from torch import Tensor, nn
+from eagle_slim.runtime.target.kernels.tree_attention import tree_attention
+from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
+from eagle_slim.runtime.target.wrapper import TargetModel, default_tap_layers
+from eagle_slim.runtime.tree import Trees
+from torch import nn
 
-from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_paths
+from benchmarks.shared.drawn_verdicts import DrawnDecoder
 from benchmarks.shared.timing import time_queued_us
 
 LAYERS = {"smollm2-135m": 30, "llama-3.2-1b": 16, "llama-3.1-8b": 32, "qwen3-8b": 36}
@@ -59,59 +60,59 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
 class RandomModel:
     """A random target and a random head over its whole vocabulary; decoders over them share every weight.
 
-    ``name``: one of `LAYERS`. ``is_fused``: our own forward; else transformers', captured.
+    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs.
     """
 
     def __init__(
-        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, is_fused: bool = True
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused"
     ) -> None:
-        self.name, self.dims = name, MODELS[name]
-        self.model = random_target(name, self.dims, dtype, device)
-        # As the training code of EAGLE-3 chooses them.
-        taps = (2, LAYERS[name] // 2, LAYERS[name] - 3)
-        self.target: FusedTarget | CapturedTarget = (
-            FusedTarget(self.model, taps) if is_fused else CapturedTarget(TargetModel(self.model, taps))
-        )
+        self.dims = MODELS[name]
+        model = random_target(name, self.dims, dtype, device)
+        target = TargetModel(model, default_tap_layers(LAYERS[name]), Choice(backend, "asked for"))
+        self.target, self.weight_bytes = target.runs, target.weight_bytes
+        self._waits = target.eager_reason is not None
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        self._packings: dict[int, SharedPacking] = {}
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a pass reads: all but the embedding's, unless it is the LM head too."""
-        is_tied = self.name in TIED
-        named = self.model.named_parameters()
-        return sum(p.numel() * p.element_size() for key, p in named if is_tied or "embed_tokens" not in key)
+        self._drafters: dict[int, Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
         """Bytes of the target's keys and values of ``rows`` tokens."""
-        target = self.target
-        return 2 * rows * target.num_layers * target.num_kv_heads * target.head_dim * target.dtype.itemsize
+        shapes = self.target.layer_shapes
+        return rows * self.target.dtype.itemsize * sum(s.kv_heads * (s.key_dim + s.value_dim) for s in shapes)
 
     def new_cache(self, num_slots: int, capacity: int) -> KVCache:
         """Allocate a cache of random keys and values, as if every row had been written."""
         cache = KVCache(self.target, num_slots, capacity)
-        cache.keys.normal_()
-        cache.values.normal_()
+        for keys, values in cache.stacks:
+            keys.normal_()
+            values.normal_()
         self.target.reserve_positions(capacity + MAX_NEW_TOKENS)
         return cache
 
-    def decoder(self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0) -> DeviceDecoder:
+    def decoder(self, cache: KVCache, tree: TreeConfig | None, draft_vocab: int = 0) -> Decoder:
         """Build a decoder over the whole cache that drafts over the first ``draft_vocab`` rows; plain without a tree.
 
         Packed weights are kept for the next decoder over as many rows.
         """
-        if tree is None:
-            return DeviceDecoder(self.target, cache, None, cache.num_slots)
-        head, packing, backend = first_rows(self.head, draft_vocab), None, "reference"
-        if self.target.device.type == "cuda":
-            packing, backend = self._packings.setdefault(draft_vocab, SharedPacking(head)), "triton"
-        drafter = BufferedDrafter(head, tree, cache.num_slots, cache.capacity, backend, packing)
-        drafter.bufs.keys.normal_()
-        drafter.bufs.values.normal_()
-        return DeviceDecoder(self.target, cache, drafter, cache.num_slots)
+        drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
+        return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
+
+    def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> DrawnDecoder:
+        """Build a drafting decoder whose verdicts are drawn."""
+        drafter = self._drafter(cache, tree, draft_vocab)
+        return DrawnDecoder(self.target, cache, drafter, cache.num_slots, self._waits)
+
+    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
+        if draft_vocab not in self._drafters:
+            backend = "triton" if self.target.device.type == "cuda" else "reference"
+            self._drafters[draft_vocab] = Drafter(first_rows(self.head, draft_vocab), tree, backend)
+        drafter = self._drafters[draft_vocab]
+        found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
+        found.bufs.keys.normal_()
+        found.bufs.values.normal_()
+        return found
 
 
-def fill(decoder: DeviceDecoder, num_active: int, prefix: int) -> None:
+def fill(decoder: Decoder, num_active: int, prefix: int) -> None:
     """Pretend that ``num_active`` sequences of ``prefix`` tokens are running, without an end in sight."""
     decoder.clear_()
     state = decoder.state
@@ -121,25 +122,23 @@ def fill(decoder: DeviceDecoder, num_active: int, prefix: int) -> None:
     state.new_tokens[:num_active, 0] = 7
     state.max_generated.fill_(1 << 30)
     state.running[:num_active] = 1
-    decoder.ops.list_active(state)
+    decoder.ops(list_active)(state)
 
 
-def set_sampling(decoder: DeviceDecoder, temperature: float, top_p: float) -> None:
+def set_sampling(decoder: Decoder, temperature: float, top_p: float) -> None:
     """Have steps with the rules `SAMPLED` sample so, from random numbers that stay."""
     decoder.choice.numbers.copy_(torch.tensor([temperature, 0, top_p, 0, 1, 0, 0, 0]))
     decoder.choice.uniforms.uniform_()
 
 
-def filled_phases(
-    decoder: DeviceDecoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY
-) -> Iterator[tuple[str, Callable[[], object]]]:
+def filled_phases(decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY) -> Iterator[Phase]:
     """Fill the decoder, and yield the phases of one step: each must be run before the next is asked for."""
     fill(decoder, num_active, prefix)
     yield from decoder.timed_step(num_active, rules)
 
 
 def phase_times(
-    decoder: DeviceDecoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY, rounds: int = 10,
+    decoder: Decoder, num_active: int, prefix: int, rules: ChoiceRules = GREEDY, rounds: int = 10,
     times: int = 4, has_phases: bool = True,
 ) -> dict[str, float]:  # fmt: skip
     """Milliseconds of each phase where it stands, and of whole steps: medians of means of ``times`` replays in a row.
@@ -148,9 +147,10 @@ def phase_times(
     """
     device = decoder.target.device
     row = {}
-    for name, run in filled_phases(decoder, num_active, prefix, rules) if has_phases else ():
-        run()
-        row[f"{name}_ms"] = statistics.median(time_queued_us(run, device, times) for _ in range(rounds)) / 1e3
+    for phase in filled_phases(decoder, num_active, prefix, rules) if has_phases else ():
+        phase.run()
+        samples = [time_queued_us(phase.run, device, times) for _ in range(rounds)]
+        row[f"{phase.name}_ms"] = statistics.median(samples) / 1e3
     samples = []
     for _ in range(rounds):
         fill(decoder, num_active, prefix)
@@ -158,13 +158,13 @@ def phase_times(
     return row | {"step_ms": statistics.median(samples) / 1e3}
 
 
-def draft_bytes(decoder: DeviceDecoder, prefix: int) -> int:
+def draft_bytes(decoder: Decoder, prefix: int) -> int:
     """Bytes of weights and keys that a draft for one sequence reads."""
     assert decoder.drafter is not None
     return decoder.drafter.cfg.draft_bytes([prefix])
 
 
-def attention_of_layers(decoder: DeviceDecoder, prefix: int) -> Callable[[], None]:
+def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     """Attention of all layers over the tree that one sequence has drafted last, after ``prefix`` tokens."""
     target, drafter = decoder.target, decoder.drafter
     assert isinstance(target, FusedTarget)
@@ -172,13 +172,14 @@ def attention_of_layers(decoder: DeviceDecoder, prefix: int) -> Callable[[], Non
     tree, nodes = drafter.bufs, decoder.nodes
     lengths = torch.full((1,), prefix, dtype=torch.int32, device=target.device)
     rows, first = ForwardRows.allocate(1, nodes, lengths), torch.zeros_like(lengths)
-    decoder.ops.tree_rows(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids, rows)
+    trees = Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids)
+    decoder.ops(tree_rows)(trees, rows)
     bufs = target.new_buffers(1, nodes, nodes)
     bufs.qkv.normal_()
 
     def run() -> None:
-        for keys, values in zip(decoder.cache.keys, decoder.cache.values, strict=True):
-            target.ops.tree_attention(
+        for keys, values in decoder.cache.layers:
+            target.ops(tree_attention)(
                 bufs.qkv, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
             )
 
@@ -193,7 +194,7 @@ class StepsRun(NamedTuple):
     passes: int
 
 
-def run_steps(decoder: DeviceDecoder, num_active: int, steps: int) -> StepsRun:
+def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
     """Run greedy steps as generation does: the host reads each step's record while the next one runs."""
     record, device = decoder.state.record, decoder.target.device
     # One for each step: none is read before its copy is done, or overwritten before it is read.
@@ -217,57 +218,23 @@ def run_steps(decoder: DeviceDecoder, num_active: int, steps: int) -> StepsRun:
     return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
 
 
-class DrawnVerdicts:
-    """Lengths that a decoder's steps accept instead of what its target would; before anything of it is captured.
-
-    They may be exchanged at any time (`set_`): graphs read them from the device.
-    """
-
-    def __init__(self, decoder: DeviceDecoder) -> None:
-        if decoder.drafter is None:
-            raise UsageError("Plain decoding accepts no drafted tokens; draw verdicts of a drafting decoder.")
-        device = decoder.target.device
-        self.longest = decoder.width
-        self.lengths = torch.ones(NUM_LENGTHS, dtype=torch.int32, device=device)
-        self.turns = torch.zeros(decoder.num_slots, dtype=torch.int32, device=device)
-        self._positions = decoder.drafter.bufs.tree_position_ids
-        self._state = decoder.state
-        self._walk = decoder.ops.walk
-        decoder.ops = replace(decoder.ops, walk=self._draw_and_walk)
-
-    def set_(self, lengths: list[int], turn: int = 0) -> None:
-        """Take these from now on, as if every slot had taken ``turn`` of them before."""
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self.turns.fill_(turn)
-
-    def _draw_and_walk(self, choices: Tensor, draft_tokens: Tensor, parents: Tensor, *rest: object) -> None:
-        # A prompt's last chunk walks over its root alone.
-        if parents.shape[1] == self._positions.shape[1]:
-            draw_paths(
-                choices, draft_tokens, parents, self._positions, self._state.active_slots, self._state.active_count,
-                self.lengths, self.turns,
-            )  # fmt: skip
-        self._walk(choices, draft_tokens, parents, *rest)
-
-
 @dataclass
 class Variant:
-    """A decoder that takes turns with others, ``facts`` for its row, and the lengths that its verdicts are drawn from.
+    """A decoder that takes turns with others, ``facts`` for its row, and the lengths that a drawn one accepts.
 
-    Plain decoding has none; several variants may share a decoder and its verdicts.
+    Several variants may share a decoder.
     """
 
-    decoder: DeviceDecoder
+    decoder: Decoder
     facts: dict[str, Any]
-    verdicts: DrawnVerdicts | None = None
     lengths: list[int] = field(default_factory=list)
     batch: int = 1
     runs: list[StepsRun] = field(default_factory=list)
 
     def prepare(self, turn: int = 0) -> None:
         """Have the decoder accept this variant's lengths, from the given one on."""
-        if self.verdicts is not None:
-            self.verdicts.set_(self.lengths, turn)
+        if isinstance(self.decoder, DrawnDecoder):
+            self.decoder.set_(self.lengths, turn)
 
     def run(self, turn: int, batch: int, prefix: int, steps: int) -> None:
         """Run steps of ``batch`` sequences from a prefix, for the ``turn``-th time; each goes on in the lengths."""

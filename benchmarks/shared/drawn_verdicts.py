@@ -2,17 +2,23 @@
 
 Everything of a step is done as ever: the tree is drafted and verified, the target chooses its tokens. Only then,
 inside the same graph, one more kernel overwrites some of the choices, so that the walk accepts a path of a drawn length
-that the drafted tree has (`decoding.DrawnVerdicts`). What is accepted is counted as ever, too.
+that the drafted tree has (`DrawnDecoder`). What is accepted is counted as ever, too.
 
 Lengths are drawn ahead (`draw_lengths`), with a given mean, and taken in turn, each slot beginning elsewhere.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.step.decoder import Decoder
+from eagle_slim.runtime.step.host_choice import HostChoice
+from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
+from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
 NUM_LENGTHS = 240
@@ -66,23 +72,22 @@ _SLOT_STRIDE = 37
 
 @triton.jit
 def _draw_paths_kernel(
-    choice_ptr, token_ptr, parent_ptr, position_ptr, stride_tree, active_slot_ptr, active_count_ptr, length_ptr,
-    turn_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, LENGTHS: tl.constexpr, STRIDE: tl.constexpr,
-    DEEPEST: tl.constexpr,
+    choice_ptr, trees, length_ptr, turn_ptr, NODES: tl.constexpr, BLOCK: tl.constexpr, LENGTHS: tl.constexpr,
+    STRIDE: tl.constexpr, DEEPEST: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
-    if place >= tl.load(active_count_ptr):
+    if place >= tl.load(trees.active_count):
         return
-    slot = tl.load(active_slot_ptr + place)
+    slot = tl.load(trees.active_slots + place)
     turn = tl.load(turn_ptr + slot)
     tl.store(turn_ptr + slot, turn + 1)
     wanted = tl.load(length_ptr + (turn + slot * STRIDE) % LENGTHS)
     node = tl.arange(0, BLOCK)
     inside = node < NODES
-    tree = slot.to(tl.int64) * stride_tree + node
-    token = tl.load(token_ptr + tree, mask=inside, other=-1).to(tl.int32)
-    parent = tl.load(parent_ptr + tree, mask=inside, other=-2).to(tl.int32)
-    depth = tl.load(position_ptr + tree, mask=inside, other=BLOCK).to(tl.int32)
+    tree = slot.to(tl.int64) * NODES + node
+    token = tl.load(trees.draft_tokens + tree, mask=inside, other=-1).to(tl.int32)
+    parent = tl.load(trees.parents + tree, mask=inside, other=-2).to(tl.int32)
+    depth = tl.load(trees.positions + tree, mask=inside, other=BLOCK).to(tl.int32)
     choice = tl.load(choice_ptr + place * NODES + node, mask=inside, other=-1)
     # Deepest first, then the lowest node.
     rank = tl.where(depth < wanted, depth * BLOCK + (BLOCK - 1 - node), -1)
@@ -101,21 +106,41 @@ def _draw_paths_kernel(
     tl.store(choice_ptr + place * NODES + node, choice, mask=inside)
 
 
-def draw_paths(
-    choices: Tensor, draft_tokens: Tensor, parents: Tensor, positions: Tensor, active_slots: Tensor,
-    active_count: Tensor, lengths: Tensor, turns: Tensor,
-) -> None:  # fmt: skip
+def draw_paths(choices: Tensor, trees: Trees, lengths: Tensor, turns: Tensor) -> None:
     """Have the walk follow a path of the next drawn length in the tree of every active slot.
 
-    ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``draft_tokens``, ``parents``,
-    ``positions`` int64 [slots, nodes]; ``active_slots`` int32 [slots], ``active_count`` int32 [1]; ``lengths`` int32
-    [count]; ``turns`` int32 [slots]: lengths that a slot has taken. The path ends at the first of the nodes as deep as
-    the drawn length allows: the drafted tokens and the target's own choice there, which stays unless it is a drafted
-    child; then it becomes the smallest id that is none. Trees of at most 16 levels; a program a place.
+    ``choices`` int32 [places, nodes]: the target's, overwritten along the path; ``lengths`` int32 [count]; ``turns``
+    int32 [slots]: lengths that a slot has taken. The path ends at the first of the nodes as deep as the drawn length
+    allows: the drafted tokens and the target's own choice there, which stays unless it is a drafted child; then it
+    becomes the smallest id that is none. Trees of at most 16 levels; a program a place.
     """
     places, nodes = choices.shape
     _draw_paths_kernel[(places,)](
-        choices, draft_tokens, parents, positions, draft_tokens.stride(0), active_slots, active_count, lengths, turns,
-        NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)), LENGTHS=len(lengths), STRIDE=_SLOT_STRIDE,
-        DEEPEST=15, num_warps=4,
+        choices, trees, lengths, turns, NODES=nodes, BLOCK=max(16, triton.next_power_of_2(nodes)),
+        LENGTHS=len(lengths), STRIDE=_SLOT_STRIDE, DEEPEST=15, num_warps=4,
     )  # fmt: skip
+
+
+class DrawnDecoder(Decoder):
+    """A drafting decoder whose steps accept drawn lengths instead of what its target would.
+
+    They may be exchanged at any time (`set_`): graphs read them from the device.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        device = self.target.device
+        self.lengths = torch.ones(NUM_LENGTHS, dtype=torch.int32, device=device)
+        self.turns = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
+
+    def set_(self, lengths: list[int], turn: int = 0) -> None:
+        """Take these from now on, as if every slot had taken ``turn`` of them before."""
+        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.turns.fill_(turn)
+
+    def choose(
+        self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
+    ) -> None:  # fmt: skip
+        """Choose as ever, then draw."""
+        super().choose(logits, trees, rules, host, choices)
+        draw_paths(choices, trees, self.lengths, self.turns)

@@ -15,7 +15,8 @@ import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernels import grid_barrier
-from eagle_slim.runtime.drafter.launch import Weights, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.launch import check_finished, launch_drafter
+from eagle_slim.runtime.drafter.packed_weights import Weights
 from torch import Tensor
 
 

@@ -300,7 +300,7 @@ class Decoder:
             self.target.forward(rows, self.cache, bufs)
 
         def accept() -> None:
-            self._choose(bufs.logits, trees, rules, host, choices)
+            self.choose(bufs.logits, trees, rules, host, choices)
             ops(walk)(choices, trees, self.longest, state, self._error)
 
         def commit() -> None:
@@ -319,9 +319,13 @@ class Decoder:
             Phase("draft", self.drafter.draft, self.drafter.waits), *phases
         )  # fmt: skip
 
-    def _choose(
+    def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
     ) -> None:  # fmt: skip
+        """Write the target's next token after every node into ``choices`` int32 [places, nodes].
+
+        ``logits`` [places * nodes, vocab], of the trees' nodes in order.
+        """
         if host is not None:
             host.choose(logits, trees, choices)
         else:
@@ -349,7 +353,7 @@ class Decoder:
             ops(end_chunk)(self.box, nodes, entering)
 
         def accept() -> None:
-            self._choose(bufs.logits, roots, rules, host, chunk.choice)
+            self.choose(bufs.logits, roots, rules, host, chunk.choice)
             ops(walk)(chunk.choice, roots, 1, entering, self._error)
 
         def commit() -> None:

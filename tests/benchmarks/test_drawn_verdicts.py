@@ -9,7 +9,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.tree import layout_tree
+from eagle_slim.runtime.tree import DraftTree, Trees, layout_tree
 from support.raising import raises
 from torch import Tensor
 
@@ -19,17 +19,14 @@ from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths, draw_pat
 TINY = problem.Dims(64, 96, 4, 2, 16, 90)
 
 
-def draw_paths_ref(
-    choices: Tensor, draft_tokens: Tensor, parents: Tensor, positions: Tensor, active_slots: Tensor,
-    active_count: Tensor, lengths: Tensor, turns: Tensor,
-) -> None:  # fmt: skip
+def draw_paths_ref(choices: Tensor, trees: Trees, lengths: Tensor, turns: Tensor) -> None:
     """The definition of `draw_paths`, by plain loops."""
-    for place in range(min(choices.shape[0], int(active_count))):
-        slot = int(active_slots[place])
+    for place in range(min(choices.shape[0], int(trees.active_count))):
+        slot = int(trees.active_slots[place])
         wanted = int(lengths[(int(turns[slot]) + slot * 37) % len(lengths)])
         turns[slot] += 1
-        tokens, up = draft_tokens[slot].tolist(), parents[slot].tolist()
-        depths = [depth if depth < wanted else -1 for depth in positions[slot].tolist()]
+        tokens, up = trees.draft_tokens[slot].tolist(), trees.parents[slot].tolist()
+        depths = [depth if depth < wanted else -1 for depth in trees.positions[slot].tolist()]
         at = depths.index(max(depths))
         children = {token for token, parent in zip(tokens, up, strict=True) if parent == at}
         if int(choices[place, at]) in children:
@@ -37,6 +34,12 @@ def draw_paths_ref(
         while up[at] >= 0:
             choices[place, up[at]] = tokens[at]
             at = up[at]
+
+
+def trees_of(tree: DraftTree, active: list[int], count: int, device: str) -> Trees:
+    """Trees as a step's kernels read them, with these active slots."""
+    ints = [torch.tensor(x, dtype=torch.int32) for x in (active, [count])]
+    return Trees(*(x.to(device) for x in (*ints, tree.draft_tokens, tree.parents, tree.tree_position_ids)))
 
 
 @pytest.mark.parametrize("mean", [1.0, 1.004, 2.79, 3.0, 4.5, 7.0])
@@ -82,12 +85,11 @@ def test_paths_of_the_example_tree(
     tree = layout_tree(tokens, parents, path_width=4)
     choices = torch.full((2, 7), 50, dtype=torch.int32)
     choices[0, 0] = own
-    ints = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([1, -1], [1], [length] * 5, [0, 3])]
-    fields = [x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    lengths, turns = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([length] * 5, [0, 3]))
     choices = choices.to(device)
-    draw(choices, *fields, *ints)
+    draw(choices, trees_of(tree, [1, -1], 1, device), lengths, turns)
     assert choices.tolist() == [expected, [50] * 7]
-    assert ints[3].tolist() == [0, 4]
+    assert turns.tolist() == [0, 4]
 
 
 @pytest.mark.parametrize("nodes", [2, 17, 60])
@@ -95,14 +97,13 @@ def test_paths_equal_their_twin(device: str, nodes: int) -> None:
     slots = 3
     parents = torch.tensor([[int(n * float(torch.rand(()))) if n else -1 for n in range(nodes)] for _ in range(slots)])
     tree = layout_tree(torch.stack([torch.randperm(nodes) for _ in range(slots)]), parents, path_width=nodes)
-    fields = [x.to(device) for x in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    trees = trees_of(tree, [0, 2, -1], 2, device)
     lengths = torch.tensor(draw_lengths(3.0, 7), dtype=torch.int32, device=device)
-    active = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 2, -1], [2])]
     found = torch.randint(0, nodes, (slots, nodes), dtype=torch.int32, device=device)
     wanted, turns = found.clone(), [torch.tensor([5, 6, 239], dtype=torch.int32, device=device) for _ in range(2)]
     for _ in range(3):
-        draw_paths(found, *fields, *active, lengths, turns[0])
-        draw_paths_ref(wanted, *fields, *active, lengths, turns[1])
+        draw_paths(found, trees, lengths, turns[0])
+        draw_paths_ref(wanted, trees, lengths, turns[1])
         assert torch.equal(found, wanted)
     assert turns[0].tolist() == turns[1].tolist() == [8, 6, 242]
 
@@ -115,15 +116,12 @@ def test_steps_accept_what_was_drawn(monkeypatch: pytest.MonkeyPatch, place: str
     with torch.inference_mode():
         dtype = torch.float32 if place == "cpu" else torch.bfloat16
         model = decoding.RandomModel("tiny", torch.device(place), dtype)
-        decoder = model.decoder(model.new_cache(2, 120), TreeConfig(2, 4, 20), 60)
-        verdicts = decoding.DrawnVerdicts(decoder)
-        lengths = draw_lengths(2.5, verdicts.longest)
-        verdicts.set_(lengths, turn=7)
+        decoder = model.drawn_decoder(model.new_cache(2, 120), TreeConfig(2, 4, 20), 60)
+        lengths = draw_lengths(2.5, decoder.longest)
+        decoder.set_(lengths, turn=7)
         decoding.fill(decoder, 2, 30)
         run = decoding.run_steps(decoder, 2, 5)
     taken = [lengths[7:12], lengths[44:49]]
     assert run.tokens == sum(map(sum, taken))
     assert decoder.state.lengths.tolist() == [30 + sum(slot) for slot in taken]
     assert run.passes == 10
-    with pytest.raises(UsageError):
-        decoding.DrawnVerdicts(model.decoder(model.new_cache(1, 40), None))
