@@ -164,7 +164,7 @@ class SpeculativeModel:
                 drafts with the target's LM head, or one converted with ``--keep-rows``.
             follow_rows: most ids that join a sequence, 1 to 8,192; of more, the rarest stay out.
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
-                by sequences and context, from measured steps (`generation.tree_size`): up to 60 nodes, down to plain
+                by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
                 decoding where drafting does not pay. A number is kept.
             dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.

@@ -45,7 +45,7 @@ class MlpShape:
     scaled: bool
     """Rows have a scale each: the weights are FP8."""
     activation: str = "silu"
-    """One of `drafter.config.ACTIVATIONS`."""
+    """One of `drafter.dimensions.ACTIVATIONS`."""
     biased: bool = False
     """Gate and up have biases."""
 
@@ -157,7 +157,7 @@ def gated_mlp_on_device(
 
     ``x`` [rows, hidden]; ``factor`` fp32 [rows]; ``gate``, ``up`` [intermediate, hidden] and ``bias`` [2, intermediate]
     (of gate, of up) of x's dtype; at most 256 rows, hidden a multiple of 16; ``activation`` one of
-    `drafter.config.ACTIVATIONS`. Packs the weights on each call. Raises `UsageError` for other tensors.
+    `drafter.dimensions.ACTIVATIONS`. Packs the weights on each call. Raises `UsageError` for other tensors.
     """
     (rows, hidden), intermediate = x.shape, gate.shape[0]
     block_k = chunk_size(hidden, 64)
