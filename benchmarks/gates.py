@@ -25,15 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.tuning.precompile import compile_all, job_of
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 
 from benchmarks.shared.command import Command, write
-from benchmarks.shared.decoding import RandomModel, Variant, attention_of_layers, draft_bytes, filled_phases
+from benchmarks.shared.decoding import (
+    RandomModel,
+    Variant,
+    attention_of_layers,
+    compile_ahead,
+    draft_bytes,
+    filled_phases,
+)
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
-from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, FullRecord, Gates, MicroGates, judge, median_ratios
+from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, FullRecord, Gates, MicroGates, judge
 from benchmarks.shared.timing import machine, time_queued_us
 
 TOP_K = 10
@@ -141,7 +147,8 @@ def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: 
 def record(gates: Gates, path: Path, micro: Micro) -> Gates:
     """Measure this device's references, medians of as many rounds as must be green, and write them to ``path``."""
     described = machine(micro.device)
-    ratios = median_ratios([micro.ratios() for _ in range(gates.green_rounds)])
+    rounds = [micro.ratios() for _ in range(gates.green_rounds)]
+    ratios = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
     references = gates.micro.references | {str(described["device"]): {**described, "ratios": ratios}}
     gates = replace(gates, micro=replace(gates.micro, references=references))
     gates.save(path)
@@ -172,15 +179,10 @@ def main(argv: list[str] | None = None) -> None:
             gates.reference(str(machine(device)["device"]))
     except UsageError as error:
         command.error(str(error))
-    shapes: list[tuple[MicroGates | FullGate, int]] = [
-        (gates.micro, 1),
-        *((gate, gate.sequences) for gate in gates.full),
-    ]
-    jobs = [
-        job_of(gates.micro.model, TreeConfig(of.depth, TOP_K, of.nodes), slots, 2048, of.draft_vocab, device)
-        for of, slots in shapes
-    ]
-    print(f"{sum(compile_all(jobs, 120))} of {len(jobs)} kernels compiled ahead", flush=True)
+    micro = gates.micro
+    shapes = [(TreeConfig(micro.depth, TOP_K, micro.nodes), 1, micro.draft_vocab)]
+    shapes += [(TreeConfig(gate.depth, TOP_K, gate.nodes), gate.sequences, gate.draft_vocab) for gate in gates.full]
+    compile_ahead(micro.model, shapes, device)
     report = run(gates, THRESHOLDS, RandomModel(gates.micro.model, device), args.record)
     write(report, args.out)
     sys.exit(0 if report["is_green"] else 1)

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.tuning.precompile import compile_all, job_of
 from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import LAYERS, SAMPLED, RandomModel, phase_times, set_sampling
+from benchmarks.shared.decoding import LAYERS, SAMPLED, RandomModel, compile_ahead, phase_times, set_sampling
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 ROOM = 800
@@ -63,12 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     bandwidth = copy_bytes_per_s(device)
     model = RandomModel(args.dims, device, backend=args.target)
     rows = min(args.draft_vocab, model.dims.vocab)
-    jobs = [
-        job_of(args.dims, TreeConfig(5, 10, nodes), batch, 2048, rows, device)
-        for nodes in args.nodes
-        for batch in args.batch
-    ]
-    print(f"{sum(compile_all(jobs, 180))} of {len(jobs)} kernels compiled ahead", flush=True)
+    compile_ahead(args.dims, [(TreeConfig(5, 10, n), batch, rows) for n in args.nodes for batch in args.batch], device)
     result: dict[str, Any] = {
         "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
         "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.tuning.precompile import compile_all, job_of
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, first_rows, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
@@ -40,6 +41,7 @@ PEAKED = 12.0
 """Gain of a random LM head whose distributions are as peaked as a trained one's: trees then reach their depth."""
 GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True, has_top_p=True)
 LENGTH_TOLERANCE = 0.02
+COMPILE_S = 180
 
 
 def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -110,6 +112,13 @@ class RandomModel:
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
+
+
+def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
+    """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
+    # The length is no constant of a kernel.
+    jobs = [job_of(model, tree, batch, 2048, rows, device) for tree, batch, rows in dict.fromkeys(shapes)]
+    print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
 
 
 def fill(decoder: Decoder, num_active: int, prefix: int) -> None:

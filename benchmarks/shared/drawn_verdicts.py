@@ -39,29 +39,24 @@ def draw_lengths(mean: float, longest: int, seed: int = 0) -> list[int]:
             option="accepted", found=mean, expected=longest,
         )  # fmt: skip
     lengths = torch.arange(1, longest + 1, dtype=torch.float64)
+    middles = (torch.arange(NUM_LENGTHS, dtype=torch.float64) + 0.5) / NUM_LENGTHS
+
+    def at_middles(tilt: float) -> Tensor:
+        below = torch.softmax((lengths - 1) * tilt, 0).cumsum(0)[:-1]
+        return 1 + torch.searchsorted(below, middles)
+
+    # The sum grows with the tilt, a token at a time.
     low, high = -40.0, 40.0
     for _ in range(100):
         middle = (low + high) / 2
-        is_below = float(torch.softmax((lengths - 1) * middle, 0) @ lengths) < mean
+        is_below = int(at_middles(middle).sum()) < round(mean * NUM_LENGTHS)
         low, high = (middle, high) if is_below else (low, middle)
-    exact = torch.softmax((lengths - 1) * low, 0) * NUM_LENGTHS
-    counts = exact.floor()
-    counts[torch.argsort(exact - counts, descending=True, stable=True)[: NUM_LENGTHS - int(counts.sum())]] += 1
-    missing = round(mean * NUM_LENGTHS) - int(counts @ lengths)
-    step = 1 if missing > 0 else -1
-    for _ in range(abs(missing)):
-        # Rounding has moved the sum by a token or two: the commonest length that can gives or takes one.
-        movable = counts[:-1] if step > 0 else counts[1:]
-        place = int(movable.argmax()) + (step < 0)
-        counts[place] -= 1
-        counts[place + step] += 1
-    ordered = lengths.repeat_interleave(counts.long()).long().tolist()
     # Dealt out to and fro, so that every part has nearly the mean.
     dealt = [*range(NUM_PARTS), *reversed(range(NUM_PARTS))]
     generator = torch.Generator().manual_seed(seed)
     drawn: list[int] = []
     for part in range(NUM_PARTS):
-        own = [length for place, length in enumerate(ordered) if dealt[place % len(dealt)] == part]
+        own = [length for place, length in enumerate(at_middles(high).tolist()) if dealt[place % len(dealt)] == part]
         drawn += [own[place] for place in torch.randperm(len(own), generator=generator).tolist()]
     return drawn
 
