@@ -25,10 +25,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
-from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
+from eagle_slim.runtime.drafter.launch import check_finished
+from eagle_slim.runtime.drafter.packed_weights import SharedPacking
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     draft_and_replay,
@@ -53,7 +53,7 @@ from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.baseline import TorchDraft
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.stages import phases, stamp_barriers, time_phases
+from benchmarks.shared.stages import layout_of, phases, stamp_barriers, time_phases
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
@@ -71,28 +71,38 @@ class Problems:
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
         self.device, self.dtype = device, dtype
         self._model = ""
-        self._head: HeadWeights | None = None
-        self._packed: dict[tuple[int, str], Weights] = {}
+        self._heads: dict[int, HeadWeights] = {}
+        self._packings: dict[tuple[int, str], SharedPacking] = {}
 
     def head(self, row: Row) -> HeadWeights:
-        """The head of a row."""
-        if self._head is None or row.model != self._model:
-            self._model, self._head, self._packed = row.model, None, {}
-            self._head = random_head(MODELS[row.model], self.device, self.dtype)
-        return first_rows(self._head, row.draft_vocab)
+        """The head of a row; 0 rows are all of them."""
+        if row.model != self._model:
+            self._heads.clear()
+            self._packings.clear()
+            self._model, self._heads[0] = row.model, random_head(MODELS[row.model], self.device, self.dtype)
+        if row.draft_vocab not in self._heads:
+            self._heads[row.draft_vocab] = first_rows(self._heads[0], row.draft_vocab)
+        return self._heads[row.draft_vocab]
+
+    def drafter(self, row: Row, weights: str) -> BufferedDrafter:
+        """A drafter whose buffers hold the step of a row; packed weights are shared by rows of one vocabulary."""
+        head, key = self.head(row), (row.draft_vocab, weights)
+        if key not in self._packings:
+            self._packings[key] = SharedPacking(head, weight_dtype=self._stored(weights))
+        drafter = Drafter(head, TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), "triton", self._packings[key])
+        found = drafter.on_slots(row.batch, max(row.prefix, CAPACITY))
+        found.features.copy_(random_step(found.cfg, row.prefix, NUM_NEW, found.bufs))
+        return found
 
     def config(self, row: Row, weights: str) -> DrafterConfig:
-        """Dimensions of a row."""
-        stored = self.dtype if weights == "bf16" else WEIGHTS[weights]
-        tree, prefix = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), max(row.prefix, CAPACITY)
-        return draft_config(MODELS[row.model], row.draft_vocab, tree, row.batch, prefix, self.dtype, stored)
+        """Dimensions of a row, without its head."""
+        tree = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS)
+        return draft_config(
+            MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights)
+        )
 
-    def packed(self, row: Row, weights: str) -> Weights:
-        """Packed weights; rows that differ in depth, prefix and batch only share them."""
-        head, cfg, key = self.head(row), self.config(row, weights), (row.draft_vocab, weights)
-        if key not in self._packed:
-            self._packed[key] = Weights.pack(head, cfg)
-        return self._packed[key].with_positions(cfg.max_positions)
+    def _stored(self, weights: str) -> torch.dtype:
+        return self.dtype if weights == "bf16" else WEIGHTS[weights]
 
 
 def supported_weights(device: torch.device) -> list[str]:
@@ -110,30 +120,27 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     floors: dict[str, float] = {}
     barriers: dict[str, int] = {}
     for name in supported_weights(problems.device):
-        cfg, weights = problems.config(row, name), problems.packed(row, name)
-        bufs = allocate_buffers(cfg, weights)
-        features = random_step(cfg, row.prefix, NUM_NEW, bufs)
-        agreement = draft_and_replay(cfg, features, weights, bufs)
+        drafter = problems.drafter(row, name)
+        bufs = drafter.bufs
+        agreement = draft_and_replay(drafter.cfg, drafter.features, drafter.weights, bufs)
         checks[name] = str(agreement)
         faults += [f"{name}: {fault}" for fault in agreement.faults]
         if not agreement.agrees:
             continue
         wanted = tree_of(bufs)
-        runs[name] = record(_launcher(cfg, features, weights, bufs))
+        runs[name] = record(drafter.draft)
         bufs.draft_tokens.fill_(-2)
         bufs.retrieve_indices.fill_(-2)
         runs[name]()
         check_finished(bufs)
         if not all(map(torch.equal, vars(wanted).values(), vars(tree_of(bufs)).values())):
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
-        floors[name] = cfg.draft_bytes([row.prefix] * row.batch) / bandwidth * 1e6
-        assert weights.packed is not None
-        barriers[name] = len(phases(cfg, weights.packed.launches.layout.split))
+        floors[name] = drafter.cfg.draft_bytes([row.prefix] * row.batch) / bandwidth * 1e6
+        barriers[name] = len(phases(drafter.cfg, layout_of(drafter).split))
 
-    cfg, head = problems.config(row, "bf16"), problems.head(row)
-    bufs = Buffers.allocate(cfg, problems.device)
-    features = random_step(cfg, row.prefix, NUM_NEW, bufs)
-    step, baseline = Step.of(features, bufs), TorchDraft(cfg, head, bufs, features)
+    drafter = problems.drafter(row, "bf16")
+    cfg, bufs, head = drafter.cfg, drafter.bufs, drafter.head
+    step, baseline = Step.of(drafter.features, bufs), TorchDraft(cfg, head, bufs, drafter.features)
     baseline.run()
     assert baseline.candidates is not None
     agreement = replay(
@@ -157,18 +164,12 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     return measured
 
 
-def _launcher(cfg: DrafterConfig, features: torch.Tensor, weights: Weights, bufs: Buffers) -> Callable[[], object]:
-    return lambda: launch_drafter(cfg, features, weights, bufs)
-
-
 def measure_stages(problems: Problems, row: Row) -> dict[str, Any]:
     """Time the phases of a row's kernels, which must not have been compiled before `stamp_barriers`."""
     found = {}
     for name in supported_weights(problems.device):
-        cfg, weights = problems.config(row, name), problems.packed(row, name)
-        bufs = allocate_buffers(cfg, weights)
         key = f"{row.name} {name}"
-        found[key] = time_phases(cfg, random_step(cfg, row.prefix, NUM_NEW, bufs), weights, bufs)
+        found[key] = time_phases(problems.drafter(row, name))
         for entry in found[key]:
             show({"kernel": key, **entry})
     return found

@@ -35,7 +35,6 @@ from benchmarks.shared.decoding import (
     Variant,
     attention_of_layers,
     compile_ahead,
-    draft_bytes,
     filled_phases,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
@@ -82,11 +81,12 @@ class Micro:
     @property
     def phase_bytes(self) -> dict[str, int]:
         """Bytes that each phase must move."""
-        gates, model = self.gates, self.model
+        gates, model, drafter = self.gates, self.model, self.decoder.drafter
+        assert drafter is not None
         element = model.target.dtype.itemsize
         features = gates.accepted_length * model.target.feature_width * element
         return {
-            "draft": draft_bytes(self.decoder, gates.prefix),
+            "draft": drafter.cfg.draft_bytes([gates.prefix]),
             "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
             "accept": gates.nodes * model.dims.vocab * element,
             "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),

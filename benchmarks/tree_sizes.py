@@ -82,7 +82,9 @@ def collect(accepted: str = ACCEPTED, steps: Iterable[str] = STEPS, folder: Path
             },
         )  # fmt: skip
         table["from"].append(name)
-        table["steps"] |= {(*_place(row), row["nodes"]): row for row in result["rows"] if not row.get("sampled")}
+        table["steps"] |= {
+            (row["batch"], row["prefix"], row["nodes"]): row for row in result["rows"] if not row.get("sampled")
+        }
     lengths = {str(row["nodes"]): round(row["accepted_length"], 3) for row in read(folder / accepted)["rows"]}
     return {
         "accepted_lengths": {"from": accepted, "by_nodes": lengths},
@@ -90,14 +92,10 @@ def collect(accepted: str = ACCEPTED, steps: Iterable[str] = STEPS, folder: Path
     }
 
 
-def _place(row: Mapping[str, Any]) -> tuple[int, int]:
-    return row.get("slots", row.get("batch")), row.get("context", row.get("prefix"))
-
-
 def _steps(rows: Mapping[tuple[int, int, int], Mapping[str, Any]]) -> list[list[float]]:
-    """Slots, context, nodes, milliseconds of the step, and of its draft."""
+    """Sequences, tokens before, nodes, milliseconds of the step, and of its draft."""
     # A draft takes as long for every size of tree, and `benchmarks.step` times it for the largest alone.
-    drafts = {_place(row): row["draft_ms"] for row in rows.values() if row["nodes"] > 1 and "draft_ms" in row}
+    drafts = {place[:2]: row["draft_ms"] for place, row in rows.items() if place[2] > 1 and "draft_ms" in row}
     return [
         [*place, round(row["step_ms"], 3), round(row.get("draft_ms", drafts[place[:2]]), 3) if place[2] > 1 else 0.0]
         for place, row in sorted(rows.items())
@@ -124,7 +122,7 @@ def measure(
             together = prompts[first : first + batch]
             output = sized.generate(together, max_new_tokens=new_tokens, speculative=n > 1, ignore_eos=True)
             stats[n].append(output.stats)
-    context = round(statistics.median(len(prompt) for prompt in prompts) + new_tokens / 2)
+    prefix = round(statistics.median(len(prompt) for prompt in prompts) + new_tokens / 2)
     rows = []
     for n, found in stats.items():
         whole = GenerationStats.sum(found)
@@ -133,7 +131,7 @@ def measure(
         )
         rows.append(
             {
-                "slots": batch, "context": context, "nodes": n, "accepted_length": whole.mean_accepted_length,
+                "batch": batch, "prefix": prefix, "nodes": n, "accepted_length": whole.mean_accepted_length,
                 "passes": whole.num_passes, "step_ms": step_s * 1e3, "draft_ms": draft_s * 1e3 if n > 1 else 0.0,
             }
         )  # fmt: skip

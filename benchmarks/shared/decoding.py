@@ -167,12 +167,6 @@ def phase_times(
     return row | {"step_ms": statistics.median(samples) / 1e3}
 
 
-def draft_bytes(decoder: Decoder, prefix: int) -> int:
-    """Bytes of weights and keys that a draft for one sequence reads."""
-    assert decoder.drafter is not None
-    return decoder.drafter.cfg.draft_bytes([prefix])
-
-
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     """Attention of all layers over the tree that one sequence has drafted last, after ``prefix`` tokens."""
     target, drafter = decoder.target, decoder.drafter

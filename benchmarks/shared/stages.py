@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 import torch
-from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.kernels import grid_barrier
-from eagle_slim.runtime.drafter.launch import check_finished, launch_drafter
-from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.launch import check_finished
+from eagle_slim.runtime.drafter.launch_params import StoredLayout
 from torch import Tensor
 
 
@@ -41,24 +41,26 @@ def stamp_barriers() -> None:
     grid_barrier.TIMED = type(grid_barrier.TIMED)(True)
 
 
-def time_phases(
-    cfg: DrafterConfig, features: Tensor, weights: Weights, bufs: Buffers, rounds: int = 6
-) -> list[dict[str, float | str]]:
+def layout_of(drafter: BufferedDrafter) -> StoredLayout:
+    """How the matrices of a drafter's head are cut."""
+    assert drafter.weights.packed is not None
+    return drafter.weights.packed.launches.layout
+
+
+def time_phases(drafter: BufferedDrafter, rounds: int = 6) -> list[dict[str, float | str]]:
     """Draft ``rounds`` times and summarise the stamps; the first draft is left out.
 
     One entry a phase, levels together: ``total_us`` from barrier to barrier, over all levels; ``work_us`` a program's
     mean and ``slowest_us`` its longest work, ``barrier_us`` from the last arrival to the mean leaving, per level.
     """
-    assert weights.packed is not None, "pack() comes first"
-    layout = weights.packed.launches.layout
-    names = phases(cfg, layout.split)
-    programs = layout.num_programs
+    layout, bufs = layout_of(drafter), drafter.bufs
+    names, programs = phases(drafter.cfg, layout.split), layout.num_programs
     offset = int(getattr(grid_barrier.STAMPS_AT, "value", grid_barrier.STAMPS_AT))
     size = offset + (len(names) + 1) * programs * 2 * 2
-    bufs.workspace["barrier"] = torch.zeros(size, dtype=torch.int32, device=features.device)
+    bufs.workspace["barrier"] = torch.zeros(size, dtype=torch.int32, device=drafter.features.device)
     drafts = []
     for index in range(rounds + 1):
-        launch_drafter(cfg, features, weights, bufs)
+        drafter.draft()
         check_finished(bufs)
         stamps = bufs.workspace["barrier"][offset:].view(torch.int64).view(len(names) + 1, programs, 2)
         if index:

@@ -49,9 +49,13 @@ def test_a_row(tiny: draft.Problems) -> None:
 
 
 def test_packings_are_kept_for_rows_of_a_model(tiny: draft.Problems) -> None:
-    first = tiny.packed(ROW, "bf16")
-    assert tiny.packed(replace(ROW, batch=2), "bf16").packed is first.packed
-    assert tiny.packed(replace(ROW, draft_vocab=100), "bf16").packed is not first.packed
+    first = tiny.drafter(ROW, "bf16").weights.packed
+    assert first is not None
+    more, wider = (tiny.drafter(row, "bf16") for row in (replace(ROW, batch=2), replace(ROW, draft_vocab=100)))
+    assert more.weights.packed is not None
+    assert more.weights.packed.stream is first.stream
+    assert wider.weights.packed is not None
+    assert wider.weights.packed.stream is not first.stream
 
 
 def test_a_wrong_draft_is_not_timed(tiny: draft.Problems, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)
-    args = argparse.Namespace(drafter="reference", new_tokens=6, compare=True, rounds=1)
-    rows = safeailab.run(model, TreeConfig(2, 3, 8), prompt(model), args)
+    rows = safeailab.run(model, TreeConfig(2, 3, 8), prompt(model), "reference", new_tokens=6, rounds=1)
     assert [row["variant"] for row in rows] == ["upstream", "drafter", "whole"]
     assert all(row["is_equal"] and row["equal_tokens"] == row["new_tokens"] for row in rows)
     assert [set(row) >= {"pass_ms", "tokens_per_s"} for row in rows] == [True] * 3

@@ -29,7 +29,7 @@ def test_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), depth=2, top_k=3)
     plain, drafted = tree_sizes.measure(model, random_prompts([5, 9, 3]), 2, 4)
     assert (plain["nodes"], plain["accepted_length"], plain["draft_ms"]) == (1, 1.0, 0.0)
-    assert (drafted["slots"], drafted["nodes"], drafted["context"]) == (2, 6, 7)
+    assert (drafted["batch"], drafted["nodes"], drafted["prefix"]) == (2, 6, 7)
     assert drafted["accepted_length"] > 1
     assert drafted["step_ms"] > drafted["draft_ms"] > 0
 
