@@ -96,22 +96,14 @@ def copy_s(source: Path, destination: Path) -> float:
     return time.perf_counter() - start
 
 
-def settle(folder: Path) -> None:
-    """Let the disk finish what was written before, and read the inputs into the page cache."""
-    os.sync()
-    for path in (*(folder / "must-read").iterdir(), *folder.glob("*/model.safetensors")):
-        with open(path, "rb") as file:
-            while file.read(1 << 24):
-                pass
-
-
 def measure(folder: Path, draft_vocab: int, repeats: int) -> dict[str, Any]:
     """Convert and copy in turn, after once to warm up."""
     found: dict[str, list[float]] = {"convert_s": [], "cp_fsync_s": []}
     for _ in range(repeats + 1):
-        settle(folder)
+        # What was written before is on the disk; what is read is in the page cache.
+        os.sync()
         found["convert_s"].append(convert_s(folder, draft_vocab))
-        settle(folder)
+        os.sync()
         found["cp_fsync_s"].append(copy_s(folder / "must-read", folder / "copied"))
     ours, copied = (statistics.median(seconds[1:]) for seconds in found.values())
     return {"median_convert_s": ours, "median_cp_fsync_s": copied, "ratio": ours / copied, **found}

@@ -36,9 +36,10 @@ from benchmarks.shared.decoding import (
     attention_of_layers,
     compile_ahead,
     filled_phases,
+    take_turns,
 )
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
-from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, FullRecord, Gates, MicroGates, judge
+from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
 from benchmarks.shared.timing import machine, time_queued_us
 
 TOP_K = 10
@@ -124,24 +125,17 @@ def copy_of(size_bytes: int, device: torch.device) -> Run:
 
 
 @torch.inference_mode()
-def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS) -> FullRecord:
-    """Run plain decoding and drafting in turn, as the benchmark `generate` does."""
+def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: int = TURNS) -> list[dict[str, Any]]:
+    """Run plain decoding and drafting in turn, as the benchmark `generate` does, and sum both up."""
     tree = TreeConfig(gate.depth, TOP_K, gate.nodes)
     cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)
-    plain = Variant(model.decoder(cache, None), {})
-    decoder = model.drawn_decoder(cache, tree, gate.draft_vocab)
-    drafted = Variant(decoder, {}, draw_lengths(gate.accepted_length, decoder.longest))
-    for variant in (plain, drafted):
-        # Compiles and captures.
-        variant.run(0, gate.sequences, gate.prefix, 2)
-        variant.runs.clear()
-    for turn in range(turns):
-        for variant in (plain, drafted):
-            variant.run(turn, gate.sequences, gate.prefix, steps)
-    speeds = [variant.summary() for variant in (plain, drafted)]
-    return FullRecord(
-        speeds[0]["tokens_per_s"], speeds[1]["tokens_per_s"], speeds[1]["accepted_length"], speeds[1]["is_length_met"]
-    )
+    lengths = draw_lengths(gate.accepted_length, tree.path_width)
+    variants = [
+        Variant(model.decoder(cache, None), {}),
+        Variant(model.drawn_decoder(cache, tree, gate.draft_vocab), {}, lengths),
+    ]
+    take_turns(variants, gate.sequences, gate.prefix, steps, turns)
+    return [variant.summary() for variant in variants]
 
 
 def record(gates: Gates, path: Path, micro: Micro) -> Gates:

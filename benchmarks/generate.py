@@ -28,7 +28,7 @@ from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.acceptance_loss import FR_SPEC, SMOLLM2, factor
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import RandomModel, Variant, compile_ahead, phase_times
+from benchmarks.shared.decoding import RandomModel, Variant, compile_ahead, phase_times, take_turns
 from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
@@ -89,9 +89,7 @@ def measure(
     for variant in variants:
         variant.prepare()
         variant.facts |= phase_times(variant.decoder, point.batch, point.prefix)
-    for turn in range(rounds):
-        for variant in variants:
-            variant.run(turn, point.batch, point.prefix, steps)
+    take_turns(variants, point.batch, point.prefix, steps, rounds)
     shared = {"row": point.name, **asdict(point), "depth": DEPTH, "top_k": TOP_K, "nodes": point.tree.total_tokens}
     return with_gains([shared | variant.facts | variant.summary() for variant in variants], model.dims.vocab)
 

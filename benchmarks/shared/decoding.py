@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -239,26 +239,31 @@ class Variant:
         if isinstance(self.decoder, DrawnDecoder):
             self.decoder.set_(self.lengths, turn)
 
-    def run(self, turn: int, batch: int, prefix: int, steps: int) -> None:
-        """Run steps of ``batch`` sequences from a prefix, for the ``turn``-th time; each goes on in the lengths."""
-        self.prepare(turn * steps)
-        self.batch = batch
-        fill(self.decoder, batch, prefix)
-        self.runs.append(run_steps(self.decoder, batch, steps))
-
     def summary(self) -> dict[str, Any]:
         """What was accepted, counted; the median step of all runs; tokens/s of all sequences from the two.
 
         ``is_length_met``: a tree that is not deep enough accepts less than was drawn.
         """
-        times = [run.step_ms for run in self.runs]
         accepted = sum(run.tokens for run in self.runs) / sum(run.passes for run in self.runs)
-        step_ms = statistics.median(times)
-        found = {
-            "accepted_length": accepted, "step_ms": step_ms, "step_ms_low": min(times), "step_ms_high": max(times),
-            "tokens_per_s": accepted * self.batch / step_ms * 1e3,
-        }  # fmt: skip
+        step_ms = statistics.median(run.step_ms for run in self.runs)
+        tokens_per_s = accepted * self.batch / step_ms * 1e3
+        found = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": tokens_per_s}
         if self.lengths:
             drawn = sum(self.lengths) / len(self.lengths)
             found["is_length_met"] = abs(accepted / drawn - 1) <= LENGTH_TOLERANCE
         return found
+
+
+def take_turns(variants: Sequence[Variant], batch: int, prefix: int, steps: int, rounds: int) -> None:
+    """Run ``steps`` of ``batch`` sequences from a prefix with every variant, ``rounds`` times, and once to warm up.
+
+    Each round goes on in the drawn lengths.
+    """
+    for turn in range(-1, rounds):
+        for variant in variants:
+            variant.batch = batch
+            variant.prepare(max(turn, 0) * steps)
+            fill(variant.decoder, batch, prefix)
+            found = run_steps(variant.decoder, batch, 2 if turn < 0 else steps)
+            if turn >= 0:
+                variant.runs.append(found)

@@ -11,7 +11,7 @@ length; it is green from its threshold on, and only if that length was really ac
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,21 +60,6 @@ class FullGate:
 
 
 @dataclass(frozen=True)
-class FullRecord:
-    """What a full gate measured: tokens/s of both, and whether the accepted length was the stated one."""
-
-    plain_tokens_per_s: float
-    drafted_tokens_per_s: float
-    accepted_length: float
-    is_length_met: bool
-
-    @property
-    def ratio(self) -> float:
-        """Drafting over plain decoding."""
-        return self.drafted_tokens_per_s / self.plain_tokens_per_s
-
-
-@dataclass(frozen=True)
 class Gates:
     """The thresholds file."""
 
@@ -115,15 +100,16 @@ def micro_verdicts(
     return found
 
 
-def full_verdict(gate: FullGate, record: FullRecord) -> dict[str, Any]:
-    """Judge one full gate."""
-    is_green = record.is_length_met and record.ratio >= gate.threshold
-    return {**asdict(gate), **asdict(record), "ratio": record.ratio, "is_green": is_green}
+def full_verdict(gate: FullGate, plain: Mapping[str, Any], drafted: Mapping[str, Any]) -> dict[str, Any]:
+    """Judge one full gate by what plain decoding and drafting came to (`decoding.Variant.summary`)."""
+    ratio = drafted["tokens_per_s"] / plain["tokens_per_s"]
+    is_green = drafted["is_length_met"] and ratio >= gate.threshold
+    return {**asdict(gate), "plain": plain, "drafted": drafted, "ratio": ratio, "is_green": is_green}
 
 
 def judge(
     gates: Gates, device: str, measure_micro: Callable[[], Mapping[str, float]],
-    measure_full: Callable[[FullGate], FullRecord], say: Callable[[str], None] = print,
+    measure_full: Callable[[FullGate], Sequence[Mapping[str, Any]]], say: Callable[[str], None] = print,
 ) -> dict[str, Any]:  # fmt: skip
     """Run micro rounds until enough in a row are green, then the full gates; ``is_green`` says whether all is well.
 
@@ -145,11 +131,11 @@ def judge(
         say(f"The micro gates were not green {gates.green_rounds} times in a row: the full ones do not run.")
         return report | {"is_green": False}
     for gate in gates.full:
-        verdict = full_verdict(gate, measure_full(gate))
+        verdict = full_verdict(gate, *measure_full(gate))
         report["full"].append(verdict)
         say(
             f"{gate.name}: {verdict['ratio']:.2f} x plain decoding (threshold {gate.threshold}), accepted length "
-            f"{verdict['accepted_length']:.3f} of {gate.accepted_length}: {_colour(verdict)}"
+            f"{verdict['drafted']['accepted_length']:.3f} of {gate.accepted_length}: {_colour(verdict)}"
         )
     return report | {"is_green": all(verdict["is_green"] for verdict in report["full"])}
 

@@ -50,8 +50,7 @@ def layout_of(drafter: BufferedDrafter) -> StoredLayout:
 def time_phases(drafter: BufferedDrafter, rounds: int = 6) -> list[dict[str, float | str]]:
     """Draft ``rounds`` times and summarise the stamps; the first draft is left out.
 
-    One entry a phase, levels together: ``total_us`` from barrier to barrier, over all levels; ``work_us`` a program's
-    mean and ``slowest_us`` its longest work, ``barrier_us`` from the last arrival to the mean leaving, per level.
+    One entry a phase, levels together: ``us`` from barrier to barrier, the mean of its ``times``.
     """
     layout, bufs = layout_of(drafter), drafter.bufs
     names, programs = phases(drafter.cfg, layout.split), layout.num_programs
@@ -73,21 +72,11 @@ def summarise(names: Sequence[str], stamps_us: Tensor) -> list[dict[str, float |
 
     The first phase has no barrier before it and is left out.
     """
-    arrival, leaving = stamps_us[..., 0], stamps_us[..., 1]
-    work = arrival[:, 1:] - leaving[:, :-1]  # [drafts, phases, programs]
-    barrier = leaving[:, 1:].mean(-1) - arrival[:, 1:].amax(-1)
-    total = leaving[:, 1:].mean(-1) - leaving[:, :-1].mean(-1)
+    leaving = stamps_us[..., 1].mean(-1)  # [drafts, barriers]
+    total = leaving[:, 1:] - leaving[:, :-1]
     entries: list[dict[str, float | str]] = []
     for name in dict.fromkeys(names[1:]):
         places = [place for place, other in enumerate(names[1:]) if other == name]
-        of_all, own, slowest, waiting = (
-            float(statistics.median(values[:, places].mean(1).tolist()))
-            for values in (total, work.mean(-1), work.amax(-1), barrier)
-        )
-        entries.append(
-            {
-                "phase": name, "times": len(places), "total_us": of_all * len(places), "work_us": own,
-                "slowest_us": slowest, "barrier_us": waiting,
-            }
-        )  # fmt: skip
+        us = float(statistics.median(total[:, places].mean(1).tolist()))
+        entries.append({"phase": name, "times": len(places), "us": us})
     return entries

@@ -20,7 +20,6 @@ from benchmarks.shared import decoding
 from benchmarks.shared.gate_rules import (
     THRESHOLDS,
     FullGate,
-    FullRecord,
     Gates,
     MicroGates,
     full_verdict,
@@ -32,27 +31,29 @@ FULL = FullGate("toy", 60, 2, 16, 2, 40, 2.0, threshold=1.2)
 REFERENCE = {"draft": 2.0, "verify": 1.5}
 MICRO = MicroGates("tiny", 60, 2, 16, 20, 2, {"draft": 0.1, "verify": 0.1}, {"toy GPU": {"ratios": REFERENCE}})
 GATES = Gates(green_rounds=3, most_rounds=6, micro=MICRO, full=(FULL, replace(FULL, name="second")))
+Summaries = list[dict[str, Any]]
 GREEN, RED = {"draft": 2.19, "verify": 1.5}, {"draft": 2.21, "verify": 1.5}
 
 
 def judged(
-    rounds: list[dict[str, float]], full: Callable[[FullGate], FullRecord], gates: Gates = GATES
+    rounds: list[dict[str, float]], full: Callable[[FullGate], Summaries], gates: Gates = GATES
 ) -> tuple[dict[str, Any], list[str]]:
     left: Iterator[dict[str, float]] = iter(rounds)
     said: list[str] = []
     return judge(gates, "toy GPU", lambda: next(left), full, said.append), said
 
 
-def never(gate: FullGate) -> FullRecord:
+def never(gate: FullGate) -> Summaries:
     raise AssertionError("a full gate ran")
 
 
-def record(ratio: float, is_length_met: bool = True) -> FullRecord:
-    return FullRecord(100.0, 100.0 * ratio, 2.0, is_length_met)
+def summaries(ratio: float, is_length_met: bool = True) -> Summaries:
+    drafted = {"tokens_per_s": 100.0 * ratio, "accepted_length": 2.0, "is_length_met": is_length_met}
+    return [{"tokens_per_s": 100.0}, drafted]
 
 
 def test_full_gates_wait_for_three_green_rounds_in_a_row() -> None:
-    report, said = judged([GREEN, GREEN, RED, GREEN, GREEN, GREEN], lambda gate: record(1.3))
+    report, said = judged([GREEN, GREEN, RED, GREEN, GREEN, GREEN], lambda gate: summaries(1.3))
     assert [all(gate["is_green"] for gate in each.values()) for each in report["micro_rounds"]] == [
         True, True, False, True, True, True
     ]  # fmt: skip
@@ -73,7 +74,7 @@ def test_full_gates_do_not_run_otherwise() -> None:
 
 def test_one_red_full_gate_fails_the_run() -> None:
     ratios = {"toy": 1.6, "second": 1.19}
-    report, said = judged([GREEN] * 3, lambda gate: record(ratios[gate.name]))
+    report, said = judged([GREEN] * 3, lambda gate: summaries(ratios[gate.name]))
     assert [gate["is_green"] for gate in report["full"]] == [True, False]
     assert report["is_micro_green"]
     assert not report["is_green"]
@@ -91,7 +92,7 @@ def test_one_red_full_gate_fails_the_run() -> None:
     ],
 )
 def test_full_verdicts(ratio: float, is_met: bool, green: bool) -> None:
-    verdict = full_verdict(FULL, record(ratio, is_met))
+    verdict = full_verdict(FULL, *summaries(ratio, is_met))
     assert verdict["is_green"] == green
     assert (verdict["depth"], verdict["nodes"], verdict["threshold"]) == (2, 16, 1.2)
 
@@ -167,15 +168,15 @@ def test_command_line(tmp_path: Path) -> None:
             assert stopped.value.code == 2
 
 
-def _few_steps(lengths: list[float]) -> Callable[..., FullRecord]:
+def _few_steps(lengths: list[float]) -> Callable[..., Summaries]:
     measure = command.measure_full
 
-    def measured(model: decoding.RandomModel, gate: FullGate) -> FullRecord:
+    def measured(model: decoding.RandomModel, gate: FullGate) -> Summaries:
         # Two tokens a pass, however few the passes.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(command, "draw_lengths", lambda mean, longest: [2] * 240)
             found = measure(model, gate, steps=2, turns=1)
-        lengths.append(found.accepted_length)
+        lengths.append(found[1]["accepted_length"])
         return found
 
     return measured
