@@ -6,8 +6,8 @@
 
 Every prompt of ``examples/prompts.jsonl`` is a call of its own (batch 1), after one to warm up; plain decoding, and
 greedy and sampled drafting over each size, take turns. Each row is the median over rounds of all prompts together:
-tokens/s of whole calls and without the prompts' forwards, a step by the latter, draft and verify of calls phase by
-phase, the time to the first token, and answers that equal plain decoding's.
+tokens/s of whole calls and without the prompts' forwards, a step by the latter, the time to the first token, and
+answers that equal plain decoding's. What drafting and verifying take, `eagle-compare` and ``benchmarks.step`` tell.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from benchmarks.shared.timing import machine
 
 PROMPTS = Path(__file__).parents[1] / "examples" / "prompts.jsonl"
 SAMPLED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "seed": 1}
-NUM_BY_PHASE = 4
-"""Prompts that are answered once more, phase by phase."""
 Prompts = Sequence[list[int]]
 
 
@@ -68,8 +66,6 @@ def answer_all(model: SpeculativeModel, prompts: Prompts, **options: Any) -> dic
         "tokens_per_s": stats.num_new_tokens / whole_s,
         "decode_tokens_per_s": (stats.num_new_tokens - len(prompts)) / stats.decode_s,
         "first_token_ms": statistics.median(first_s) * 1e3, "accepted_length": stats.mean_accepted_length,
-        "draft_ms": statistics.median(step.draft_s for step in stats.steps) * 1e3,
-        "verify_ms": statistics.median(step.verify_s for step in stats.steps) * 1e3,
         "path": outputs[0].stats.path, "token_ids": [output.token_ids[0] for output in outputs],
     }  # fmt: skip
 
@@ -91,13 +87,11 @@ def measure(
         answer(prompts=prompts[:1])
     found = [{key: answer(prompts=prompts) for key, answer in variants.items()} for _ in range(rounds)]
     rows = []
-    for key, answer in variants.items():
+    for key in variants:
         row = {"draft_vocab": key[0], "sampled": key[1], "path": found[0][key]["path"]}
         for name in ("tokens_per_s", "decode_tokens_per_s", "first_token_ms", "accepted_length"):
             row[name] = statistics.median(turn[key][name] for turn in found)
         row["step_ms"] = 1e3 * row["accepted_length"] / row["decode_tokens_per_s"]
-        by_phase = answer(prompts=prompts[:NUM_BY_PHASE], time_phases=True)
-        row |= {name: by_phase[name] for name in ("draft_ms", "verify_ms")}
         equal = sum(map(operator.eq, found[0][key]["token_ids"], found[0][plain]["token_ids"]))
         rows.append(row | {"equal_answers": f"{equal}/{len(prompts)}"})
         show(rows[-1])

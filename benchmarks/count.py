@@ -20,7 +20,6 @@ import os
 import random
 import re
 import statistics
-import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -49,29 +48,24 @@ BATCH = 400
 
 
 @cache
-def _material() -> tuple[list[str], tuple[list[str], list[str]]]:
-    """Words, and pools of sentences and of lines."""
+def _material() -> tuple[list[str], list[str]]:
+    """Words, and sentences of the built-in chats."""
     data = resources.files("eagle_slim.convert.default").joinpath("self_chat.jsonl.gz").read_bytes()
     chats = [json.loads(line)["messages"] for line in gzip.decompress(data).splitlines()]
     prose = "\n".join(message["content"] for messages in chats for message in messages)
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    code = "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
-    words = sorted(set(re.findall(r"[A-Za-z]{5,}", prose + code)))
-    pools = re.findall(r"[^.!?\n]+[.!?\n]+\s*", prose), [line for line in code.splitlines(True) if line.strip()]
-    return words, pools
+    return sorted(set(re.findall(r"[A-Za-z]{5,}", prose))), re.findall(r"[^.!?\n]+[.!?\n]+\s*", prose)
 
 
 def texts(seed: int, num_bytes: int) -> Iterator[str]:
     """Yield documents of about 0.5 to 6 KB, ``num_bytes`` in all, that no library has seen; each seed gives others.
 
-    They are put together from sentences of the built-in chats and lines of the standard library. About every tenth word
-    is replaced by a number or a made-up one, so that caches of words are neither useless nor complete.
+    They are put together from sentences of the built-in chats. About every tenth word is replaced by a number or a
+    made-up one, so that caches of words are neither useless nor complete.
     """
-    words, pools = _material()
+    words, sentences = _material()
     draw = random.Random(seed)
     while num_bytes > 0:
-        chosen = draw.choices(pools[draw.random() < 0.3], k=draw.randint(8, 60))
-        parts = "".join(chosen).split(" ")
+        parts = "".join(draw.choices(sentences, k=draw.randint(8, 60))).split(" ")
         for _ in range(1 + len(parts) // 10):
             # random() only: randrange and choice take five times as long, and a large corpus is to be written.
             first, second, at = (int(draw.random() * size) for size in (len(words), len(words), len(parts)))

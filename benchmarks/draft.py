@@ -60,7 +60,6 @@ TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
 CAPACITY = 8192
 """Room for prefixes, the same for all rows that share a kernel."""
 COMPILE_S = 200.0
-UNSHOWN = ("model", "draft_vocab", "depth", "batch", "prefix", "checks", "level_bytes", "draft_bytes")
 WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 Record = Callable[[Callable[[], object]], Callable[[], object]]
 
@@ -204,7 +203,7 @@ def main(argv: list[str] | None = None) -> None:
     result |= {"top_k": TOP_K, "total_tokens": TOTAL_TOKENS, "num_new": NUM_NEW, "rounds": args.rounds, "rows": []}
     for row in chosen:
         result["rows"].append(measure(problems, row, bandwidth, args.rounds))
-        show({name: value for name, value in result["rows"][-1].items() if name not in UNSHOWN})
+        show(result["rows"][-1])
         write(result, args.out)
     if any(row["faults"] for row in result["rows"]):
         sys.exit(1)

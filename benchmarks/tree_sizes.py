@@ -7,9 +7,9 @@ The tables join `ACCEPTED`, accepted lengths of a real head by nodes, and `STEPS
 (``benchmarks.step`` on a GPU, ``--measure`` on a CPU). What is measured again gets its name here, behind what it
 replaces or in its place.
 
-``--measure``: the built-in target with its real head, greedy, over ``examples/prompts.jsonl``: accepted length by
-nodes, and the median of a step's milliseconds by sequences and nodes (1 node: plain decoding). Sizes take turns, prompt
-by prompt. On a CPU one thread works and its own time counts, to which other programs add nothing.
+``--measure``: the built-in target with its real head, greedy, over ``examples/prompts.jsonl``, as `eagle-compare` does
+it: accepted length by nodes, and a step's milliseconds by sequences and nodes (1 node: plain decoding). On a CPU one
+thread works and its own time counts, to which other programs add nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
+from eagle_slim.runtime.compare.prompt_file import Prompt
+from eagle_slim.runtime.compare.report import ALL
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, first_rows, random_head
-from eagle_slim.runtime.requests.stats import GenerationStats
 from eagle_slim.runtime.requests.tree_size import TABLES
 
 from benchmarks.shared.command import Command, show, write
@@ -44,7 +45,7 @@ STEPS = (
 )
 LEVELS = 6
 """Passes of a draft of depth 5, which all of these measured."""
-NODES = (1, 4, 8, 16, 24, 32, 48, 60)
+NODES = (4, 8, 16, 24, 32, 48, 60)
 
 
 def read(path: Path) -> Any:
@@ -112,30 +113,23 @@ def to_text(tables: Mapping[str, Any]) -> str:
 
 
 def measure(
-    model: SpeculativeModel, prompts: Sequence[Sequence[int]], batch: int, new_tokens: int
+    model: SpeculativeModel, prompts: Sequence[Prompt], batches: Sequence[int], new_tokens: int
 ) -> list[dict[str, Any]]:
-    """A row for each number of nodes: accepted length, passes, and milliseconds of a step of ``batch`` sequences."""
-    models = {n: model.with_tree(replace(model.drafter.tree, total_tokens=max(2, n))) for n in NODES}
-    stats: dict[int, list[GenerationStats]] = {n: [] for n in NODES}
-    for first in range(0, len(prompts) - batch + 1, batch):
-        for n, sized in models.items():
-            together = prompts[first : first + batch]
-            output = sized.generate(together, max_new_tokens=new_tokens, speculative=n > 1, ignore_eos=True)
-            stats[n].append(output.stats)
-    prefix = round(statistics.median(len(prompt) for prompt in prompts) + new_tokens / 2)
+    """A row for each number of sequences and of nodes: accepted length, passes, and milliseconds of a step."""
+    trees = [replace(model.drafter.tree, total_tokens=nodes) for nodes in NODES]
+    options = CompareOptions(["full"], trees, modes=["greedy"], batches=batches, max_new_tokens=new_tokens)
+    prefix = statistics.median(len(model.encode_chat(prompt.turns[0])) for prompt in prompts) + new_tokens / 2
     rows = []
-    for n, found in stats.items():
-        whole = GenerationStats.sum(found)
-        step_s, draft_s = (
-            statistics.median(times) for times in zip(*((sum(step), step.draft_s) for step in whole.steps), strict=True)
-        )
-        rows.append(
-            {
-                "batch": batch, "prefix": prefix, "nodes": n, "accepted_length": whole.mean_accepted_length,
-                "passes": whole.num_passes, "step_ms": step_s * 1e3, "draft_ms": draft_s * 1e3 if n > 1 else 0.0,
-            }
-        )  # fmt: skip
-        show(rows[-1])
+    for row in compare(model, prompts, options).report.rows:
+        if row.category == ALL and row.measured is not None:
+            rows.append(
+                {
+                    "batch": row.batch, "prefix": round(prefix), "nodes": row.candidate.tree[2],
+                    "accepted_length": row.mean_accepted_length, "passes": row.num_passes,
+                    "step_ms": row.step_s * 1e3, "draft_ms": row.measured.draft_s * 1e3,
+                }
+            )  # fmt: skip
+            show(rows[-1])
     return rows
 
 
@@ -157,11 +151,9 @@ def main(argv: list[str] | None = None) -> None:
         time.perf_counter = time.process_time
     model = SpeculativeModel.from_pretrained(dtype=args.dtype, device=device, total_tokens=60)
     path = Path(__file__).parents[1] / "examples" / "prompts.jsonl"
-    prompts = [model.encode_chat(prompt.turns[0]) for prompt in load_prompts(path, limit=12)]
-    result: dict[str, Any] = {"dims": "smollm2-135m", "machine": machine(device), "dtype": args.dtype, "rows": []}
-    for batch in args.batch:
-        result["rows"] += measure(model, prompts, batch, args.new)
-        write(result | {"new_tokens": args.new}, args.out)
+    rows = measure(model, load_prompts(path, limit=12), args.batch, args.new)
+    about = {"dims": "smollm2-135m", "machine": machine(device), "dtype": args.dtype, "new_tokens": args.new}
+    write(about | {"rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,7 @@ def test_rows(tmp_path: Path) -> None:
         assert row["step_ms"] == pytest.approx(1e3 * row["accepted_length"] / row["decode_tokens_per_s"])
         assert row["tokens_per_s"] > 0
         assert row["first_token_ms"] > 0
-        assert row["verify_ms"] > 0
     assert rows[0]["accepted_length"] == 1 < rows[1]["accepted_length"]
-    assert rows[1]["draft_ms"] > 0
 
 
 @pytest.mark.parametrize("arguments", [["--new", "1"], ["--limit", "0"], ["--nodes", "1"], ["--out", "/"]])

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare.prompt_file import Prompt
 from eagle_slim.runtime.requests import tree_size
-from support.tiny_models import random_prompts, tiny_target, write_head
 
 from benchmarks import tree_sizes
 
@@ -23,13 +23,13 @@ def test_bytes_of_known_dimensions() -> None:
     assert tree_sizes.draft_bytes("smollm2-135m", 49152) == pytest.approx(6 * 66.8e6, rel=0.01)
 
 
-@pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
-def test_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_sizes, "NODES", (1, 6))
-    model = SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), depth=2, top_k=3)
-    plain, drafted = tree_sizes.measure(model, random_prompts([5, 9, 3]), 2, 4)
-    assert (plain["nodes"], plain["accepted_length"], plain["draft_ms"]) == (1, 1.0, 0.0)
-    assert (drafted["batch"], drafted["nodes"], drafted["prefix"]) == (2, 6, 7)
+def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_sizes, "NODES", (6,))
+    model = SpeculativeModel.from_pretrained(depth=2, top_k=3)
+    plain, drafted = tree_sizes.measure(model, [Prompt(("Hi",), "chat"), Prompt(("Bye",), "chat")], [2], 4)
+    assert (plain["batch"], plain["nodes"], plain["accepted_length"]) == (2, 1, 1.0)
+    assert (drafted["batch"], drafted["nodes"]) == (2, 6)
+    assert drafted["prefix"] == len(model.encode_chat("Hi")) + 2
     assert drafted["accepted_length"] > 1
     assert drafted["step_ms"] > drafted["draft_ms"] > 0
 
