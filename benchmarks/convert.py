@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from eagle_slim.convert import convert_head
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+from eagle_slim.convert import VocabRequest, convert_head
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -89,10 +88,7 @@ def copy_s(source: Path, destination: Path) -> float:
     shutil.rmtree(destination, ignore_errors=True)
     start = time.perf_counter()
     subprocess.run(["cp", "-r", "--reflink=never", str(source), str(destination)], check=True)
-    for path in (*destination.iterdir(), destination):
-        fd = os.open(path, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+    subprocess.run(["sync", *map(str, destination.iterdir()), str(destination)], check=True)
     return time.perf_counter() - start
 
 
