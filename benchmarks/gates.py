@@ -32,7 +32,6 @@ from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from benchmarks.shared.command import Command, write
 from benchmarks.shared.decoding import (
     RandomModel,
-    Variant,
     attention_of_layers,
     compile_ahead,
     filled_phases,
@@ -58,8 +57,8 @@ class Micro:
         # The walk is timed by repeating it, and each time moves on.
         room = (samples + 2) * _TIMES["accept"] * MAX_NEW_TOKENS
         cache = model.new_cache(1, longest + gates.nodes + room)
-        self.decoder = model.drawn_decoder(cache, TreeConfig(gates.depth, TOP_K, gates.nodes), gates.draft_vocab)
-        self.decoder.set_([gates.accepted_length] * NUM_LENGTHS)
+        tree = TreeConfig(gates.depth, TOP_K, gates.nodes)
+        self.decoder = model.drawn_decoder(cache, tree, gates.draft_vocab, [gates.accepted_length])
         self._record = capture if self.device.type == "cuda" else lambda run: run
         self._copies: dict[int, Run] = {}
         self._attentions: dict[int, Run] = {}
@@ -130,12 +129,8 @@ def measure_full(model: RandomModel, gate: FullGate, steps: int = STEPS, turns: 
     tree = TreeConfig(gate.depth, TOP_K, gate.nodes)
     cache = model.new_cache(gate.sequences, gate.prefix + steps * tree.path_width + gate.nodes + 1)
     lengths = draw_lengths(gate.accepted_length, tree.path_width)
-    variants = [
-        Variant(model.decoder(cache, None), {}),
-        Variant(model.drawn_decoder(cache, tree, gate.draft_vocab), {}, lengths),
-    ]
-    take_turns(variants, gate.sequences, gate.prefix, steps, turns)
-    return [variant.summary() for variant in variants]
+    decoders = [model.decoder(cache, None), model.drawn_decoder(cache, tree, gate.draft_vocab, lengths)]
+    return take_turns(decoders, gate.sequences, gate.prefix, steps, turns)
 
 
 def record(gates: Gates, path: Path, micro: Micro) -> Gates:

@@ -28,7 +28,7 @@ from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.acceptance_loss import FR_SPEC, SMOLLM2, factor
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.decoding import RandomModel, Variant, compile_ahead, phase_times, take_turns
+from benchmarks.shared.decoding import RandomModel, compile_ahead, phase_times, take_turns
 from benchmarks.shared.drawn_verdicts import draw_lengths
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
@@ -82,16 +82,14 @@ def measure(
     """
     room = max(steps, 64) * point.tree.path_width + point.tree.total_tokens + 1
     cache = model.new_cache(point.batch, point.prefix + room)
-    variants = [Variant(model.decoder(cache, None), {"variant": "plain"})]
-    for rows in sizes:
-        facts = {"variant": "drafted", "draft_vocab": rows, "losses": point.losses(rows)}
-        variants.append(Variant(model.drawn_decoder(cache, point.tree, rows), facts, lengths))
-    for variant in variants:
-        variant.prepare()
-        variant.facts |= phase_times(variant.decoder, point.batch, point.prefix)
-    take_turns(variants, point.batch, point.prefix, steps, rounds)
+    decoders = [model.decoder(cache, None), *(model.drawn_decoder(cache, point.tree, n, lengths) for n in sizes)]
+    facts: list[dict[str, Any]] = [{"variant": "plain"}]
+    facts += [{"variant": "drafted", "draft_vocab": rows, "losses": point.losses(rows)} for rows in sizes]
+    times = [phase_times(decoder, point.batch, point.prefix) for decoder in decoders]
+    found = take_turns(decoders, point.batch, point.prefix, steps, rounds)
     shared = {"row": point.name, **asdict(point), "depth": DEPTH, "top_k": TOP_K, "nodes": point.tree.total_tokens}
-    return with_gains([shared | variant.facts | variant.summary() for variant in variants], model.dims.vocab)
+    rows = [shared | fact | time | row for fact, time, row in zip(facts, times, found, strict=True)]
+    return with_gains(rows, model.dims.vocab)
 
 
 def with_gains(rows: list[dict[str, Any]], vocab: int) -> list[dict[str, Any]]:

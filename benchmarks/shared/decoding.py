@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,10 +97,10 @@ class RandomModel:
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
         return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
 
-    def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> DrawnDecoder:
-        """Build a drafting decoder whose verdicts are drawn."""
+    def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
+        """Build a drafting decoder that accepts drawn lengths."""
         drafter = self._drafter(cache, tree, draft_vocab)
-        return DrawnDecoder(self.target, cache, drafter, cache.num_slots, self._waits)
+        return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
 
     def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
         if draft_vocab not in self._drafters:
@@ -121,9 +120,14 @@ def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], dev
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
 
 
-def fill(decoder: Decoder, num_active: int, prefix: int) -> None:
-    """Pretend that ``num_active`` sequences of ``prefix`` tokens are running, without an end in sight."""
+def fill(decoder: Decoder, num_active: int, prefix: int, turn: int = 0) -> None:
+    """Pretend that ``num_active`` sequences of ``prefix`` tokens are running, without an end in sight.
+
+    ``turn``: drawn lengths that each has taken before.
+    """
     decoder.clear_()
+    if isinstance(decoder, DrawnDecoder):
+        decoder.turns.fill_(turn)
     state = decoder.state
     state.lengths[:num_active] = prefix
     state.num_new[:num_active] = 1
@@ -221,49 +225,26 @@ def run_steps(decoder: Decoder, num_active: int, steps: int) -> StepsRun:
     return StepsRun((time.perf_counter() - begun) * 1e3 / steps, tokens, steps * num_active)
 
 
-@dataclass
-class Variant:
-    """A decoder that takes turns with others, ``facts`` for its row, and the lengths that a drawn one accepts.
+def take_turns(decoders: Sequence[Decoder], batch: int, prefix: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Run ``steps`` of ``batch`` sequences from a prefix with every decoder, ``rounds`` times, and once to warm up.
 
-    Several variants may share a decoder.
+    Each round goes on in the drawn lengths. Returns for each decoder what was accepted, counted; the median step of
+    all rounds; tokens/s of all sequences from the two. ``is_length_met``: a tree that is not deep enough accepts less
+    than was drawn.
     """
-
-    decoder: Decoder
-    facts: dict[str, Any]
-    lengths: list[int] = field(default_factory=list)
-    batch: int = 1
-    runs: list[StepsRun] = field(default_factory=list)
-
-    def prepare(self, turn: int = 0) -> None:
-        """Have the decoder accept this variant's lengths, from the given one on."""
-        if isinstance(self.decoder, DrawnDecoder):
-            self.decoder.set_(self.lengths, turn)
-
-    def summary(self) -> dict[str, Any]:
-        """What was accepted, counted; the median step of all runs; tokens/s of all sequences from the two.
-
-        ``is_length_met``: a tree that is not deep enough accepts less than was drawn.
-        """
-        accepted = sum(run.tokens for run in self.runs) / sum(run.passes for run in self.runs)
-        step_ms = statistics.median(run.step_ms for run in self.runs)
-        tokens_per_s = accepted * self.batch / step_ms * 1e3
-        found = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": tokens_per_s}
-        if self.lengths:
-            drawn = sum(self.lengths) / len(self.lengths)
-            found["is_length_met"] = abs(accepted / drawn - 1) <= LENGTH_TOLERANCE
-        return found
-
-
-def take_turns(variants: Sequence[Variant], batch: int, prefix: int, steps: int, rounds: int) -> None:
-    """Run ``steps`` of ``batch`` sequences from a prefix with every variant, ``rounds`` times, and once to warm up.
-
-    Each round goes on in the drawn lengths.
-    """
+    runs: list[list[StepsRun]] = [[] for _ in decoders]
     for turn in range(-1, rounds):
-        for variant in variants:
-            variant.batch = batch
-            variant.prepare(max(turn, 0) * steps)
-            fill(variant.decoder, batch, prefix)
-            found = run_steps(variant.decoder, batch, 2 if turn < 0 else steps)
+        for decoder, own in zip(decoders, runs, strict=True):
+            fill(decoder, batch, prefix, max(turn, 0) * steps)
+            run = run_steps(decoder, batch, 2 if turn < 0 else steps)
             if turn >= 0:
-                variant.runs.append(found)
+                own.append(run)
+    found = []
+    for decoder, own in zip(decoders, runs, strict=True):
+        accepted = sum(run.tokens for run in own) / sum(run.passes for run in own)
+        step_ms = statistics.median(run.step_ms for run in own)
+        row = {"accepted_length": accepted, "step_ms": step_ms, "tokens_per_s": accepted * batch / step_ms * 1e3}
+        if isinstance(decoder, DrawnDecoder):
+            row["is_length_met"] = abs(accepted / float(decoder.lengths.float().mean()) - 1) <= LENGTH_TOLERANCE
+        found.append(row)
+    return found

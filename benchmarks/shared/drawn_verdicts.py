@@ -9,6 +9,7 @@ Lengths are drawn ahead (`draw_lengths`), with a given mean, and taken in turn, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -117,21 +118,14 @@ def draw_paths(choices: Tensor, trees: Trees, lengths: Tensor, turns: Tensor) ->
 
 
 class DrawnDecoder(Decoder):
-    """A drafting decoder whose steps accept drawn lengths instead of what its target would.
+    """A drafting decoder whose steps accept ``lengths``, in turn, instead of what its target would."""
 
-    They may be exchanged at any time (`set_`): graphs read them from the device.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, lengths: Sequence[int], *args: Any) -> None:
+        super().__init__(*args)
         device = self.target.device
-        self.lengths = torch.ones(NUM_LENGTHS, dtype=torch.int32, device=device)
+        self.lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
         self.turns = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
-
-    def set_(self, lengths: list[int], turn: int = 0) -> None:
-        """Take these from now on, as if every slot had taken ``turn`` of them before."""
-        self.lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self.turns.fill_(turn)
+        """Lengths that each slot has taken."""
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor

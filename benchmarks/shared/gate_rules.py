@@ -101,7 +101,7 @@ def micro_verdicts(
 
 
 def full_verdict(gate: FullGate, plain: Mapping[str, Any], drafted: Mapping[str, Any]) -> dict[str, Any]:
-    """Judge one full gate by what plain decoding and drafting came to (`decoding.Variant.summary`)."""
+    """Judge one full gate by what plain decoding and drafting came to (`decoding.take_turns`)."""
     ratio = drafted["tokens_per_s"] / plain["tokens_per_s"]
     is_green = drafted["is_length_met"] and ratio >= gate.threshold
     return {**asdict(gate), "plain": plain, "drafted": drafted, "ratio": ratio, "is_green": is_green}

@@ -116,10 +116,10 @@ def test_steps_accept_what_was_drawn(monkeypatch: pytest.MonkeyPatch, place: str
     with torch.inference_mode():
         dtype = torch.float32 if place == "cpu" else torch.bfloat16
         model = decoding.RandomModel("tiny", torch.device(place), dtype)
-        decoder = model.drawn_decoder(model.new_cache(2, 120), TreeConfig(2, 4, 20), 60)
-        lengths = draw_lengths(2.5, decoder.longest)
-        decoder.set_(lengths, turn=7)
-        decoding.fill(decoder, 2, 30)
+        tree = TreeConfig(2, 4, 20)
+        lengths = draw_lengths(2.5, tree.path_width)
+        decoder = model.drawn_decoder(model.new_cache(2, 120), tree, 60, lengths)
+        decoding.fill(decoder, 2, 30, turn=7)
         run = decoding.run_steps(decoder, 2, 5)
     taken = [lengths[7:12], lengths[44:49]]
     assert run.tokens == sum(map(sum, taken))
