@@ -53,7 +53,7 @@ from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.baseline import TorchDraft
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.stages import layout_of, phases, stamp_barriers, time_phases
+from benchmarks.shared.stages import stamp_barriers, time_phases
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
@@ -117,7 +117,6 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     faults: list[str] = []
     runs: dict[str, Callable[[], object]] = {}
     floors: dict[str, float] = {}
-    barriers: dict[str, int] = {}
     for name in supported_weights(problems.device):
         drafter = problems.drafter(row, name)
         bufs = drafter.bufs
@@ -135,7 +134,6 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
         if not all(map(torch.equal, vars(wanted).values(), vars(tree_of(bufs)).values())):
             faults.append(f"{name}: the CUDA graph drafts another tree than the plain launch")
         floors[name] = drafter.cfg.draft_bytes([row.prefix] * row.batch) / bandwidth * 1e6
-        barriers[name] = len(phases(drafter.cfg, layout_of(drafter).split))
 
     drafter = problems.drafter(row, "bf16")
     cfg, bufs, head = drafter.cfg, drafter.bufs, drafter.head
@@ -149,7 +147,7 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     checks["baseline"] = str(agreement)
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {
-        **asdict(row), "name": row.name, "checks": checks, "faults": faults, "barriers": barriers,
+        **asdict(row), "name": row.name, "checks": checks, "faults": faults,
         "level_bytes": cfg.level_bytes, "draft_bytes": cfg.draft_bytes([row.prefix] * row.batch), "floor_us": floors,
     }  # fmt: skip
     if not faults:

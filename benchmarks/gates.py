@@ -28,6 +28,7 @@ import torch
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
+from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, write
 from benchmarks.shared.decoding import (
@@ -50,8 +51,9 @@ Run = Callable[[], object]
 class Micro:
     """The operations of the micro gates over one decoder, and one round of their ratios."""
 
+    @torch.inference_mode()
     def __init__(self, gates: MicroGates, model: RandomModel, samples: int = SAMPLES) -> None:
-        self.gates, self.model, self.samples = gates, model, samples
+        self.gates, self.samples = gates, samples
         self.device = model.target.device
         longest = max([gates.prefix, *gates.prefixes])
         # The walk is timed by repeating it, and each time moves on.
@@ -59,9 +61,16 @@ class Micro:
         cache = model.new_cache(1, longest + gates.nodes + room)
         tree = TreeConfig(gates.depth, TOP_K, gates.nodes)
         self.decoder = model.drawn_decoder(cache, tree, gates.draft_vocab, [gates.accepted_length])
-        self._record = capture if self.device.type == "cuda" else lambda run: run
-        self._copies: dict[int, Run] = {}
-        self._attentions: dict[int, Run] = {}
+        as_graph = capture if self.device.type == "cuda" else lambda run: run
+        # Attention is over the tree of a first draft; the cache is read from memory.
+        for phase in filled_phases(self.decoder, 1, gates.prefix):
+            phase.run()
+        self.attentions = {
+            f"attention at {prefix}": as_graph(attention_of_layers(self.decoder, prefix)) for prefix in gates.prefixes
+        }
+        num_bytes = phase_bytes(gates, model, self.decoder)
+        num_bytes |= {f"attention at {prefix}": model.kv_bytes(prefix) for prefix in gates.prefixes}
+        self.copies = {name: as_graph(copy_of(size, self.device)) for name, size in num_bytes.items()}
 
     @torch.inference_mode()
     def ratios(self) -> dict[str, float]:
@@ -69,39 +78,29 @@ class Micro:
         found = {}
         for phase in filled_phases(self.decoder, 1, self.gates.prefix):
             phase.run()
-            found[phase.name] = self._ratio(phase.run, self.phase_bytes[phase.name], _TIMES[phase.name])
-        for prefix in self.gates.prefixes:
-            name = f"attention at {prefix}"
-            if prefix not in self._attentions:
-                # Over the tree that has just been drafted; the cache is read from memory.
-                self._attentions[prefix] = self._record(attention_of_layers(self.decoder, prefix))
-            found[name] = self._ratio(self._attentions[prefix], self.model.kv_bytes(prefix), _TIMES["attention"])
-        return found
+            found[phase.name] = self._ratio(phase.name, phase.run, _TIMES[phase.name])
+        return found | {name: self._ratio(name, run, _TIMES["attention"]) for name, run in self.attentions.items()}
 
-    @property
-    def phase_bytes(self) -> dict[str, int]:
-        """Bytes that each phase must move."""
-        gates, model, drafter = self.gates, self.model, self.decoder.drafter
-        assert drafter is not None
-        element = model.target.dtype.itemsize
-        features = gates.accepted_length * model.target.feature_width * element
-        return {
-            "draft": drafter.cfg.draft_bytes([gates.prefix]),
-            "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
-            "accept": gates.nodes * model.dims.vocab * element,
-            "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),
-        }
-
-    def _ratio(self, run: Run, size_bytes: int, times: int) -> float:
-        if size_bytes not in self._copies:
-            self._copies[size_bytes] = self._record(copy_of(size_bytes, self.device))
-        copy = self._copies[size_bytes]
+    def _ratio(self, name: str, run: Run, times: int) -> float:
         pairs = [
-            (time_queued_us(run, self.device, times), time_queued_us(copy, self.device, times))
+            (time_queued_us(run, self.device, times), time_queued_us(self.copies[name], self.device, times))
             for _ in range(self.samples)
         ]
         own, copied = zip(*pairs, strict=True)
         return float(statistics.median(own) / statistics.median(copied))
+
+
+def phase_bytes(gates: MicroGates, model: RandomModel, decoder: Decoder) -> dict[str, int]:
+    """Bytes that each phase must move."""
+    assert decoder.drafter is not None
+    element = model.target.dtype.itemsize
+    features = gates.accepted_length * model.target.feature_width * element
+    return {
+        "draft": decoder.drafter.cfg.draft_bytes([gates.prefix]),
+        "verify": model.weight_bytes + model.kv_bytes(gates.prefix),
+        "accept": gates.nodes * model.dims.vocab * element,
+        "commit": 2 * (model.kv_bytes(gates.accepted_length) + features),
+    }
 
 
 _TIMES = {"draft": 4, "verify": 2, "accept": 20, "commit": 20, "attention": 4}

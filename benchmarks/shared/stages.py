@@ -16,7 +16,6 @@ from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter
 from eagle_slim.runtime.drafter.kernels import grid_barrier
 from eagle_slim.runtime.drafter.launch import check_finished
-from eagle_slim.runtime.drafter.launch_params import StoredLayout
 from torch import Tensor
 
 
@@ -41,18 +40,13 @@ def stamp_barriers() -> None:
     grid_barrier.TIMED = type(grid_barrier.TIMED)(True)
 
 
-def layout_of(drafter: BufferedDrafter) -> StoredLayout:
-    """How the matrices of a drafter's head are cut."""
-    assert drafter.weights.packed is not None
-    return drafter.weights.packed.launches.layout
-
-
 def time_phases(drafter: BufferedDrafter, rounds: int = 6) -> list[dict[str, float | str]]:
     """Draft ``rounds`` times and summarise the stamps; the first draft is left out.
 
     One entry a phase, levels together: ``us`` from barrier to barrier, the mean of its ``times``.
     """
-    layout, bufs = layout_of(drafter), drafter.bufs
+    assert drafter.weights.packed is not None
+    layout, bufs = drafter.weights.packed.launches.layout, drafter.bufs
     names, programs = phases(drafter.cfg, layout.split), layout.num_programs
     offset = int(getattr(grid_barrier.STAMPS_AT, "value", grid_barrier.STAMPS_AT))
     size = offset + (len(names) + 1) * programs * 2 * 2
