@@ -58,7 +58,7 @@ def fetch(url: str, body: dict[str, Any] | None = None, timeout_s: float = 600) 
     """GET ``url``, or POST ``body`` to it as JSON; returns the answer's text.
 
     Raises:
-        ServerError: nobody answers, or the answer is an error.
+        ServerError: there is no answer, or the answer is an error.
     """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})

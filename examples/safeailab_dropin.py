@@ -30,7 +30,7 @@ args = parser.parse_args()
 if bool(args.base_model) != bool(args.ea_model):
     parser.error("--base-model and --ea-model go together; without both, the built-in target and head run")
 if args.upstream is not None and not (args.upstream / "eagle").is_dir():
-    parser.error(f"{args.upstream} is no clone of SafeAILab's EAGLE: it has no folder eagle (docs/upstream.md)")
+    parser.error(f"{args.upstream} is not a clone of SafeAILab's EAGLE: it has no folder eagle (docs/upstream.md)")
 
 if args.upstream is None:
     print("SafeAILab's EAGLE is not here. Fetch it, and the transformers version that its code runs with:")

@@ -115,7 +115,7 @@ class RandomModel:
 
 def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
     """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
-    # The length is no constant of a kernel.
+    # Kernels do not depend on the length of the cache.
     jobs = [job_of(model, tree, batch, 2048, rows, device) for tree, batch, rows in dict.fromkeys(shapes)]
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
 

@@ -115,7 +115,7 @@ def test_safeailab_dropin_says_what_it_needs(
         assert ended(option, "x") == 2
         assert "go together" in capsys.readouterr().err
     assert ended("--upstream", str(tmp_path)) == 2
-    assert f"{tmp_path} is no clone of SafeAILab's EAGLE" in capsys.readouterr().err
+    assert f"{tmp_path} is not a clone of SafeAILab's EAGLE" in capsys.readouterr().err
 
     newer = tmp_path / "eagle" / "model" / "ea_model.py"
     newer.parent.mkdir(parents=True)
