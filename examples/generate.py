@@ -7,7 +7,7 @@ import argparse
 import tempfile
 
 import torch
-from eagle_slim.convert import convert_head
+from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.runtime import SpeculativeModel
 from transformers import TextStreamer
 
