@@ -10,11 +10,10 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.slots import ActiveSlots
 from support.drafting import random_head
 from support.raising import raises
 from torch import Tensor
@@ -39,11 +38,11 @@ def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
 
 def alone(new_tokens: list[int], features: Tensor) -> Tensor:
     """The tree of one sequence without a prefix, by a drafter with a cache of its own."""
-    drafter = ReferenceDrafter(HEAD, TREE)
-    drafter.allocate(1, 40)
-    new = len(new_tokens)
-    pairs = NewPairs(features[None, :new], torch.tensor([new_tokens]), torch.tensor([new]), (new,))
-    return drafter.draft(ActiveSlots.of([0], 1), pairs).draft_tokens[0]
+    drafter = Drafter(HEAD, TREE).on_slots(1, 40)
+    drafter.features[0] = features
+    drafter.bufs.set_step([0], [new_tokens], [0])
+    drafter.draft()
+    return drafter.bufs.draft_tokens[0]
 
 
 def test_slots_of_any_number_of_new_tokens_in_any_order(bufs: Buffers) -> None:
@@ -266,12 +265,6 @@ def test_the_public_names() -> None:
     assert runtime.launch_drafter is launch_drafter
     assert runtime.Buffers is Buffers
     assert all(hasattr(runtime, name) for name in runtime.__all__)
-
-
-def test_slots_out_of_range() -> None:
-    for wrong in ([0, 0], [3], [-1]):
-        with raises(UsageError, active=sorted(wrong), slots=3):
-            ActiveSlots.of(wrong, 3)
 
 
 def test_a_head_without_key_heads() -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import (
-    TritonDrafter,
     Weights,
     allocate_buffers,
     check_finished,
@@ -59,12 +59,6 @@ def test_a_full_cache(step: Problem) -> None:
     tokens = torch.zeros(room + 1, dtype=torch.int64, device=bufs.keys.device)
     with raises(UsageError, slot=0, prefix=0, num_new=room + 1):
         prefill_drafter(cfg, features, tokens, weights, bufs, 0)
-    drafter = TritonDrafter(weights.head, TREE)
-    with raises(UsageError, missing="allocate"):
-        drafter.prefill(0, features, tokens)
-    drafter.allocate(1, 4)
-    with raises(UsageError, slot=0, num_new=room + 1):
-        drafter.prefill(0, features[:40], tokens[:40])
 
 
 def test_features(step: Problem) -> None:
@@ -205,7 +199,7 @@ def test_options_of_a_head_that_the_kernel_lacks() -> None:
     head = random_head()
     for activation in ("relu", "quick_gelu"):
         with raises(UnsupportedModelError, option="activation", found=activation):
-            TritonDrafter(replace(head, activation=activation), TREE)
+            Drafter(replace(head, activation=activation), TREE, "triton")
 
 
 def test_options_that_a_configuration_cannot_have(step: Problem) -> None:
@@ -239,15 +233,6 @@ def test_fp8_multiplies_32_numbers_at_a_time(step: Problem) -> None:
         replace(step[0], **changed)
         with raises(UsageError, field=field, found=found, expected=32):
             replace(fp8, **changed)
-
-
-def test_triton_by_name_needs_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    from eagle_slim.runtime.loading import build_drafter
-
-    with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
-        build_drafter("triton", random_head(), TREE)
 
 
 def test_packing_keeps_every_row(step: Problem) -> None:
