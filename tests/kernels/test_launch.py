@@ -140,16 +140,19 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
-     ("draft_vocab", 301), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8")],
+     ("draft_vocab", 301), ("num_kv_heads", 0), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8")],
 )  # fmt: skip
 def test_configurations_out_of_range(field: str, value: object) -> None:
     with raises(UsageError, field=field):
         replace(CFG, **{field: value})
 
 
-def test_a_head_without_fc_has_features_of_its_own_width() -> None:
-    with raises(UsageError, field="feature_width", found=192, expected=64):
-        replace(CFG, has_fc=False)
+def test_without_fc_features_are_as_wide_as_the_head() -> None:
+    for changed in ({"has_fc": False}, {"kind": "eagle"}):
+        with raises(UsageError, field="feature_width", found=192):
+            replace(CFG, **changed)
+    with raises(UsageError, field="has_fc"):
+        replace(CFG, kind="eagle", feature_width=64, has_fc=False)
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -163,14 +166,6 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
     assert bufs.most_new_tokens() == 2
     bufs.num_new.fill_(1)
     assert bufs.most_new_tokens() is None
-
-
-def test_an_eagle_1_configuration_has_features_as_wide_as_the_head() -> None:
-    eagle = replace(CFG, kind="eagle", feature_width=64)
-    with raises(UsageError, field="feature_width", found=192, expected=64):
-        replace(CFG, kind="eagle")
-    with raises(UsageError, field="has_fc"):
-        replace(eagle, has_fc=False)
 
 
 def tensors_without(name: str) -> dict[str, Tensor]:
@@ -265,8 +260,3 @@ def test_the_public_names() -> None:
     assert runtime.launch_drafter is launch_drafter
     assert runtime.Buffers is Buffers
     assert all(hasattr(runtime, name) for name in runtime.__all__)
-
-
-def test_a_head_without_key_heads() -> None:
-    with raises(UsageError, field="num_kv_heads", found=0, expected=(1, 4)):
-        replace(CFG, num_kv_heads=0)
