@@ -140,7 +140,8 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
-     ("draft_vocab", 301), ("num_kv_heads", 0), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8")],
+     ("draft_vocab", 301), ("num_kv_heads", 0), ("norm_eps", float("nan")), ("norm_eps", -1.0),
+     ("weight_dtype", "fp8")],
 )  # fmt: skip
 def test_configurations_out_of_range(field: str, value: object) -> None:
     with raises(UsageError, field=field):
