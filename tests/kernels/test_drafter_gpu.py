@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
-from eagle_slim.runtime.drafter.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
@@ -28,8 +30,7 @@ from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.slots import ActiveSlots
-from eagle_slim.runtime.tree import DraftTree
+from eagle_slim.runtime.tree import Candidates
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
 from support.drafting import with_follow, with_options
@@ -259,72 +260,53 @@ class Counts:
     worst: list[Agreement] = field(default_factory=list)
 
 
+INPUTS = (
+    "new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count", "keys", "values",
+)  # fmt: skip
+
+
 class Watched:
     """A drafter that drafts with the kernel in bf16 and compares each step with the reference in fp32."""
 
-    def __init__(self, weights: HeadWeights, tree: TreeConfig, counts: Counts) -> None:
-        half = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
-        rounded = replace(
-            weights, tensors=half, embedding=weights.embedding.bfloat16(), lm_head=weights.lm_head.bfloat16()
-        )
-        self.mine = TritonDrafter(rounded, tree)
-        self.weights, self.tree, self.counts = weights, tree, counts
-        self.exact = replace(
-            weights, tensors={name: tensor.float() for name, tensor in half.items()},
-            embedding=rounded.embedding.float(), lm_head=rounded.lm_head.float(),
-        )  # fmt: skip
-        self.reference = ReferenceDrafter(self.exact, tree)
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.cfg: DrafterConfig | None = None
 
-    def allocate(self, num_slots: int, capacity: int) -> None:
-        self.mine.allocate(num_slots, capacity)
-        self.reference.allocate(num_slots, capacity)
-
-    def reset_slot(self, slot: int) -> None:
-        self.mine.reset_slot(slot)
-        self.reference.reset_slot(slot)
-
-    def prefill(self, slot: int, features: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        self.mine.prefill(slot, features, next_tokens)
-        self.reference.prefill(slot, features, next_tokens)
-
-    def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
-        prefix = tuple(self.reference.lengths)
-        cache = self.reference._cache
-        assert cache is not None
-        num_new = [1] * active.num_slots
-        for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
-            num_new[slot] = count
-        step = Step(
-            pairs.features.float(), pairs.next_tokens, tuple(num_new), prefix, cache.keys, cache.values, active.indices
-        )
-        tree = self.mine.draft(active, pairs)
-        tree = DraftTree(*(getattr(tree, name).clone() for name in FIELDS))
-        assert self.mine._bufs is not None
-        drafted = candidates_of(self.mine._bufs)
-        own = self.reference.draft(active, pairs)
-        for place, slot in enumerate(active.indices):
+    def __call__(self, cfg: DrafterConfig, features: torch.Tensor, head: HeadWeights, bufs: Buffers) -> None:
+        if cfg != self.cfg:
+            self._begin(cfg, head)
+        mine, half = self.bufs, features.bfloat16()
+        for name in INPUTS:
+            getattr(mine, name).copy_(getattr(bufs, name))
+        step = Step.of(half, mine)
+        if not step.active:
+            draft_ref(cfg, features, head, bufs)
+            return
+        launch_drafter(self.half_cfg, half, self.weights, mine)
+        check_finished(mine)
+        drafted, tree = candidates_of(mine), tree_of(mine)
+        # The cache stays the reference's own.
+        draft_ref(cfg, features, self.exact, bufs)
+        for place, slot in enumerate(step.active):
             self.counts.steps += 1
-            if all(torch.equal(getattr(tree, name)[slot], getattr(own, name)[slot]) for name in FIELDS):
-                self.counts.equal += 1
-            one = replace(drafted, **{
-                name: getattr(drafted, name)[place : place + 1] for name in ("tokens", "scores", "parents")
-            })  # fmt: skip
-            blanked = DraftTree(*(getattr(tree, name).clone() for name in FIELDS))
+            self.counts.equal += all(
+                torch.equal(getattr(tree, name)[slot], getattr(bufs, name)[slot]) for name in FIELDS
+            )
+            one = Candidates(*(field[place : place + 1] for field in vars(drafted).values()))
             alone = replace(step, active=(slot,))
-            wanted = blank_others(blanked, slot)
-            agreement = replay(self.exact, self.tree, alone, one, wanted, atol=log_prob_atol(self.mine._cfg))
+            agreement = replay(self.exact, cfg.tree, alone, one, tree, atol=log_prob_atol(self.half_cfg))
             self.counts.agreeing += agreement.agrees
             self.counts.worst.append(agreement)
-        return tree
+        for name in FIELDS:
+            getattr(bufs, name).copy_(getattr(tree, name))
 
-
-def blank_others(tree: DraftTree, slot: int) -> DraftTree:
-    """What a replay of one slot alone gives for the others."""
-    for name, blank in zip(FIELDS, (-1, -1, 0, 0, -1, 0), strict=True):
-        kept = getattr(tree, name)[slot].clone()
-        getattr(tree, name).fill_(blank)
-        getattr(tree, name)[slot] = kept
-    return tree
+    def _begin(self, cfg: DrafterConfig, head: HeadWeights) -> None:
+        half = {name: tensor.bfloat16() for name, tensor in head.tensors.items()}
+        rounded = replace(head, tensors=half, embedding=head.embedding.bfloat16(), lm_head=head.lm_head.bfloat16())
+        self.cfg, self.half_cfg = cfg, replace(cfg, dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
+        self.weights = Weights.pack(rounded, self.half_cfg)
+        self.bufs = allocate_buffers(self.half_cfg, self.weights)
+        self.exact = exact_head(rounded, self.half_cfg)
 
 
 def test_smollm2_drafts_what_the_reference_drafts(record_property: Callable[[str, object], None]) -> None:
@@ -339,9 +321,9 @@ def test_smollm2_drafts_what_the_reference_drafts(record_property: Callable[[str
     lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:16]
     prompts = [reference.encode_chat(json.loads(line)["turns"][0]) for line in lines]
     by_reference = reference.generate(prompts, max_new_tokens=64)
-    counts = Counts()
-    watched = SpeculativeModel.from_pretrained(**options, drafter=lambda weights, tree: Watched(weights, tree, counts))
-    output = watched.generate(prompts, max_new_tokens=64)
+    watched = Watched()
+    counts = watched.counts
+    output = SpeculativeModel.from_pretrained(**options, drafter=watched).generate(prompts, max_new_tokens=64)
     assert output.token_ids == reference.generate(prompts, max_new_tokens=64, speculative=False).token_ids
     lengths = output.stats.mean_accepted_length, by_reference.stats.mean_accepted_length
     record_property("steps_equal_agreeing", (counts.steps, counts.equal, counts.agreeing))
@@ -359,7 +341,7 @@ def test_triton_is_what_the_name_gives() -> None:
         model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", drafter="triton")
     except EagleSlimError as error:
         pytest.skip(f"no built-in target here: {error}")
-    assert isinstance(model.drafter, TritonDrafter)
+    assert model.drafter.name == "triton"
     prompt = model.encode_chat("What is 12 times 7?")
     drafted = model.generate(prompt, max_new_tokens=32)
     assert drafted.stats.mean_accepted_length > 1.5
@@ -377,8 +359,7 @@ def test_fp8_is_what_the_name_gives() -> None:
     prompt = model.encode_chat("What is 12 times 7?")
     smaller = model.with_draft_vocab(4096).with_tree(TreeConfig(3, 8, 30))
     for each in (model, smaller):
-        assert isinstance(each.drafter, TritonDrafter)
-        assert each.drafter.packing.weight_dtype == torch.float8_e4m3fn
+        assert each.draft_weights == "fp8"
         drafted = each.generate(prompt, max_new_tokens=32)
         assert "; drafter triton, fp8 weights; " in drafted.stats.path
         assert drafted.stats.mean_accepted_length > 1.5
