@@ -10,7 +10,6 @@ import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.requests.options import build_processors
-from eagle_slim.runtime.requests.sampling import warp
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
@@ -227,33 +226,6 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
     assert case.choose(rules).flatten().tolist() == wanted
     assert case.choose_ref(rules).flatten().tolist() == wanted
     assert set(wanted) & set(eos)  # reached, where it may be
-
-
-@pytest.mark.slow
-def test_draws_are_distributed_as_the_warped_softmax() -> None:
-    """Chi-square over 10,000 draws."""
-    torch.manual_seed(1)
-    config = SamplingConfig(0.8, top_k=20, top_p=0.97)
-    logits = torch.randn(1, 50) * 1.5
-    exact = warp(logits, config).softmax(-1, dtype=torch.float64)[0]
-    draws = 10000
-    case = row_case(logits, torch.zeros(1, dtype=torch.float64))
-    case.set_numbers(config.temperature, config.top_k, config.top_p)
-    rules = rules_of(config)
-    counts = torch.zeros(50)
-    tree = {"parents": torch.full((1, 200), -1), "positions": torch.arange(200)[None]}
-    trees = case.trees._replace(draft_tokens=torch.zeros(1, 200, dtype=torch.int64), **tree)
-    case = replace(case, logits=logits.repeat(200, 1), nodes=200, trees=trees)
-    for _ in range(draws // 200):
-        case.state = case.state._replace(uniforms=torch.rand(1, 200, dtype=torch.float64))
-        counts += torch.bincount(case.choose_ref(rules).flatten(), minlength=50)
-    expected = exact * draws
-    kept = expected > 0
-    assert int(counts[~kept].sum()) == 0
-    statistic = float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum())
-    degrees = int(kept.sum()) - 1
-    # Wilson and Hilferty's approximation of the 0.999 quantile.
-    assert statistic < degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 @pytest.mark.parametrize("name", ["greedy", "everything"])

@@ -36,17 +36,6 @@ def test_kernels_equal_the_twin(vocab: int, rules: ChoiceRules) -> None:
             assert torch.equal(case.choose(rules, part=1024, capacity=0), wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_few_values(dtype: torch.dtype) -> None:
-    """Every cut falls among thousands of equals."""
-    case = random_case(49152, parents=[-1] + [0] * 9, dtype=dtype, device="cuda")
-    case.logits = torch.randint(0, 4, case.logits.shape, device="cuda").to(dtype)
-    for top_k, top_p in ((50, 0.5), (20000, 0.9), (49151, 0.05)):
-        case.set_numbers(0.9, top_k, top_p)
-        rules = replace(SAMPLED, has_top_k=True, has_top_p=True)
-        assert torch.equal(case.choose(rules, part=4096), case.choose_ref(rules))
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.parametrize("rules", [ChoiceRules(), ALL_RULES], ids=["greedy", "everything"])
 def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:

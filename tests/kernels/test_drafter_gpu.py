@@ -28,13 +28,12 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.errors import DrafterError, EagleSlimError
+from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import Candidates
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
 from support.drafting import with_follow, with_options
-from support.raising import raises
 
 pytestmark = pytest.mark.gpu
 PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
@@ -241,15 +240,6 @@ def test_barrier_cannot_hang() -> None:
     assert int(state[ERROR]) == 1
 
 
-def test_a_barrier_that_timed_out_is_reported() -> None:
-    drafted = draft(small_head(dtype=torch.bfloat16, **MEDIUM), (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
-    drafted.bufs.workspace["barrier"][ERROR] = 1
-    with raises(DrafterError, buffer="barrier"):
-        check_finished(drafted.bufs)
-    launch_drafter(drafted.cfg, drafted.features, drafted.weights, drafted.bufs)
-    check_finished(drafted.bufs)
-
-
 @dataclass
 class Counts:
     steps: int = 0
@@ -332,19 +322,6 @@ def test_smollm2_drafts_what_the_reference_drafts(record_property: Callable[[str
     assert counts.steps > 100
     assert counts.agreeing >= 0.99 * counts.steps, str(max(counts.worst, key=lambda agreement: agreement.max_error))
     assert lengths[0] == pytest.approx(lengths[1], rel=0.01)
-
-
-def test_triton_is_what_the_name_gives() -> None:
-    from eagle_slim.runtime import SpeculativeModel
-
-    try:
-        model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", drafter="triton")
-    except EagleSlimError as error:
-        pytest.skip(f"no built-in target here: {error}")
-    assert model.drafter.name == "triton"
-    prompt = model.encode_chat("What is 12 times 7?")
-    drafted = model.generate(prompt, max_new_tokens=32)
-    assert drafted.stats.mean_accepted_length > 1.5
 
 
 def test_fp8_is_what_the_name_gives() -> None:

@@ -157,14 +157,6 @@ def test_no_gpu_and_no_interpreter(step: Problem, monkeypatch: pytest.MonkeyPatc
             launch_drafter(cfg, features, weights, bufs)
 
 
-def test_more_new_tokens_than_features(device: str) -> None:
-    _, features, weights, bufs = problem(random_head(device=device), TREE, [5], [2])
-    cfg = DrafterConfig.of(weights.head, TREE, 1, 21)
-    bufs.set_step([0], [[1, 2, 3]], [5])
-    with raises(UsageError, num_new=3, width=2):
-        launch_drafter(cfg, features[:, :2], weights, bufs)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -137,11 +137,6 @@ def test_a_target_spread_over_devices_is_refused() -> None:
     check_supported(target)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
-def test_supported_models_pass(kind: str) -> None:
-    check_supported(tiny_target(kind))
-
-
 @pytest.mark.parametrize(
     ("config", "field", "found"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +95,15 @@ def test_transformers_forward_is_captured(tmp_path: Path, family: str) -> None:
     assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
 
 
-def test_smollm2_in_fp32_needs_the_measured_passes() -> None:
-    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="triton")
+def smollm2(dtype: torch.dtype, drafter: str) -> tuple[SpeculativeModel, list[list[int]]]:
+    model = SpeculativeModel.from_pretrained(dtype=dtype, device="cuda", drafter=drafter)
     lines = (Path(__file__).parents[3] / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:12]
-    prompts = [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
+    return model, [model.encode_chat(json.loads(line)["turns"][0]) for line in lines]
+
+
+@pytest.mark.parametrize("drafter", ["triton", "reference"])
+def test_smollm2_in_fp32_needs_the_measured_passes(drafter: str) -> None:
+    model, prompts = smollm2(torch.float32, drafter)
     output = model.generate(prompts, max_new_tokens=40)
     plain = model.generate(prompts, max_new_tokens=40, speculative=False)
     assert "CUDA graphs" in output.stats.path
@@ -105,6 +111,19 @@ def test_smollm2_in_fp32_needs_the_measured_passes() -> None:
     assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
     assert output.stats.num_accepted_tokens == pytest.approx(484, abs=3)
     assert output.stats.num_passes == pytest.approx(160, abs=2)
+    sampled = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 0.9, "seed": 1}
+    drafted = model.generate(prompts, **sampled)
+    assert drafted.token_ids == model.generate(prompts, speculative=False, **sampled).token_ids
+
+
+def test_smollm2_in_bf16_stays_close(record_property: Callable[[str, object], None]) -> None:
+    model, prompts = smollm2(torch.bfloat16, "auto")
+    output = model.generate(prompts, max_new_tokens=40)
+    plain = model.generate(prompts, max_new_tokens=40, speculative=False)
+    same = [a == b for a, b in zip(output.token_ids, plain.token_ids, strict=True)]
+    record_property("answers_equal_in_bf16", f"{sum(same)}/{len(same)}")
+    assert sum(same) >= len(same) // 2
+    assert output.stats.mean_accepted_length == pytest.approx(3.025, rel=0.05)
 
 
 @pytest.mark.parametrize(

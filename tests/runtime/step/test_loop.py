@@ -112,19 +112,6 @@ def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
     assert drafted.token_ids != model.generate(PROMPTS, **{**options, "seed": 12}).token_ids
 
 
-def test_padded_tensor_with_attention_mask(tmp_path: Path) -> None:
-    model = build(tmp_path)
-    prompts = random_prompts([3, 5])
-    padded = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    output = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=8)
-    assert output.token_ids == model.generate(prompts, max_new_tokens=8).token_ids
-    assert output.sequences.shape == (2, 5 + max(map(len, output.token_ids)))
-    assert torch.equal(output.sequences[:, :5], padded)
-    for row, new in zip(output.sequences[:, 5:].tolist(), output.token_ids, strict=True):
-        assert row[: len(new)] == new
-
-
 def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
     model = build(tmp_path)
     prompts = random_prompts([3, 5])
