@@ -17,7 +17,6 @@ from eagle_slim.runtime.drafter.launch import (
     prefill_drafter,
 )
 from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
-from eagle_slim.runtime.drafter.packed_head import pack_head
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -224,12 +223,3 @@ def test_fp8_multiplies_32_numbers_at_a_time(step: Problem) -> None:
         check_kernel_limits(replace(step[0], **changed))
         with raises(UsageError, field=field, found=found, expected=32):
             check_kernel_limits(replace(fp8, **changed))
-
-
-def test_packing_keeps_every_row(step: Problem) -> None:
-    """Each LM-head row's id is in the packed table once."""
-    cfg, _, weights, _ = step
-    packed = pack_head(weights.head, cfg, FixedLaunch(choose_launch(cfg, KNOWN_CHIPS[90])))
-    ids = packed.row_ids.flatten().tolist()
-    for target_id in weights.head.draft_to_target.tolist():
-        assert ids.count(target_id) == 1 or target_id == 0

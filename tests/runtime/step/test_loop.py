@@ -97,21 +97,6 @@ def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str, sampling: d
         assert together.stats.num_passes == sum(output.stats.num_passes for output in alone)
 
 
-@pytest.mark.parametrize("tree", ["tree", "chain"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("warpers", [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 7}])
-def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
-    tmp_path: Path, tree: str, temperature: float, warpers: dict[str, Any]
-) -> None:
-    model = build(tmp_path, tree=tree)
-    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 11, **warpers}
-    drafted = model.generate(PROMPTS, **options)
-    plain = model.generate(PROMPTS, speculative=False, **options)
-    assert drafted.token_ids == plain.token_ids
-    assert set(plain.stats.accepted_lengths) == {1}
-    assert drafted.token_ids != model.generate(PROMPTS, **{**options, "seed": 12}).token_ids
-
-
 def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
     model = build(tmp_path)
     prompts = random_prompts([3, 5])
@@ -147,7 +132,6 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         ([[1, 2], [3]], [[1, 1], [1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2, 2]}),
         ([[1, 2], [3]], [[1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2]}),
         ("text", [[1, 1]], {"option": "attention_mask"}),
-        ([{"role": "user", "content": "Hi"}], None, {"found": "messages"}),
     ],
 )
 def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:

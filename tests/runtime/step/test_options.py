@@ -236,7 +236,7 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
     ("prompt", "found"),
     [([3.0, 4.0], 3.0), (torch.tensor([[3.5]]), 3.5), (torch.tensor([[True]]), True),
      (torch.tensor(3), torch.tensor(3)), (b"a", b"a"), (3, 3), (None, None), ([[3], 4], "mixed"),
-     ([3, "a"], "a"), ([[[3]]], [3])],
+     ([3, "a"], "a"), ([[[3]]], [3]), ([{"role": "user", "content": "Hi"}], "messages")],
     ids=str,
 )  # fmt: skip
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any, found: Any) -> None:
