@@ -83,13 +83,16 @@ def test_no_active_slot(bufs: Buffers) -> None:
     [(([0, 1], [[1]], [0, 0]), {"slots": 2, "lists": 1}), (([0], [[-1]], [0]), {"slot": 0, "token": -1}),
      (([0], [[2, HEAD.embedding.shape[0]]], [0]), {"slot": 0, "token": 300}),
      (([0], [[1.5]], [0]), {"expected": "integers"}), (([0], [1], [0]), {"expected": "integers"}),
-     (([0], [[1]], [0.0]), {"expected": "integers"})],
+     (([0], [[1]], [0.0]), {"expected": "integers"}), (([0, 1], [[1], [1] * 17], [0, 0]), {"slot": 1, "num_new": 17}),
+     (([0, 1], [[1], []], [0, 0]), {"slot": 1, "num_new": 0}), (([2, 2], [[1]] * 2, [0, 0]), {"active": [2, 2]}),
+     (([3], [[1]], [0]), {"active": [3], "slots": 3}), (([-1], [[1]], [0]), {"active": [-1]})],
 )  # fmt: skip
 def test_steps_that_do_not_fit(bufs: Buffers, step: tuple[list[int], list[list[int]], list[int]], facts: Facts) -> None:
-    before = bufs.new_tokens.clone()
+    before = bufs.new_tokens.clone(), bufs.prefix.clone()
     with raises(UsageError, **facts):
         bufs.set_step(*step)
-    assert torch.equal(bufs.new_tokens, before)
+    assert torch.equal(bufs.new_tokens, before[0])
+    assert torch.equal(bufs.prefix, before[1])
 
 
 def test_fewer_features_than_new_tokens(bufs: Buffers) -> None:

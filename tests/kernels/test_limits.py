@@ -34,19 +34,6 @@ def step(device: str) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
 Problem = tuple[DrafterConfig, torch.Tensor, Weights, Buffers]
 
 
-def test_new_tokens(step: Problem) -> None:
-    bufs = step[3]
-    before = bufs.new_tokens.clone(), bufs.prefix.clone()
-    for tokens in ([1] * 17, []):
-        with raises(UsageError, slot=1, num_new=len(tokens)):
-            bufs.set_step([0, 1], [[1], tokens], [0, 0])
-    for active in ([0, 0], [2], [-1]):
-        with raises(UsageError, active=active, slots=2):
-            bufs.set_step(active, [[1]] * len(active), [0] * len(active))
-    assert torch.equal(bufs.new_tokens, before[0])
-    assert torch.equal(bufs.prefix, before[1])
-
-
 def test_a_full_cache(step: Problem) -> None:
     cfg, _, weights, bufs = step
     room = cfg.max_positions - TREE.depth * TREE.top_k

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.requests.tree_size import measured_sizes
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
@@ -111,6 +110,7 @@ def test_smollm2_in_fp32_needs_the_measured_passes(drafter: str) -> None:
     assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
     assert output.stats.num_accepted_tokens == pytest.approx(484, abs=3)
     assert output.stats.num_passes == pytest.approx(160, abs=2)
+    assert f"; drafter {drafter}, fp32 weights; " in output.stats.path
     sampled = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 0.9, "seed": 1}
     drafted = model.generate(prompts, **sampled)
     assert drafted.token_ids == model.generate(prompts, speculative=False, **sampled).token_ids
@@ -254,25 +254,3 @@ def test_a_chat_keeps_its_prefix(tmp_path: Path) -> None:
         for result, wanted in zip(output.results, least, strict=True):
             assert result.stats.num_reused_tokens >= wanted
         turns = [[*turn, *answer, 5, 6] for turn, answer in zip(turns, output.token_ids, strict=True)][::-1]
-
-
-def test_trees_are_sized_by_what_was_measured(tmp_path: Path) -> None:
-    target = tiny_target("llama", hidden_size=64, intermediate_size=96, max_position_embeddings=512, head_dim=16)
-    head = write_head(tmp_path, hidden=64)
-    model = SpeculativeModel.from_pretrained(
-        target.cuda(), head, drafter="triton", target_backend="fused", depth=3, top_k=4
-    )
-    prompts = random_prompts([9, 20] * 8)
-    for count in (1, 16):
-        output = model.generate(prompts[:count], max_new_tokens=12)
-        chosen = measured_sizes().choose(
-            torch.cuda.get_device_name(),
-            "cuda",
-            model.target.weight_bytes,
-            model.draft_bytes,
-            count,
-            20,
-            model.drafter.tree.total_tokens,
-        )
-        assert output.stats.num_nodes == chosen.num_nodes
-        assert output.token_ids == [greedy(model, prompt, 12) for prompt in prompts[:count]]
