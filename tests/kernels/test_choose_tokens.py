@@ -114,7 +114,7 @@ def test_weights() -> None:
         SamplingConfig(2.0, top_k=5000),
         SamplingConfig(1.0, top_p=1e-6),
         SamplingConfig(1.0, top_k=1),
-        SamplingConfig(1e-30),
+        SamplingConfig(1e-45),
     ],
     ids=str,
 )

@@ -118,8 +118,11 @@ def test_steps_written_into_the_buffers(bufs: Buffers, field: str, value: int, f
 @pytest.mark.parametrize(
     "features",
     [FEATURES[0, 0], torch.tensor(1.0), None, FEATURES.numpy(), FEATURES[:, :0], FEATURES.to("meta"), FEATURES.half(),
-     ()],
-    ids=["one row", "a number", "none", "numpy", "no tokens", "another device", "another type", "no taps"],
+     (), FEATURES[:1], FEATURES[..., :-1], FEATURES.repeat(1, 2, 1),
+     FEATURES.transpose(1, 2).contiguous().transpose(1, 2), FEATURES.chunk(3, -1)[:2],
+     (*FEATURES.chunk(3, -1)[:2], FEATURES[..., :64].half())],
+    ids=["one row", "a number", "none", "numpy", "no tokens", "another device", "another type", "no taps", "one slot",
+         "narrower", "too many tokens", "strided", "two taps", "taps of two types"],
 )  # fmt: skip
 def test_features_of_other_forms(bufs: Buffers, features: object) -> None:
     with raises(UsageError, tensor="features"):

@@ -47,17 +47,6 @@ def test_a_full_cache(step: Problem) -> None:
         prefill_drafter(cfg, features, tokens, weights, bufs, 0)
 
 
-def test_features(step: Problem) -> None:
-    cfg, features, weights, bufs = step
-    taps = features.chunk(3, -1)
-    for wrong in (
-        features[:1], features[..., :-1], features[0], features.repeat(1, 2, 1), features.double(),
-        features.transpose(1, 2).contiguous().transpose(1, 2), taps[:2], (*taps[:2], features[..., :64].half()),
-    ):  # fmt: skip
-        with raises(UsageError, tensor="features"):
-            launch_drafter(cfg, wrong, weights, bufs)
-
-
 def test_three_taps_of_a_head_that_norms_two(step: Problem) -> None:
     cfg, features, weights, bufs = problem(with_options(step[2].head, tap_norms=2), TREE, [5], [1])
     with raises(UsageError, tensor="features"):
