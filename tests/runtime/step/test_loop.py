@@ -139,16 +139,6 @@ def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts
         build(tmp_path).generate(given, attention_mask=mask)
 
 
-def test_the_target_keeps_its_own_generate(tmp_path: Path) -> None:
-    target = tiny_target("llama")
-    before = plain_greedy(target, PROMPTS[2], 8)
-    implementation = target.config._attn_implementation
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
-    model.generate(PROMPTS[2], max_new_tokens=8)
-    assert target.config._attn_implementation == implementation
-    assert plain_greedy(target, PROMPTS[2], 8) == before
-
-
 def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:
     model = build(tmp_path)
     head = write_head(tmp_path / "other", kind="eagle")
