@@ -46,6 +46,7 @@ Everything here is a function from tensors to tensors of fixed shape, without wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -83,13 +84,20 @@ class DraftTree:
         [1, 1, nodes, nodes], ``tree_position_ids`` int64 [nodes]. With ``sampling`` the retrieve rows are sorted as
         upstream sorts them when a logits processor is given: lexicographically, padding last.
         """
-        nodes = self.draft_tokens.shape[1]
         width = int(self.tree_position_ids[slot].max()) + 1
         paths = self.retrieve_indices[slot, : int(self.num_leaves[slot]), :width]
-        if sampling:
-            order = sorted(range(len(paths)), key=lambda row: [n if n >= 0 else nodes + 5 for n in paths[row].tolist()])
-            paths = paths[order]
+        paths = sort_paths(paths) if sampling else paths
         return self.draft_tokens[slot][None], paths, self.tree_mask[slot][None].float(), self.tree_position_ids[slot]
+
+
+def sort_paths(paths: Tensor) -> Tensor:
+    """Sort retrieve rows int64 [rows, width] as upstream does for sampling: lexicographically, -1 last (this waits).
+
+    Children of a node are tried in the order in which rows have them.
+    """
+    rows = paths.tolist()
+    order = sorted(range(len(rows)), key=lambda row: [math.inf if node < 0 else node for node in rows[row]])
+    return paths[order]
 
 
 class Trees(NamedTuple):

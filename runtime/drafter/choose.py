@@ -32,7 +32,7 @@ def check_drafter(
             f"{option} = {drafter!r} is unknown; expected one of {', '.join(names)}.", option=option, found=drafter
         )
     if drafter == "triton" and device.type != "cuda":
-        from .kernel_launch import is_interpreted
+        from .kernels.persistent import is_interpreted
 
         if device.type != "cpu" or not is_interpreted():
             raise DrafterError(

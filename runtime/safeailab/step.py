@@ -32,7 +32,7 @@ from ..ops import Ops
 from ..step.kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
-from ..tree import Trees
+from ..tree import Trees, sort_paths
 from .drafting import LayerPatch
 from .kernels.tree_bias import tree_bias
 from .rebind import rebind, restore
@@ -247,6 +247,7 @@ class StepPatch:
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])
             tokens, paths, mask, positions = (field.clone() for field in tree)
+            paths = paths if logits_processor is None else sort_paths(paths)
         with torch.inference_mode():
             current_length_data.fill_(input_ids.shape[1])
         token = newest[count - 1 : count][None]

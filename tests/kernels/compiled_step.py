@@ -15,26 +15,31 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter import tail_rows
 from eagle_slim.runtime.drafter.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
+from eagle_slim.runtime.drafter.kernels import tail_rows
 from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip
 from eagle_slim.runtime.safeailab.kernels import tree_bias
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
+from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.target.kernels import fused_layers, tree_attention, tree_rows
 from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+from eagle_slim.runtime.tree import Trees
+from kernels.choosing import ALL_RULES, random_case
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.shared.drawn_verdicts import draw_paths
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, SLOTS, NODES, CHUNK = 4096, 32, 8, 128, 14336, 2, 60, 512
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, SLOTS, NODES, CHUNK, VOCAB = 4096, 32, 8, 128, 14336, 2, 60, 512, 128256
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",
@@ -57,9 +62,11 @@ class Compiler:
         types = {name: "constexpr" if name.isupper() else self._type(value) for name, value in values.items()}
         types = {name: types[name] for name in kernel.arg_names}
         aligned = {
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(kernel.arg_names)
-            if types[name].startswith("*") or (types[name] == "i32" and values[name] % 16 == 0)
+            place: [["tt.divisibility", 16]]
+            for index, name in enumerate(kernel.arg_names)
+            if not name.isupper()
+            for place, value in self._places(index, values[name])
+            if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = to_ptx(source, self.chip, options)
@@ -70,7 +77,15 @@ class Compiler:
         }  # fmt: skip
 
     @staticmethod
-    def _type(value: Any) -> str:
+    def _places(index: int, value: Any) -> list[tuple[tuple[int, ...], Any]]:
+        """Where an argument is, or each field of a group, as Triton counts."""
+        if isinstance(value, tuple):
+            return [((index, field), each) for field, each in enumerate(value)]
+        return [((index,), value)]
+
+    def _type(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*(self._type(each) for each in value))
         if isinstance(value, torch.Tensor):
             return POINTERS[value.dtype]
         return "fp32" if isinstance(value, float) else "i32"
@@ -88,8 +103,9 @@ def run_all(compiler: Compiler) -> None:
     keys = torch.zeros(2, SLOTS, KV_HEADS, 1024, HEAD_DIM, **bf16)
     table, qkv = torch.zeros(64, HEAD_DIM // 2), torch.zeros(rows, width, **bf16)
     tree = [torch.zeros(SLOTS, NODES, dtype=torch.int64)] * 3
+    trees = Trees(state.active_slots, state.active_count, *tree)
     forward = ForwardRows.allocate(SLOTS, NODES, state.lengths)
-    tree_rows.tree_rows(state.active_slots, state.active_count, *tree, forward)
+    tree_rows.tree_rows(trees, forward)
     norms = (qkv[0, :HEAD_DIM], qkv[0, :HEAD_DIM])
     fused_layers.rotate_append(
         qkv, qkv[0], norms, 1e-6, table, table, forward.positions, forward.attention.slots, forward.kv_rows, keys[0],
@@ -114,23 +130,26 @@ def run_all(compiler: Compiler) -> None:
         tree_attention.tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch, **options)
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
-    acceptance.walk(choices, tree[0], tree[1], 7, state, state.active_count)
+    acceptance.walk(choices, trees, 7, state, state.active_count)
     acceptance.commit_kv(state, keys, keys)
     acceptance.commit_features(state, wide, NODES, state.active_count, torch.zeros(SLOTS, 16, 3 * HIDDEN, **bf16))
     acceptance.list_active(state)
-    join_tails(compiler, state)
+    case = random_case(VOCAB, parents=[-1] + [0] * (NODES - 1), dtype=torch.bfloat16)
+    for rules in (ChoiceRules(), ALL_RULES):
+        case.choose(rules, part=2048)
+    mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
+    gather_tails(compiler)
     tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
     draw_paths(
         choices, *tree, state.active_slots, state.active_count, torch.ones(240, dtype=torch.int32), state.lengths
     )
 
 
-def join_tails(compiler: Compiler, state: SlotState) -> None:
-    """Let tokens join tails of 512 rows, and gather their rows."""
+def gather_tails(compiler: Compiler) -> None:
+    """Gather the rows of tails of 512 places."""
     rows, ids = torch.zeros(64, HIDDEN, dtype=torch.bfloat16), torch.arange(64)
-    follow = FollowRows("text", 512, ids, ids.int(), rows, ids.int())
+    follow = FollowRows(512, ids, ids.int(), rows, ids.int())
     tails = Tails.allocate(SLOTS, 512, "cpu")
-    tail_rows.join_tokens(state, follow, tails)
     for variant, weights in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
         compiler.variant = variant
         if weights.itemsize == 2 or compiler.chip.capability >= 89:

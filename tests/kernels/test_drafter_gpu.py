@@ -1,21 +1,17 @@
-"""The persistent drafter on a GPU: every type against the fp32 reference, real dimensions, graphs, and a real head."""
+"""The persistent drafter on a GPU: every type against the fp32 reference, real dimensions, and graphs."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, _count_rounds_kernel, count_rounds, count_rounds_ref
-from eagle_slim.runtime.drafter.launch import TritonDrafter, Weights, allocate_buffers, check_finished, launch_drafter
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
+from eagle_slim.runtime.drafter.launch import allocate_buffers, check_finished, launch_drafter
+from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.tuning.agreement import (
-    Agreement,
     Step,
     candidates_of,
     exact_head,
@@ -26,17 +22,13 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.drafter.weights import HeadWeights
-from eagle_slim.runtime.errors import DrafterError, EagleSlimError
+from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.slots import ActiveSlots
-from eagle_slim.runtime.tree import DraftTree
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
 from support.drafting import with_follow, with_options
-from support.raising import raises
 
 pytestmark = pytest.mark.gpu
-PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 MEDIUM = {
     "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 2, "head_dim": 64, "target_vocab": 4000,
     "draft_vocab": 3001, "device": "cuda",
@@ -240,131 +232,6 @@ def test_barrier_cannot_hang() -> None:
     assert int(state[ERROR]) == 1
 
 
-def test_a_barrier_that_timed_out_is_reported() -> None:
-    drafted = draft(small_head(dtype=torch.bfloat16, **MEDIUM), (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0])
-    drafted.bufs.workspace["barrier"][ERROR] = 1
-    with raises(DrafterError, buffer="barrier"):
-        check_finished(drafted.bufs)
-    launch_drafter(drafted.cfg, drafted.features, drafted.weights, drafted.bufs)
-    check_finished(drafted.bufs)
-
-
-@dataclass
-class Counts:
-    steps: int = 0
-    equal: int = 0
-    """Trees equal to the fp32 reference's own."""
-    agreeing: int = 0
-    """Trees that differ at most where scores nearly tie: the replay agrees."""
-    worst: list[Agreement] = field(default_factory=list)
-
-
-class Watched:
-    """A drafter that drafts with the kernel in bf16 and compares each step with the reference in fp32."""
-
-    def __init__(self, weights: HeadWeights, tree: TreeConfig, counts: Counts) -> None:
-        half = {name: tensor.bfloat16() for name, tensor in weights.tensors.items()}
-        rounded = replace(
-            weights, tensors=half, embedding=weights.embedding.bfloat16(), lm_head=weights.lm_head.bfloat16()
-        )
-        self.mine = TritonDrafter(rounded, tree)
-        self.weights, self.tree, self.counts = weights, tree, counts
-        self.exact = replace(
-            weights, tensors={name: tensor.float() for name, tensor in half.items()},
-            embedding=rounded.embedding.float(), lm_head=rounded.lm_head.float(),
-        )  # fmt: skip
-        self.reference = ReferenceDrafter(self.exact, tree)
-
-    def allocate(self, num_slots: int, capacity: int) -> None:
-        self.mine.allocate(num_slots, capacity)
-        self.reference.allocate(num_slots, capacity)
-
-    def reset_slot(self, slot: int) -> None:
-        self.mine.reset_slot(slot)
-        self.reference.reset_slot(slot)
-
-    def prefill(self, slot: int, features: torch.Tensor, next_tokens: torch.Tensor) -> None:
-        self.mine.prefill(slot, features, next_tokens)
-        self.reference.prefill(slot, features, next_tokens)
-
-    def draft(self, active: ActiveSlots, pairs: NewPairs) -> DraftTree:
-        prefix = tuple(self.reference.lengths)
-        cache = self.reference._cache
-        assert cache is not None
-        num_new = [1] * active.num_slots
-        for slot, count in zip(active.indices, pairs.num_new_host, strict=True):
-            num_new[slot] = count
-        step = Step(
-            pairs.features.float(), pairs.next_tokens, tuple(num_new), prefix, cache.keys, cache.values, active.indices
-        )
-        tree = self.mine.draft(active, pairs)
-        tree = DraftTree(*(getattr(tree, name).clone() for name in FIELDS))
-        assert self.mine._bufs is not None
-        drafted = candidates_of(self.mine._bufs)
-        own = self.reference.draft(active, pairs)
-        for place, slot in enumerate(active.indices):
-            self.counts.steps += 1
-            if all(torch.equal(getattr(tree, name)[slot], getattr(own, name)[slot]) for name in FIELDS):
-                self.counts.equal += 1
-            one = replace(drafted, **{
-                name: getattr(drafted, name)[place : place + 1] for name in ("tokens", "scores", "parents")
-            })  # fmt: skip
-            blanked = DraftTree(*(getattr(tree, name).clone() for name in FIELDS))
-            alone = replace(step, active=(slot,))
-            wanted = blank_others(blanked, slot)
-            agreement = replay(self.exact, self.tree, alone, one, wanted, atol=log_prob_atol(self.mine._cfg))
-            self.counts.agreeing += agreement.agrees
-            self.counts.worst.append(agreement)
-        return tree
-
-
-def blank_others(tree: DraftTree, slot: int) -> DraftTree:
-    """What a replay of one slot alone gives for the others."""
-    for name, blank in zip(FIELDS, (-1, -1, 0, 0, -1, 0), strict=True):
-        kept = getattr(tree, name)[slot].clone()
-        getattr(tree, name).fill_(blank)
-        getattr(tree, name)[slot] = kept
-    return tree
-
-
-def test_smollm2_drafts_what_the_reference_drafts(record_property: Callable[[str, object], None]) -> None:
-    """Exactly the target's text; the same trees, near-ties apart; the same accepted length."""
-    from eagle_slim.runtime import SpeculativeModel
-
-    options = {"dtype": torch.float32, "device": "cuda", "depth": 5, "top_k": 10, "total_tokens": 60}
-    try:
-        reference = SpeculativeModel.from_pretrained(**options)
-    except EagleSlimError as error:
-        pytest.skip(f"no built-in target here: {error}")
-    lines = PROMPTS.read_text(encoding="utf-8").splitlines()[:16]
-    prompts = [reference.encode_chat(json.loads(line)["turns"][0]) for line in lines]
-    by_reference = reference.generate(prompts, max_new_tokens=64)
-    counts = Counts()
-    watched = SpeculativeModel.from_pretrained(**options, drafter=lambda weights, tree: Watched(weights, tree, counts))
-    output = watched.generate(prompts, max_new_tokens=64)
-    assert output.token_ids == reference.generate(prompts, max_new_tokens=64, speculative=False).token_ids
-    lengths = output.stats.mean_accepted_length, by_reference.stats.mean_accepted_length
-    record_property("steps_equal_agreeing", (counts.steps, counts.equal, counts.agreeing))
-    record_property("largest_error", max(agreement.max_error for agreement in counts.worst))
-    record_property("accepted_lengths", lengths)
-    assert counts.steps > 100
-    assert counts.agreeing >= 0.99 * counts.steps, str(max(counts.worst, key=lambda agreement: agreement.max_error))
-    assert lengths[0] == pytest.approx(lengths[1], rel=0.01)
-
-
-def test_triton_is_what_the_name_gives() -> None:
-    from eagle_slim.runtime import SpeculativeModel
-
-    try:
-        model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", drafter="triton")
-    except EagleSlimError as error:
-        pytest.skip(f"no built-in target here: {error}")
-    assert isinstance(model.drafter, TritonDrafter)
-    prompt = model.encode_chat("What is 12 times 7?")
-    drafted = model.generate(prompt, max_new_tokens=32)
-    assert drafted.stats.mean_accepted_length > 1.5
-
-
 def test_fp8_is_what_the_name_gives() -> None:
     from eagle_slim.runtime import SpeculativeModel
 
@@ -377,8 +244,7 @@ def test_fp8_is_what_the_name_gives() -> None:
     prompt = model.encode_chat("What is 12 times 7?")
     smaller = model.with_draft_vocab(4096).with_tree(TreeConfig(3, 8, 30))
     for each in (model, smaller):
-        assert isinstance(each.drafter, TritonDrafter)
-        assert each.drafter.packing.weight_dtype == torch.float8_e4m3fn
+        assert each.draft_weights == "fp8"
         drafted = each.generate(prompt, max_new_tokens=32)
         assert "; drafter triton, fp8 weights; " in drafted.stats.path
         assert drafted.stats.mean_accepted_length > 1.5

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle_slim.runtime.drafter.kernels.frontier import MAX_DEPTH, frontier_on_device, frontier_ref
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.tree import select_frontier
 from kernels.example_tree import CHAINS, FRONTIERS, LETTERS, LEVELS, TOP_K
-from support.raising import raises
 
 FIELDS = ("scores", "candidates", "parents", "children", "chains")
 
@@ -39,14 +37,3 @@ def test_equals_the_definition(top_k: int, level: int, grid: float, device: str)
     by_tree = select_frontier(scores[None], top_k)
     assert torch.equal(by_tree[0][0], wanted.scores)
     assert torch.equal(by_tree[1][0].int(), wanted.parents * top_k + wanted.children)
-
-
-def test_refused() -> None:
-    chains = torch.zeros(16, MAX_DEPTH, dtype=torch.int32)
-    for scores, level, top_k, facts in (
-        (torch.zeros(4), 1, 3, {"tensor": "scores"}),
-        (torch.zeros(4).half(), 1, 2, {"tensor": "scores"}),
-        (torch.zeros(17), 0, 17, {"top_k": 17}),
-    ):
-        with raises(UsageError, **facts):
-            frontier_on_device(scores, chains, level, top_k)

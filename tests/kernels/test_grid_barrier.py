@@ -6,7 +6,7 @@ import torch
 from eagle_slim.runtime.drafter.kernels.grid_barrier import ERROR, count_rounds, count_rounds_ref
 from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.errors import DrafterError
-from kernels.replaying import draft
+from kernels.replaying import assert_equal_trees, draft, run
 from support.drafting import random_head
 from support.raising import raises
 
@@ -17,10 +17,14 @@ def test_one_program_passes_at_once(device: str) -> None:
     assert state.tolist() == [0, 0, 0, 0]
 
 
-def test_a_timeout_is_reported_once(device: str) -> None:
-    bufs = draft(random_head(device=device), (1, 2, 4), [3], [1]).bufs
+def test_a_timeout_is_reported_once_and_the_next_draft_is_whole(device: str) -> None:
+    first = draft(random_head(device=device), (1, 2, 4), [3], [1])
+    bufs = first.bufs
     bufs.workspace["barrier"][ERROR] = 1
+    bufs.workspace["node_arrivals"][0] = 2  # counts that a timeout can leave behind
     with raises(DrafterError, buffer="barrier") as refused:
         check_finished(bufs)
     assert str(refused.value).startswith("The drafter's grid barrier timed out")
     check_finished(bufs)
+    again = run(first.cfg, first.features, first.weights, bufs)
+    assert_equal_trees(again.tree, first.tree)

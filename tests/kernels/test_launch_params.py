@@ -11,7 +11,6 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
-from eagle_slim.runtime.drafter.launch import Weights, open_tuned_cache
 from eagle_slim.runtime.drafter.launch_params import (
     KNOWN_CHIPS,
     LaunchParams,
@@ -23,6 +22,7 @@ from eagle_slim.runtime.drafter.launch_params import (
     group_rows,
     stage_bytes,
 )
+from eagle_slim.runtime.drafter.packed_weights import Weights, open_tuned_cache
 from eagle_slim.runtime.drafter.shape_records import read_shapes
 from eagle_slim.runtime.drafter.tuned_cache import (
     LaunchTable,

@@ -7,9 +7,7 @@ import math
 import pytest
 import torch
 from eagle_slim.runtime.drafter.kernels.lm_topk import lm_head_topk, lm_head_topk_ref
-from eagle_slim.runtime.errors import UsageError
 from kernels.tolerances import OP_ATOL
-from support.raising import raises
 
 
 def test_by_hand(device: str) -> None:
@@ -76,40 +74,3 @@ def test_minus_infinity_is_a_value(finite: int, device: str) -> None:
     torch.testing.assert_close(values, wanted, rtol=1e-6, atol=OP_ATOL[torch.float32])
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=OP_ATOL[torch.float32])
-
-
-def test_half_precision(device: str) -> None:
-    x, weight = torch.randn(4, 64, device=device).half(), torch.randn(200, 64, device=device).half()
-    values, ids, lse = lm_head_topk(x, weight, 6, num_programs=3, block_n=64)
-    wanted, _, wanted_lse = lm_head_topk_ref(x, weight, 6)
-    # Products of halves are exact in fp32, and so accumulated.
-    torch.testing.assert_close(values, wanted, rtol=1e-5, atol=OP_ATOL[torch.float16])
-    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=OP_ATOL[torch.float16])
-    assert ids.dtype == torch.int32
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "top_k", "facts"),
-    [
-        ((1, 16), (4, 16), 5, {"top_k": 5}),
-        ((1, 16), (40, 16), 17, {"top_k": 17}),
-        ((1, 16), (4, 16), 0, {"top_k": 0}),
-        ((257, 16), (4, 16), 2, {"rows": 257}),
-        ((1, 24), (4, 24), 2, {"hidden": 24}),
-        ((1, 16), (4, 32), 2, {"tensor": "weight"}),
-    ],
-)
-def test_refused(x: tuple[int, int], weight: tuple[int, int], top_k: int, facts: dict[str, object]) -> None:
-    with raises(UsageError, **facts):
-        lm_head_topk(torch.zeros(x), torch.zeros(weight), top_k)
-    with raises(UsageError, tensor="weight"):
-        lm_head_topk(torch.zeros(1, 16), torch.zeros(4, 16).half(), 1)
-
-
-def test_inputs_of_any_strides(device: str) -> None:
-    x, weight = torch.randn(3, 64, device=device), torch.randn(50, 64, device=device)
-    strided = (tensor.t().contiguous().t() for tensor in (x, weight))
-    for mine, straight in zip(lm_head_topk(*strided, 4), lm_head_topk(x, weight, 4), strict=True):
-        assert torch.equal(mine, straight)
-    with raises(UsageError, expected="matrices"):
-        lm_head_topk(x[0], weight, 4)

@@ -20,8 +20,8 @@ from eagle_slim.runtime.target.kernels.tree_attention import (
     tree_attention_ref,
 )
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
-from eagle_slim.runtime.tree import layout_tree
-from kernels.test_step_kernels import random_parents
+from eagle_slim.runtime.tree import Trees, layout_tree
+from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -54,8 +54,7 @@ def test_trees(
     rows = ForwardRows.allocate(slots, nodes, torch.tensor(lengths, dtype=torch.int32, device=device))
     active = torch.tensor([0, 2, -1], dtype=torch.int32, device=device)
     count = torch.tensor([2], dtype=torch.int32, device=device)
-    fields = [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
-    tree_rows_ref(active, count, *fields, rows)
+    tree_rows_ref(Trees(active, count, *fields_of(tree, device)), rows)
     check(rows, heads, kv_heads, head_dim, dtype, window, [length + nodes for length in lengths])
 
 

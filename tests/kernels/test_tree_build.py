@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from eagle_slim.runtime.drafter.kernels.tree_build import build_tree_on_device
-from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import Candidates, build_tree, level_offset, select_frontier
 from kernels.example_tree import PARENTS, ROOT, SCORES, TOKENS
-from support.raising import raises
 
 FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
 
@@ -77,20 +75,3 @@ def test_equals_the_definition(tree: tuple[int, int, int], grid: float, device: 
     built = on_device(roots, candidates, config, device)
     for name in FIELDS:
         assert torch.equal(built[name], getattr(wanted, name)), name
-
-
-def test_refused() -> None:
-    some = torch.zeros(1, 12, dtype=torch.int32)
-    roots = torch.zeros(1, dtype=torch.int32)
-    for total in (1, 14, 129):
-        with raises(UsageError, total_tokens=total, candidates=12):
-            build_tree_on_device(roots, some, some.float(), some, total, 4)
-    strided = torch.zeros(12, 2, dtype=torch.int32).t()
-    with raises(UsageError, tensor="tokens") as refused:
-        build_tree_on_device(torch.zeros(2, dtype=torch.int32), strided, strided.float(), strided, 5, 4)
-    assert "tokens must be torch.int32 [2, 12], contiguous, on cpu" in str(refused.value)
-    with raises(UsageError, tensor="scores", expected=(torch.float32, (1, 12)), found=(torch.int32, (1, 12))):
-        build_tree_on_device(roots, some, some, some, 5, 4)
-    many = torch.zeros(1, 4097, dtype=torch.int32)
-    with raises(UsageError, candidates=4097):
-        build_tree_on_device(roots, many, many.float(), many, 60, 4)

@@ -23,25 +23,9 @@ def test_artifact_and_target_by_repository(tmp_path: Path) -> None:
     with HubServer() as hub:
         hub.add_model("someone/target", files(target))
         hub.add_model("someone/slim", files(tmp_path / "slim"))
-        command = [
-            sys.executable,
-            "-m",
-            "eagle_slim.runtime.generate_cli",
-            "someone/slim",
-            "--target",
-            "someone/target",
-        ]
-        command += [
-            "--draft-vocab",
-            "300",
-            "--prompt",
-            "hello",
-            "--max-new-tokens",
-            "4",
-            "--total-tokens",
-            "20",
-            "--json",
-        ]
+        options = "--draft-vocab 300 --prompt hello --max-new-tokens 4 --total-tokens 20 --json"
+        program = [sys.executable, "-m", "eagle_slim.runtime.generate_cli"]
+        command = [*program, "someone/slim", "--target", "someone/target", *options.split()]
         env = {**hub.env(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
         online = subprocess.run(command, env=env, capture_output=True, text=True, timeout=1800)
         assert online.returncode == 0, online.stderr

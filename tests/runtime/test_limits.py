@@ -64,13 +64,6 @@ def test_one_new_token_comes_from_the_prompts_forward(tmp_path: Path) -> None:
     assert output.stats.num_passes == 0
 
 
-def test_a_mixed_batch_with_nothing_to_do_for_some(tmp_path: Path) -> None:
-    model = build(tmp_path)
-    prompts = random_prompts([1, 30, 2])
-    output = model.generate(prompts, max_new_tokens=5, max_slots=1)
-    assert output.token_ids == [plain_greedy(model.target.model, prompt, 5) for prompt in prompts]
-
-
 @pytest.mark.parametrize(
     ("prompt", "facts"),
     [([], {"prompts": 0}), ([[3, 4], []], {"prompt": 1, "tokens": 0}), ([3, 99], {"prompt": 0, "id": 99}),
@@ -89,15 +82,6 @@ def test_context_full_in_the_middle_of_a_tree(tmp_path: Path, room: int) -> None
     output = model.generate(PROMPT, max_new_tokens=50, ignore_eos=True)
     assert output.results[0].finish_reason == "context"
     assert output.token_ids == [plain_greedy(model.target.model, PROMPT, room, eos=None)]
-
-
-@ignore_acceptance
-def test_the_models_own_context_is_the_limit(tmp_path: Path) -> None:
-    target = tiny_target("llama", max_position_embeddings=20)
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREE)
-    output = model.generate(PROMPT, max_new_tokens=50, ignore_eos=True)
-    assert len(PROMPT) + len(output.token_ids[0]) == 20
-    assert output.results[0].finish_reason == "context"
 
 
 @ignore_acceptance
@@ -214,20 +198,6 @@ def test_a_stop_string_is_not_printed(pieces: list[int], capsys: pytest.CaptureF
 def test_a_context_without_room(tmp_path: Path, limit: int) -> None:
     with pytest.raises(UsageError, match=rf"^max_model_len must be an integer of at least 1, got {limit}\.$"):
         build(tmp_path, max_model_len=limit)
-
-
-@pytest.mark.parametrize(
-    ("options", "option"),
-    [({"top_p": 0.9}, "top_p"), ({"do_sample": False, "temperature": 0.5}, "temperature"),
-     ({"do_sample": True, "temperature": 0.0}, "temperature"), ({"temperature": -1.0}, "temperature"),
-     ({"temperature": 1.0, "top_p": 0.0}, "top_p"), ({"temperature": 1.0, "top_k": -1}, "top_k"),
-     ({"max_new_tokens": -1}, "max_new_tokens"), ({"stop": ["x"]}, "stop"), ({"max_slots": 0}, "max_slots"),
-     ({"seed": -1}, "seed")],
-    ids=str,
-)  # fmt: skip
-def test_arguments_that_contradict(tmp_path: Path, options: dict[str, Any], option: str) -> None:
-    with raises(UsageError, option=option):
-        build(tmp_path).generate(PROMPT, **options)
 
 
 def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

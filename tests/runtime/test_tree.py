@@ -11,7 +11,6 @@ import torch
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import (
-    Candidates,
     DraftTree,
     build_tree,
     join_levels,
@@ -187,14 +186,6 @@ def test_layout_of_a_batch_treats_sequences_apart() -> None:
     assert tree.retrieve_indices[1].tolist() == [[0, 1, -1, -1], [0, 2, -1, -1], [0, 3, -1, -1], [-1] * 4]
     assert tree.num_leaves.tolist() == [1, 3]
     assert tree.tree_position_ids.tolist() == [[0, 1, 2, 3], [0, 1, 1, 1]]
-
-
-def test_candidates_keep_their_slot_in_a_batch() -> None:
-    scores = torch.tensor([[-1.0, -2.0], [-2.0, -1.0]])
-    tokens = torch.tensor([[11, 12], [21, 22]])
-    candidates = Candidates(tokens, scores, torch.full((2, 2), -1))
-    tree = build_tree(torch.tensor([1, 2]), candidates, TreeConfig(depth=0, top_k=2, total_tokens=2))
-    assert tree.draft_tokens.tolist() == [[1, 11], [2, 22]]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
 import threading
 import time
@@ -746,8 +745,3 @@ def _set_env(values: Mapping[str, str | None]) -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def remove_cache(home: Path | str) -> None:
-    """Forget everything that was fetched under `home`."""
-    shutil.rmtree(home, ignore_errors=True)

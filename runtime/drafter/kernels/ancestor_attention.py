@@ -30,8 +30,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...errors import UsageError
-from ...tensor_checks import check_tensors
 from .frontier import ROWS, chain_at
 from .weight_stream import hidden_zero, store_activation
 
@@ -548,25 +546,10 @@ def ancestor_attention(
     positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
     max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
     last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
-    Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined. Raises
-    `UsageError` for other tensors and levels. The caller sees to it that all positions are within the cache.
+    Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined. The caller
+    sees to it that all positions are within the cache.
     """
-    if keys.dim() != 4 or heads % kv_heads or not 1 <= top_k <= 16 or not 0 <= level <= chain.shape[-1] + 1:
-        raise UsageError(
-            f"keys {list(keys.shape)} must have 4 dimensions, {heads=} be a multiple of {kv_heads=}, {top_k=} be 1 to "
-            f"16 and {level=} within the {chain.shape[-1]} levels of chain and one more.",
-            heads=heads, kv_heads=kv_heads, top_k=top_k, level=level,
-        )  # fmt: skip
-    slots, _, positions, head_dim = keys.shape
-    cache = (slots, kv_heads, positions, head_dim)
-    turns = (cos.shape[0] if cos.dim() == 2 else None, head_dim // 2)
-    check_tensors(
-        qkv.device, qkv=(qkv, torch.float32, (slots, 16, (heads + 2 * kv_heads) * head_dim)),
-        keys=(keys, keys.dtype, cache), values=(values, keys.dtype, cache),
-        cos=(cos, torch.float32, turns), sin=(sin, torch.float32, turns),
-        chain=(chain, torch.int32, (slots, 16, None)),
-        prefix=(prefix, torch.int32, (slots,)), num_new=(num_new, torch.int32, (slots,)),
-    )  # fmt: skip
+    slots, head_dim = keys.shape[0], keys.shape[3]
     shape = AttentionShape(
         heads, kv_heads, head_dim, top_k, chain.shape[-1], heads_per_attention_unit(heads // kv_heads, head_dim),
         block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)), window=window or 0,

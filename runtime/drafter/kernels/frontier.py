@@ -21,8 +21,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...errors import UsageError
-from ...tensor_checks import check_tensors
 from .lm_topk import Selection
 from .selection import LOWEST_KEY, count_ahead, key_index, key_value, order_key
 from .weight_stream import hidden_zero
@@ -141,14 +139,9 @@ def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -
     """Choose the next level's nodes.
 
     ``scores`` fp32 [candidates of the level]: top_k at level 0, else top_k squared, by (node, child); ``chains`` int32
-    [16, MAX_DEPTH] of the level's nodes. Raises `UsageError` for other tensors, and top_k beyond 1 to 16.
+    [16, MAX_DEPTH] of the level's nodes; ``top_k`` 1 to 16.
     """
     nodes = 1 if level == 0 else top_k
-    if not 1 <= top_k <= 16 or not 0 <= level <= MAX_DEPTH:
-        raise UsageError(f"{top_k=} must be 1 to 16 and {level=} 0 to {MAX_DEPTH}.", top_k=top_k, level=level)
-    check_tensors(
-        scores.device, scores=(scores, torch.float32, (nodes * top_k,)), chains=(chains, torch.int32, (16, MAX_DEPTH))
-    )
     select = Selection.of(top_k, 16, 16, 1)
     keys = torch.empty(select.pairs, dtype=torch.int64, device=scores.device)
     frontier = Frontier(scores.new_empty(16), *(chains.new_empty(16) for _ in range(3)))

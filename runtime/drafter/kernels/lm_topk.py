@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...errors import UsageError
 from .packing import assign_rows, chunk_size, cut_tiles, rows_per_program
 from .selection import (
     LANES,
@@ -453,28 +452,12 @@ def lm_head_topk(
     """Compute `lm_head_topk_ref` with the streaming kernel (two launches).
 
     ``x`` [rows, hidden] and ``weight`` [draft_vocab, hidden] of one dtype (bf16, fp16 or fp32), rows <= 256, hidden a
-    multiple of 16, 1 <= top_k <= min(16, draft_vocab). ``num_programs``: default one per SM. Packs the weight on each
-    call; a drafter packs once. Raises `UsageError` for other shapes.
+    multiple of 16, 1 <= top_k <= min(16, draft_vocab); contiguous. ``num_programs``: default one per SM. Packs the
+    weight on each call; a drafter packs once.
     """
-    if x.dim() != 2 or weight.dim() != 2:
-        raise UsageError(
-            f"x and weight must be matrices; got {tuple(x.shape)} and {tuple(weight.shape)}.", expected="matrices"
-        )
-    x = x.contiguous()
     rows, hidden = x.shape
     vocab = weight.shape[0]
     block_k = chunk_size(hidden, block_k)
-    if weight.shape[1] != hidden or weight.dtype != x.dtype or weight.device != x.device:
-        raise UsageError(
-            f"x {tuple(x.shape)} {x.dtype} on {x.device} and weight {tuple(weight.shape)} {weight.dtype} on "
-            f"{weight.device} do not match.",
-            expected="hidden, dtype and device of x", tensor="weight",
-        )  # fmt: skip
-    if not 1 <= top_k <= min(16, vocab) or not 1 <= rows <= 256 or block_k == 0:
-        raise UsageError(
-            f"{top_k=} must be 1 to min(16, {vocab}), {rows=} 1 to 256, {hidden=} a multiple of 16.",
-            top_k=top_k, rows=rows, hidden=hidden,
-        )  # fmt: skip
     if num_programs is None:
         num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
     block_m = max(16, triton.next_power_of_2(rows))

@@ -18,8 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...errors import UsageError
-from ...tensor_checks import check_tensors
 from .weight_stream import hidden_zero, store_activation
 
 
@@ -199,20 +197,11 @@ def tap_operands(
 ) -> tuple[Tensor, Tensor]:
     """Join one tap or three, [rows, size] of one dtype, as operands: `tap_operands_ref` on the device, fp32.
 
-    ``norms``: one, or as many as pieces; one tensor is cut into so many. Raises `UsageError` for taps of different
-    shapes or types, for two, and for other numbers of norms.
+    ``norms``: one, or as many as pieces; one tensor is cut into so many.
     """
     first = taps[0]
-    if len(taps) not in (1, 3):
-        raise UsageError(f"Features are one tap or three; got {len(taps)}.", taps=len(taps))
-    named = {f"tap_{index}": (tap, first.dtype, tuple(first.shape)) for index, tap in enumerate(taps)}
-    check_tensors(first.device, **named)
     rows, size = first.shape
     segments = norms if len(taps) == 1 else len(taps)
-    if norms not in (1, segments) or size * len(taps) % segments:
-        raise UsageError(f"{norms} RMSNorms do not fit {len(taps)} taps of {size}.", norms=norms, taps=len(taps))
-    if norm is not None:
-        check_tensors(first.device, norm=(norm, norm.dtype, (len(taps) * size,)))
     piece = size * len(taps) // segments
     offsets = [(tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (*taps, first, first)[1:3]]
     if len(taps) == 1:
@@ -230,11 +219,8 @@ def norm_factors_ref(squares: Tensor, size: int, eps: float) -> Tensor:
 
 
 def norm_factors(squares: Tensor, size: int, eps: float) -> Tensor:
-    """Compute `norm_factors_ref` on the device. Raises `UsageError` for other tensors and for more than 256 rows."""
+    """Compute `norm_factors_ref` on the device, for up to 256 rows."""
     programs, rows = squares.shape
-    check_tensors(squares.device, squares=(squares, torch.float32, (programs, rows)))
-    if not 1 <= rows <= 256:
-        raise UsageError(f"{rows=} must be 1 to 256.", rows=rows)
     block_m = max(16, triton.next_power_of_2(rows))
     padded = squares.new_full((programs, block_m), float("nan"))
     padded[:, :rows] = squares

@@ -17,8 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...errors import UsageError
-from ...tensor_checks import check_tensors
 from .selection import best_k_mask
 from .weight_stream import hidden_zero
 
@@ -193,23 +191,10 @@ def build_tree_on_device(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Build the trees of a batch: the fields of `eagle_slim.runtime.tree.DraftTree`, in their order.
 
-    ``root_tokens`` int32 [batch]; ``tokens`` int32, ``scores`` fp32, ``parents`` int32 [batch, candidates]. Raises
-    `UsageError` for other tensors, beyond 128 nodes or 4096 candidates, or when there are fewer candidates than nodes
-    to choose.
+    ``root_tokens`` int32 [batch]; ``tokens`` int32, ``scores`` fp32, ``parents`` int32 [batch, candidates], of
+    which there are as many as nodes to choose, and up to 4096; at most 128 nodes.
     """
-    if tokens.dim() != 2:
-        raise UsageError(f"tokens must be [batch, candidates]; got {list(tokens.shape)}.", tensor="tokens")
     batch, candidates = tokens.shape
-    check_tensors(
-        tokens.device, tokens=(tokens, torch.int32, (batch, candidates)),
-        scores=(scores, torch.float32, (batch, candidates)), parents=(parents, torch.int32, (batch, candidates)),
-        root_tokens=(root_tokens, torch.int32, (batch,)),
-    )  # fmt: skip
-    if not 2 <= total_tokens <= min(128, candidates + 1) or candidates > 4096:
-        raise UsageError(
-            f"{total_tokens=} must be 2 to 128 and at most 1 more than the {candidates} candidates, which may be 4096.",
-            total_tokens=total_tokens, candidates=candidates,
-        )  # fmt: skip
     device = tokens.device
     int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
     outputs = TreeOutputs(

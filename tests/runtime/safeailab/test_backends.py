@@ -16,7 +16,6 @@ import torch
 from eagle_slim.runtime import (
     DrafterError,
     GPUAssertionError,
-    ReferenceDrafter,
     SpeculativeModel,
     TreeConfig,
     frontier_generate,
@@ -26,12 +25,15 @@ from eagle_slim.runtime import (
     registered_backends,
     unregister_backend,
 )
-from eagle_slim.runtime.drafter.draft_weights import CHOICES
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
+from torch import Tensor
 
 TREE = TreeConfig(2, 3, 8)
 
@@ -49,30 +51,34 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"))
 
 
-class Counting(ReferenceDrafter):
-    """A user's drafter."""
+class Counting:
+    """A user's drafter, which knows how often buffers were allocated for it."""
 
-    built = 0
-    drafts = 0
+    def __init__(self) -> None:
+        self.drafts = 0
+        self.keys: set[int] = set()
 
-    def __init__(self, weights: HeadWeights, tree: TreeConfig) -> None:
-        super().__init__(weights, tree)
-        Counting.built += 1
+    def __call__(self, cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
+        self.drafts += 1
+        self.keys.add(bufs.keys.data_ptr())
+        draft_ref(cfg, features, head, bufs)
 
-    def draft(self, *args: Any) -> Any:
-        Counting.drafts += 1
-        return super().draft(*args)
+    @property
+    def built(self) -> int:
+        return len(self.keys)
 
 
 @pytest.fixture
-def counting() -> type[Counting]:
-    Counting.built = Counting.drafts = 0
-    register_triton_backend("counting", Counting)
-    return Counting
+def counting() -> Counting:
+    counting = Counting()
+    register_triton_backend("counting", counting)
+    return counting
 
 
 @OWN_TRANSFORMERS
-def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[Counting]) -> None:
+def test_a_speculative_model_drafts_with_any_backend(
+    head: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny_target("llama")
     model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=3, total_tokens=8)
     ids = random_prompts([7])[0]
@@ -88,6 +94,7 @@ def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[
         output = frontier_generate(target, ids, ignore_eos=True, **loaded)
         assert list(output.results[0].token_ids) == wanted
     assert counting.built == 2, "once more for the model without a head of its own"
+    monkeypatch.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
     with raises(DrafterError, option="drafter", expected="cuda"):
         frontier_generate(model, ids, max_new_tokens=8)
 
@@ -106,7 +113,7 @@ def test_the_kernels_options_have_a_name(tmp_path: Path) -> None:
         frontier_generate(model, prompt(model), backend="reference", head="slim")
 
 
-def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Counting]) -> None:
+def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: Counting) -> None:
     model = build("stand-in eagle3", tmp_path)
     prompts = [prompt(model, 9), prompt(model, 30, seed=1)]
     wanted = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
@@ -123,7 +130,7 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Coun
         frontier_generate(model, prompts[0], backend="reference")
 
 
-def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: type[Counting]) -> None:
+def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: Counting) -> None:
     model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
     ids = prompt(model)
 
@@ -158,20 +165,20 @@ def test_kept_drafters_go_with_their_models(tmp_path: Path, head: Path) -> None:
     assert [each() for each in gone] == [None, None]
 
 
-def test_names_and_factories_are_checked(counting: type[Counting]) -> None:
-    for name, factory in (("triton", Counting), ("reference", None), ("counting", Counting), ("", None), ("new", 3)):
-        with raises(UsageError, option="name" if factory != 3 else "factory"):
-            register_triton_backend(name, factory)
+def test_names_and_functions_are_checked(counting: Counting) -> None:
+    for name, draft in (("triton", counting), ("reference", None), ("counting", counting), ("", None), ("new", 3)):
+        with raises(UsageError, option="name" if draft != 3 else "draft"):
+            register_triton_backend(name, draft)  # type: ignore[arg-type]
     register_triton_backend(strict=True)
     with raises(UsageError, option="name", found="triton") as caught:
         register_triton_backend(draft_weights="fp8")
     assert "overwrite=True" in str(caught.value)
     register_triton_backend(draft_weights="fp8", overwrite=True)
-    with raises(UsageError, option="factory"):
-        register_triton_backend("new", Counting, strict=True)
+    with raises(UsageError, option="draft"):
+        register_triton_backend("new", counting, strict=True)
     with raises(UsageError, option="draft_weights", found="int4"):
         register_triton_backend("new", draft_weights="int4")
-    register_triton_backend("counting", ReferenceDrafter, overwrite=True)
+    register_triton_backend("counting", draft_ref, overwrite=True)
     with raises(UsageError, option="backend", found="mine", expected=("reference", "triton", "counting")):
         frontier_generate(object(), [1], backend="mine")
     with raises(UsageError, option="model", found="Linear"):
@@ -196,9 +203,8 @@ def test_one_call_generates_and_keeps_what_it_built(head: Path) -> None:
     assert list(output.results[0].token_ids) == wanted
     with raises(UsageError, option="head"):
         fused_draft_token_generation(kept, ids, head=head, drafter="reference")
-    for draft_weights, expected in (("int4", CHOICES), ("fp8", "auto")):
-        with raises(UsageError, option="draft_weights", found=draft_weights, expected=expected):
-            fused_draft_token_generation(kept, ids, drafter="reference", draft_weights=draft_weights)
+    with raises(UsageError, option="draft_weights", found="fp8", expected="auto"):
+        fused_draft_token_generation(kept, ids, drafter="reference", draft_weights="fp8")
     assert b"eagle_slim." not in pickle.dumps(target)
     target = copy.deepcopy(target)
     fused_draft_token_generation(target, ids, max_new_tokens=1, **options)

@@ -216,15 +216,3 @@ def test_10_chats_as_in_vllm(chatty: SpeculativeModel) -> None:
         chatty.chat(hello, presence_penalty=0.5)
     with raises(UsageError, option="include_stop_str_in_output"):
         chatty.chat(hello, SimpleNamespace(temperature=0.0, include_stop_str_in_output=True))
-
-
-def test_padding_after_an_answer_is_what_transformers_pads_with(model: SpeculativeModel) -> None:
-    own = model.target.model.generation_config
-    before = own.pad_token_id, model.target.config.pad_token_id
-    try:
-        own.pad_token_id = model.target.config.pad_token_id = None
-        expected = theirs(model, max_new_tokens=30, eos_token_id=[18, 7])
-        output = model.generate(LEFT, attention_mask=MASK, max_new_tokens=30, eos_token_id=[18, 7])
-        assert torch.equal(output.sequences, expected)
-    finally:
-        own.pad_token_id, model.target.config.pad_token_id = before

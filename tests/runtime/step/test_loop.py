@@ -97,34 +97,6 @@ def test_a_batch_equals_its_prompts_alone(tmp_path: Path, kind: str, sampling: d
         assert together.stats.num_passes == sum(output.stats.num_passes for output in alone)
 
 
-@pytest.mark.parametrize("tree", ["tree", "chain"])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-@pytest.mark.parametrize("warpers", [{}, {"top_p": 0.8}, {"top_k": 5}, {"top_p": 0.9, "top_k": 7}])
-def test_sampled_tokens_equal_plain_decoding_with_the_same_seed(
-    tmp_path: Path, tree: str, temperature: float, warpers: dict[str, Any]
-) -> None:
-    model = build(tmp_path, tree=tree)
-    options = {"max_new_tokens": 24, "temperature": temperature, "seed": 11, **warpers}
-    drafted = model.generate(PROMPTS, **options)
-    plain = model.generate(PROMPTS, speculative=False, **options)
-    assert drafted.token_ids == plain.token_ids
-    assert set(plain.stats.accepted_lengths) == {1}
-    assert drafted.token_ids != model.generate(PROMPTS, **{**options, "seed": 12}).token_ids
-
-
-def test_padded_tensor_with_attention_mask(tmp_path: Path) -> None:
-    model = build(tmp_path)
-    prompts = random_prompts([3, 5])
-    padded = torch.tensor([[0, 0, *prompts[0]], prompts[1]])
-    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
-    output = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=8)
-    assert output.token_ids == model.generate(prompts, max_new_tokens=8).token_ids
-    assert output.sequences.shape == (2, 5 + max(map(len, output.token_ids)))
-    assert torch.equal(output.sequences[:, :5], padded)
-    for row, new in zip(output.sequences[:, 5:].tolist(), output.token_ids, strict=True):
-        assert row[: len(new)] == new
-
-
 def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
     model = build(tmp_path)
     prompts = random_prompts([3, 5])
@@ -160,22 +132,11 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
         ([[1, 2], [3]], [[1, 1], [1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2, 2]}),
         ([[1, 2], [3]], [[1, 1]], {"option": "attention_mask", "expected": [2, 1], "found": [2]}),
         ("text", [[1, 1]], {"option": "attention_mask"}),
-        ([{"role": "user", "content": "Hi"}], None, {"found": "messages"}),
     ],
 )
 def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:
     with raises(UsageError, **facts):
         build(tmp_path).generate(given, attention_mask=mask)
-
-
-def test_the_target_keeps_its_own_generate(tmp_path: Path) -> None:
-    target = tiny_target("llama")
-    before = plain_greedy(target, PROMPTS[2], 8)
-    implementation = target.config._attn_implementation
-    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path / "head"), **TREES["tree"])
-    model.generate(PROMPTS[2], max_new_tokens=8)
-    assert target.config._attn_implementation == implementation
-    assert plain_greedy(target, PROMPTS[2], 8) == before
 
 
 def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:

@@ -180,7 +180,11 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"suppress_tokens": [3, 24]}, {"option": "suppress_tokens", "id": 24}),
      ({"begin_suppress_tokens": [-1]}, {"option": "begin_suppress_tokens", "id": -1}),
      ({"forced_bos_token_id": "5"}, {"option": "forced_bos_token_id", "id": "5"}),
-     ({"forced_eos_token_id": [5, 99]}, {"option": "forced_eos_token_id", "id": 99})],
+     ({"forced_eos_token_id": [5, 99]}, {"option": "forced_eos_token_id", "id": 99}),
+     ({"top_p": 0.9}, {"option": "top_p"}), ({"do_sample": False, "temperature": 0.5}, {"option": "temperature"}),
+     ({"temperature": -1.0}, {"option": "temperature"}), ({"temperature": 1.0, "top_p": 0.0}, {"option": "top_p"}),
+     ({"temperature": 1.0, "top_k": -1}, {"option": "top_k"}), ({"max_new_tokens": -1}, {"option": "max_new_tokens"}),
+     ({"max_slots": 0}, {"option": "max_slots"}), ({"seed": -1}, {"option": "seed"})],
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any], facts: dict[str, Any]) -> None:
@@ -232,7 +236,7 @@ def test_what_asks_for_nothing_is_taken(model: SpeculativeModel) -> None:
     ("prompt", "found"),
     [([3.0, 4.0], 3.0), (torch.tensor([[3.5]]), 3.5), (torch.tensor([[True]]), True),
      (torch.tensor(3), torch.tensor(3)), (b"a", b"a"), (3, 3), (None, None), ([[3], 4], "mixed"),
-     ([3, "a"], "a"), ([[[3]]], [3])],
+     ([3, "a"], "a"), ([[[3]]], [3]), ([{"role": "user", "content": "Hi"}], "messages")],
     ids=str,
 )  # fmt: skip
 def test_values_of_other_types_are_no_prompts(model: SpeculativeModel, prompt: Any, found: Any) -> None:

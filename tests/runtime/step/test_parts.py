@@ -9,7 +9,7 @@ import torch
 from eagle_slim.runtime.requests.sampling import uniform_stream, warp
 from eagle_slim.runtime.requests.stats import GenerationStats, PhaseTimer
 from eagle_slim.runtime.settings import SamplingConfig
-from eagle_slim.runtime.step.kernels.choice_kernels import COLDEST, ChoiceRules
+from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
 from eagle_slim.runtime.step.kernels.choose_tokens import choose_token
 from eagle_slim.runtime.target.attention import masked_attention, tree_attention_mask
 from eagle_slim.runtime.target.cache import KVCache, LayerShape
@@ -56,21 +56,6 @@ def test_grouped_attention_equals_the_formula(softcap: float | None, with_sinks:
                 weights = torch.where(mask[b, 0, node], scores.exp(), 0.0)
                 total = weights.sum() + (sinks[head].exp() if sinks is not None else 0.0)
                 torch.testing.assert_close(out[b, head, node], weights @ value[b, head // 2] / total)
-
-
-def test_sampling_inverts_the_cumulative_distribution() -> None:
-    scores, numbers = torch.tensor([0.2, 0.0, 0.5, 0.3]).log(), torch.tensor([1.0] * 8)
-    drawn = [choose_token(scores, ChoiceRules(sampled=True), numbers, u) for u in (0.0, 0.199, 0.2, 0.699, 0.9999999)]
-    assert drawn == [0, 0, 2, 2, 3]
-    assert choose_token(torch.tensor([1.0, 3.0, 3.0]), ChoiceRules(), numbers, 0.9) == 1
-
-
-@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-38, 1e-45])
-def test_the_coldest_sampling_takes_the_largest_logit(temperature: float) -> None:
-    numbers = torch.tensor([max(temperature, COLDEST.value), *[0.0] * 7])
-    for logits in ([-3.0, 40.0, 39.99, 0.0], [-9.0, -8.0, -8.5, -70.0]):
-        for uniform in (0.0, 0.5, 0.999999):
-            assert choose_token(torch.tensor(logits), ChoiceRules(sampled=True), numbers, uniform) == 1
 
 
 def test_typical_sampling_cuts_what_transformers_cuts() -> None:
