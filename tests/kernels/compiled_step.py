@@ -140,9 +140,7 @@ def run_all(compiler: Compiler) -> None:
     mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
     gather_tails(compiler)
     tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
-    draw_paths(
-        choices, *tree, state.active_slots, state.active_count, torch.ones(240, dtype=torch.int32), state.lengths
-    )
+    draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths)
 
 
 def gather_tails(compiler: Compiler) -> None:
