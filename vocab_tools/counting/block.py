@@ -18,13 +18,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chat.messages import ChatError, normalise_messages
-from ..chat.skeleton import Piece
-from ..chat.template import ChatSpec
-from ..chat.turns import ChatRenderer
 from ..corpus.blocks import BadRecord, Block, Records, document_index
 from ..errors import TokenizerError
 from ..tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
+from ..tokenizer.messages import ChatError, normalise_messages
+from ..tokenizer.skeleton import Piece
+from ..tokenizer.template import ChatSpec
+from ..tokenizer.turns import ChatRenderer
 from .counts import HeldOut
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 

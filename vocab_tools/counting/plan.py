@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..chat.template import ChatSpec, chat_spec
 from ..corpus.blocks import BadRecord
 from ..corpus.open import OpenCorpus
 from ..errors import UsageError
 from ..tokenizer.encode import SpanEncoder, choose_library, encoder_spec
+from ..tokenizer.template import ChatSpec, chat_spec
 from .block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .held_out import HeldOutRule, key_of_source
 

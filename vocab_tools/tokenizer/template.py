@@ -14,7 +14,7 @@ from ..errors import TokenizerError
 from .messages import ChatError, Message, with_joined_parts, with_object_arguments, with_reasoning
 
 if TYPE_CHECKING:
-    from ..tokenizer.tokenizer import LoadedTokenizer
+    from .tokenizer import LoadedTokenizer
 
 # A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
 RENDER_DATE = datetime(2024, 7, 26)

@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.chat.messages import ChatError, normalise_messages
-from eagle_slim.vocab_tools.chat.template import chat_spec
-from eagle_slim.vocab_tools.chat.turns import ChatRenderer
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.block import BlockCounter, CountPlan, SourcePlan
 from eagle_slim.vocab_tools.counting.count import count_tokens
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.encode import encoder_spec
+from eagle_slim.vocab_tools.tokenizer.messages import ChatError, normalise_messages
+from eagle_slim.vocab_tools.tokenizer.template import chat_spec
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.turns import ChatRenderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises
