@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -94,18 +94,6 @@ def json_option(function: _Decorated) -> _Decorated:
 def force_option(function: _Decorated) -> _Decorated:
     """Add --force: overwrite existing output."""
     return click.option("--force", is_flag=True, help="Overwrite existing output.")(function)
-
-
-def smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
-    """Read the value of --smooth: `off`, `auto` or a strength."""
-    if value == "off":
-        return None
-    if value == "auto":
-        return "auto"
-    try:
-        return float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not off, auto or a number", ctx, param) from None
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:

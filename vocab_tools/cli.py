@@ -17,7 +17,6 @@ from .base_cli import (
     note,
     parse_weights,
     run_cli,
-    smooth_value,
     version_option,
     warn,
 )
@@ -135,14 +134,6 @@ Example:
     help="`ids` takes the first ids, without any counts.",
 )
 @click.option(
-    "--smooth",
-    callback=smooth_value,
-    metavar="off|auto|X",
-    default="off",
-    show_default=True,
-    help="Mix in the id-order prior; `auto` chooses its strength on held-out text.",
-)
-@click.option(
     "--force-added",
     type=click.Choice(["chat", "all"]),
     default="chat",
@@ -168,9 +159,8 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 
     path = refuse_existing(out, force)
     by_ids = options["order"] == "ids"
-    about_counts = counts or options["coverage"] is not None or options["smooth"] is not None or options["weights"]
-    if by_ids and about_counts:
-        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights.")
+    if by_ids and (counts or options["coverage"] is not None or options["weights"]):
+        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage and --weights.")
     if not by_ids and not counts:
         raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
     if options["tokenizer"] is None:
@@ -189,19 +179,15 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         ranked = rank_by_order(**common)
     else:
         weights = parse_weights(options["weights"])
-        ranked = rank_vocabulary(
-            _load_counts(counts), coverage=options["coverage"], smooth=options["smooth"], weights=weights, **common
-        )
+        ranked = rank_vocabulary(_load_counts(counts), coverage=options["coverage"], weights=weights, **common)
     ranked.save(path)
     warn(ranked.warnings)
-    account = {key: ranked.provenance[key] for key in ("size_from_coverage", "smoothing") if key in ranked.provenance}
+    found = ranked.provenance.get("size_from_coverage")
     if as_json:
+        account = {} if found is None else {"size_from_coverage": found}
         emit_json({"out": str(path), **_summary(ranked), **account, "warnings": list(ranked.warnings)})
         return
-    if "smoothing" in account:
-        click.echo(f"smoothed with strength {account['smoothing']['strength']:g}")
-    if "size_from_coverage" in account:
-        found = account["size_from_coverage"]
+    if found is not None:
         click.echo(
             f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"

@@ -166,7 +166,7 @@ def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> No
     assert not (tmp_path / "one.png").exists()
 
 
-def test_rank_by_coverage_by_ids_and_smoothed(run, files: Path, tmp_path: Path) -> None:
+def test_rank_by_coverage_and_by_ids(run, files: Path, tmp_path: Path) -> None:
     common = ("--tokenizer", files / "tok", "--json")
     found = run("rank", files / "chat.counts", "--coverage", 0.95, *common, "-o", tmp_path / "a").json
     assert found["size_from_coverage"]["measured_on"] == "held-out"
@@ -174,8 +174,6 @@ def test_rank_by_coverage_by_ids_and_smoothed(run, files: Path, tmp_path: Path) 
     by_ids = run("rank", "--order", "ids", "-n", 280, *common, "-o", tmp_path / "b").json
     assert by_ids["draft_vocab"] == 280
     assert "not a multiple of 64" in by_ids["warnings"][0]
-    smoothed = run("rank", files / "chat.counts", "--smooth", "auto", *common, "-o", tmp_path / "c").json
-    assert smoothed["smoothing"]["chosen_on"] == "held-out"
     trained = run("rank", files / "chat.counts", "--candidates", tmp_path / "b", *common, "-o", tmp_path / "d").json
     assert trained["draft_vocab"] == 280
 
@@ -203,10 +201,9 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
         (["rank", "CHAT", "-n", "300"], "Name the target's tokenizer"),
         (["rank", "--tokenizer", "TOK"], "at least one counts file"),
         (["rank", "CHAT", "--order", "ids", "--tokenizer", "TOK"], "uses no counts"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "--smooth", "much"], "not off, auto or a number"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
-        (["rank", "CHAT", "--tokenizer", "WORDS", "--smooth", "1"], "another tokenizer"),
+        (["rank", "CHAT", "--tokenizer", "WORDS"], "another tokenizer"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "16,384"], "without a thousands separator, as in 16384"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer."),
         (["merge"], "Missing argument"),

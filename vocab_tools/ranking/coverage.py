@@ -258,7 +258,7 @@ def _warnings(measured: Sequence[SourceCoverage], sizes: Sequence[int], size: in
             subject = entry.name if entry.name == MEAN else f"source {entry.name!r}"
             found.append(
                 f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of the first "
-                f"{size} ids, which need no corpus. Count text of this kind, give it more weight, or smooth"
+                f"{size} ids, which need no corpus. Count text of this kind, or give it more weight"
             )
     counted = [entry.name for entry in measured if entry.part == "counted" and entry.name != MEAN]
     if counted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,7 +49,6 @@ class Pool:
         target_vocab: int,
         candidates: ArrayLike | None,
         forced: ForcedIds | Sequence[int] | None,
-        force_added: Literal["chat", "all"],
         warnings: list[str],
     ) -> Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
@@ -61,7 +60,7 @@ class Pool:
         real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
         real = real[real < target_vocab]
         if forced is None:
-            forced = () if tokenizer is None else forced_ids(tokenizer, force_added)
+            forced = () if tokenizer is None else forced_ids(tokenizer)
         reasons: Mapping[int, str] = forced.reasons if isinstance(forced, ForcedIds) else {}
         wanted = np.unique(np.asarray(forced.ids if isinstance(forced, ForcedIds) else [*map(index, forced)], np.int64))
         if isinstance(forced, ForcedIds):

@@ -8,7 +8,7 @@ forced id 3 rank as 3, 1, 2, 4, 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,10 +41,8 @@ def rank_vocabulary(
     forced: ForcedIds | Sequence[int] | None = None,
     target_vocab: int | None = None,
     candidates: ArrayLike | None = None,
-    smooth: Literal["auto"] | float | None = None,
     round_to: int = ROUND_TO,
     weights: Mapping[str, float] | None = None,
-    force_added: Literal["chat", "all"] = "chat",
 ) -> DraftVocab:
     """Rank the vocabulary by counted text and cut it to a size.
 
@@ -59,10 +57,8 @@ def rank_vocabulary(
         target_vocab: rows of the target's LM head; ids from there on are never chosen. Default: `counts.vocab_size`.
         candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
             and never added; N may equal their number.
-        smooth: None counts only; "auto" or a strength mixes in the id-order prior (see smoothing.py).
         round_to: multiple that a found size is rounded up to, and that an explicit one is warned about.
         weights: share of each source by name, overriding the counts' own weights.
-        force_added: "all" forces every added token of the tokenizer.
 
     Raises:
         UsageError: size and coverage together, a size that is no whole number, N below the forced ids or not below the
@@ -84,13 +80,11 @@ def rank_vocabulary(
         warnings.append(
             f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
         )
-    pool = Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
-    score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
+    pool = Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, warnings)
+    score = counts.weighted(weights)
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
-    if smoothing is not None:
-        provenance["smoothing"] = smoothing
     if coverage is not None:
         size, account = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
         provenance["size_from_coverage"] = account
@@ -100,7 +94,7 @@ def rank_vocabulary(
                 "text will be covered less. Count with a held-out part"
             )
     chosen = order[len(pool.forced) : size]
-    counted = counts.weighted(weights)[:target_vocab]
+    counted = score[:target_vocab]
     provenance[COUNTED_IDS] = int((counted[chosen[chosen < len(counted)]] > 0).sum())
     vocab = pool.cut(order, size, round_to if coverage is None else None, provenance)
     # All ids together are ranked to be cut later: only a size that was asked for is warned about.
@@ -116,7 +110,6 @@ def rank_by_order(
     target_vocab: int | None = None,
     candidates: ArrayLike | None = None,
     round_to: int = ROUND_TO,
-    force_added: Literal["chat", "all"] = "chat",
     provenance: Mapping[str, Any] | None = None,
 ) -> DraftVocab:
     """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
@@ -133,7 +126,6 @@ def rank_by_order(
         target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
         candidates: as in `rank_vocabulary`.
         round_to: an explicit size that is no multiple of it is warned about.
-        force_added: as in `rank_vocabulary`.
         provenance: where the order came from.
 
     Raises:
@@ -154,7 +146,7 @@ def rank_by_order(
     if isinstance(order, DraftVocab):
         warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
         order = order.target_ids
-    pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
+    pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
         found["method"] = "ids"
@@ -162,23 +154,6 @@ def rank_by_order(
         ranked, size = _follow(np.asarray(order), size, pool, warnings)
         found["method"] = "token map"
     return pool.cut(ranked, size, round_to, {**found, **(provenance or {})})
-
-
-def _scores(
-    counts: TokenCounts,
-    weights: Mapping[str, float] | None,
-    tokenizer: LoadedTokenizer | None,
-    smooth: Literal["auto"] | float | None,
-    target_vocab: int,
-) -> tuple[NDArray[np.float64], dict[str, Any] | None]:
-    if smooth is None:
-        return counts.weighted(weights), None
-    from .smoothing import smooth_counts
-
-    if tokenizer is None:
-        raise UsageError("Smoothing needs the tokenizer: its prior is the merge order of the ids.", missing="tokenizer")
-    smoothed = smooth_counts(counts, tokenizer, smooth, weights=weights, target_vocab=target_vocab)
-    return smoothed.score, smoothed.to_json()
 
 
 def check_coverage(coverage: float) -> None:

@@ -23,10 +23,6 @@ from ..errors import TokenizerError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# The merge products of Llama-3, Qwen, Gemma, Mistral, DeepSeek and SmolLM2 are all in id order. With ids assigned in
-# another way, about half of all neighbours are out of order.
-_MERGE_ORDER_SHARE = 0.999
-
 
 def _sha256(value: object) -> str:
     text = json.dumps(value, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
@@ -227,42 +223,6 @@ class LoadedTokenizer:
         if self.byte_level and all(symbol in _BYTE_OF_SYMBOL for symbol in text):
             return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in text)
         return text.replace("▁", " ").encode()
-
-    @property
-    def merge_ordered(self) -> bool:
-        """Whether ids follow the order of the BPE merges, checked on the merges themselves.
-
-        Then a lower id is a merge that was more frequent when the tokenizer was trained.
-        """
-        return self.merge_rank is not None
-
-    @cached_property
-    def merge_rank(self) -> NDArray[np.int64] | None:
-        """Rank of every id in merge order, int64 [vocab_size], -1 for added tokens; None without such an order.
-
-        Products of merges are ranked among themselves by id, and so is the alphabet, which no merge makes:
-        SentencePiece puts its characters after all merges, where their ids would say nothing.
-        """
-        state = json.loads(self.backend.model.__getstate__())
-        merges = state.get("merges") if state.get("type") == "BPE" else None
-        if not merges:
-            return None
-        vocab, added = state["vocab"], self.added_tokens
-        products: dict[int, None] = {}
-        for merge in merges:
-            left, right = merge.split(" ") if isinstance(merge, str) else merge
-            product = vocab.get(left + right)
-            if product is not None and product not in added:
-                products.setdefault(product)
-        ordered = np.fromiter(products, np.int64, len(products))
-        if len(ordered) < 2 or np.mean(np.diff(ordered) > 0) < _MERGE_ORDER_SHARE:
-            return None
-        rank = np.full(self.vocab_size, -1, np.int64)
-        ordered.sort()
-        rank[ordered] = np.arange(len(ordered))
-        alphabet = np.array(sorted(i for i in vocab.values() if i not in products and i not in added), np.int64)
-        rank[alphabet] = np.arange(len(alphabet))
-        return rank
 
     def _component(self, name: str) -> Any:
         component = getattr(self.backend, name)

@@ -112,11 +112,7 @@ class DraftVocab:
             )
         if size < max(self.num_forced, 1):
             raise self._wrong_size(size, f"{self.num_forced} ids are forced.", smallest=self.num_forced)
-        provenance = dict(self.provenance)
-        if "smoothing" in provenance:
-            # Counted ids come first in a ranking by counts alone; in a smoothed one they may be anywhere.
-            provenance.pop(COUNTED_IDS, None)
-        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, provenance)
+        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
 
     @staticmethod
     def _wrong_size(size: int, reason: str, **facts: Any) -> UsageError:
@@ -224,10 +220,9 @@ def uncounted_warning(vocab: DraftVocab) -> list[str]:
     uncounted = vocab.num_uncounted
     if not uncounted or uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
         return []
-    fewer = "" if "smoothing" in vocab.provenance else f", or keep at most {vocab.size - uncounted:,} ids"
     return [
         f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
-        f"by id only. Count more text{fewer}"
+        f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
     ]
 
 

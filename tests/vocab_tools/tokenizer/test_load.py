@@ -14,7 +14,6 @@ from support.small_tokenizers import (
     byte_level_bpe,
     reversed_ids,
     with_reserved,
-    word_level,
     write_folder,
 )
 from tokenizers import Tokenizer, normalizers
@@ -87,26 +86,6 @@ def test_check_tokenizer(tmp_path: Path) -> None:
     assert "chat template" in check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", "sha256:0")[0]
     with pytest.raises(TokenizerError, match=r"x.json: made with another tokenizer: expected sha256:0"):
         check_tokenizer(loaded, "sha256:0", "x.json")
-
-
-def test_merge_order(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_level_bpe(320)))
-    assert loaded.merge_ordered
-    rank = loaded.merge_rank
-    assert rank is not None
-    assert rank[:3].tolist() == [-1, -1, -1]
-    assert rank[3:259].tolist() == list(range(256))
-    assert rank[259:320].tolist() == list(range(61))
-    assert not load_tokenizer(write_folder(tmp_path / "b", reversed_ids(byte_level_bpe()))).merge_ordered
-    assert not load_tokenizer(write_folder(tmp_path / "c", word_level())).merge_ordered
-
-
-def test_characters_behind_the_merges_are_ranked_among_themselves(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_fallback_bpe()))
-    assert loaded.merge_rank is not None
-    assert loaded.merge_rank[loaded.vocab["▁hell"]] == 3
-    # 256 byte tokens come before the characters.
-    assert loaded.merge_rank[loaded.vocab["▁"]] == 256
 
 
 def test_bytes_of_tokens(tmp_path: Path) -> None:
