@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
 from .base_cli import (
     EagleGroup,
-    WholeNumber,
     emit_json,
     force_option,
     json_option,
@@ -20,7 +19,7 @@ from .base_cli import (
     version_option,
     warn,
 )
-from .count_cli import count
+from .count_cli import count, tokenizer_options
 from .errors import UsageError
 from .files import refuse_existing
 from .vocabulary.formats import FORMATS
@@ -37,16 +36,6 @@ _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="CO
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
 
 
-def _tokenizer_options(function: _Decorated) -> _Decorated:
-    for option in (
-        click.option("--offline", is_flag=True, help="Use the local Hub cache only."),
-        click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer."),
-        click.option("--tokenizer", metavar="T", help="The target's tokenizer: Hub id, folder or tokenizer.json."),
-    ):
-        function = option(function)
-    return function
-
-
 def _weight_option(function: _Decorated) -> _Decorated:
     return click.option(
         "--weights",
@@ -59,7 +48,7 @@ def _weight_option(function: _Decorated) -> _Decorated:
 
 _target_vocab_option = click.option(
     "--target-vocab",
-    type=WholeNumber(1),
+    type=click.IntRange(1),
     metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size).",
 )
@@ -123,8 +112,10 @@ Example:
   eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"""
 )
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
-@_tokenizer_options
-@click.option("--size", "-n", type=WholeNumber(1), metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
+@tokenizer_options
+@click.option(
+    "--size", "-n", type=click.IntRange(1), metavar="N", help="Ids to keep, exactly; all ranked ids by default."
+)
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
     "--order",
@@ -141,12 +132,9 @@ Example:
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
 @click.option(
-    "--force-id", "force_ids", type=WholeNumber(0), multiple=True, metavar="ID", help="A further id that must be in."
+    "--force-id", "force_ids", type=click.IntRange(0), multiple=True, metavar="ID", help="A further id that must be in."
 )
 @_target_vocab_option
-@click.option(
-    "--round-to", type=WholeNumber(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
-)
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
 @_out_option
@@ -163,8 +151,6 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         raise UsageError("--order ids uses no counts: leave out the counts files, --coverage and --weights.")
     if not by_ids and not counts:
         raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
-    if options["tokenizer"] is None:
-        raise UsageError("Name the target's tokenizer with --tokenizer: it decides which ids are real and forced.")
     tokenizer = _load_tokenizer(options)
     candidates, target_vocab = options["candidates"], options["target_vocab"]
     common: dict[str, Any] = {
@@ -173,7 +159,6 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         "forced": forced_ids(tokenizer, options["force_added"], options["force_ids"]),
         "target_vocab": target_vocab,
         "candidates": None if candidates is None else _import(candidates, target_vocab).ascending_ids,
-        "round_to": options["round_to"],
     }
     if by_ids:
         ranked = rank_by_order(**common)
@@ -204,8 +189,8 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_counts_argument
 @click.option("--sizes", callback=_sizes_value, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@click.option("--bootstrap", type=WholeNumber(0), default=1000, show_default=True, help="Resamples; 0 for none.")
-@click.option("--seed", type=WholeNumber(0), default=0, show_default=True, help="Seed of the bootstrap.")
+@click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
 @click.option("--out", "-o", metavar="JSON", help="Write the report as JSON.")
 @_weight_option
@@ -262,16 +247,14 @@ Example:
   eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors --limit 40"""
 )
 @click.argument("vocabulary", metavar="VOCAB")
-@_tokenizer_options
+@tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
-@click.option("--limit", type=WholeNumber(0), default=20, show_default=True, help="Rows per list.")
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
 @json_option
 def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .ranking.show import show_vocabulary
 
-    if options["tokenizer"] is None:
-        raise UsageError("Name the target's tokenizer with --tokenizer: without it ids cannot be decoded.")
     loaded = _load_tokenizer(options)
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
@@ -290,7 +273,6 @@ Example:
 @click.argument("token_map", metavar="MAP")
 @_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
-@click.option("--kind", type=click.Choice(["ids", "d2t"]), help="What a bare list or tensor is.")
 @_out_option
 @force_option
 @json_option
@@ -298,7 +280,6 @@ def import_command(
     token_map: str,
     target_vocab: int | None,
     d2t_form: D2TForm | None,
-    kind: Literal["ids", "d2t"] | None,
     out: str,
     force: bool,
     as_json: bool,
@@ -308,7 +289,7 @@ def import_command(
     from .vocabulary.import_map import import_token_map
 
     path = refuse_existing(out, force)
-    read = import_token_map(token_map, target_vocab, d2t_form, kind)
+    read = import_token_map(token_map, target_vocab, d2t_form)
     read.save(path)
     warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
@@ -332,10 +313,10 @@ Example:
     type=click.Choice(FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
-@click.option("--size", "-n", type=WholeNumber(1), metavar="N", help="Take the first N ids of the ranking.")
+@click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
 @click.option(
     "--target-vocab",
-    type=WholeNumber(1),
+    type=click.IntRange(1),
     metavar="V",
     help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
 )

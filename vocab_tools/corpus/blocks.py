@@ -347,12 +347,10 @@ def _bytes_of(path: str, start: int, stop: int, data: bytes | None) -> bytes:
             file.seek(start)
             data = file.read(stop - start)
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=path) from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
     if len(data) != stop - start:
         raise CorpusError(
-            f"{path}: became shorter while it was being counted. Start again when nothing writes to it any more.",
-            path=path,
-            changed=True,
+            f"{path}: became shorter while it was being counted. Start again when nothing writes to it any more."
         )
     return data
 

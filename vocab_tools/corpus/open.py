@@ -227,7 +227,7 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
     dataset = HubDataset(source.location, source.config, source.split, source.revision)
     row = first_values(dataset.first_rows(), wanted_columns(source))
     if row is None:
-        raise CorpusError(f"{source.location}: split {dataset.split} has no rows.", split=dataset.split)
+        raise CorpusError(f"{source.location}: split {dataset.split} has no rows.")
     column, kind = choose_column(source, row)
     origin = {
         "dataset": source.location,

@@ -74,10 +74,7 @@ class CorpusSource:
             if not holds:
                 found = getattr(self, setting)
                 raise UsageError(
-                    f"source {self.name}: {setting}: expected {expected}, found {found!r}.",
-                    source=self.name,
-                    setting=setting,
-                    found=found,
+                    f"source {self.name}: {setting}: expected {expected}, found {found!r}.", setting=setting
                 )
 
 
@@ -154,9 +151,7 @@ def parse_source(spec: str, defaults: Mapping[str, Any] | None = None) -> Corpus
         try:
             chosen[key] = _CONVERTERS.get(key, str)(value.strip())
         except (ValueError, KeyError) as error:
-            raise UsageError(
-                f"source {spec!r}: {value!r} is not a value for {key}.", setting=key, found=value
-            ) from error
+            raise UsageError(f"source {spec!r}: {value!r} is not a value for {key}.", setting=key) from error
     return CorpusSource(location=location.strip(), name=name.strip(), **chosen)
 
 

@@ -188,9 +188,7 @@ class BlockCounter:
         if len(counts) > plan.encoder.vocab_size:
             largest = plan.encoder.vocab_size - 1
             raise TokenizerError(
-                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {largest}.",
-                expected=largest,
-                found=len(counts) - 1,
+                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {largest}."
             )
         keys = document_keys(plan.sources[source].held_out_key, index)
         candidates = self._candidates(keys, lengths, token_ids, bound)

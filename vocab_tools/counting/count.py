@@ -111,7 +111,7 @@ def count_tokens(
                 for position, corpus in enumerate(corpora):
                     files.append(SourceRun(position, corpus, plan, running, state, bar, say).count())
         except KeyboardInterrupt as error:
-            raise CountingInterruptedError(_interrupted(state), tokens=state.tokens, path=state.path) from error
+            raise CountingInterruptedError(_interrupted(state), path=state.path) from error
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
     result = TokenCounts(
@@ -173,7 +173,7 @@ def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
     sizes = [corpus.size for corpus in corpora]
     if None not in sizes and sum(size or 0 for size in sizes) < _SMALL_BYTES:
         return 0
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _source_counts(

@@ -165,7 +165,7 @@ def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CorpusError(f"{path}: the saved state cannot be read ({error!r}). {_RESTART}", path=path) from error
     if version != _VERSION:
-        raise UsageError(f"{path}: saved by another version of eagle-slim. {_RESTART}", path=path, version=version)
+        raise UsageError(f"{path}: saved by another version of eagle-slim. {_RESTART}", path=path)
     # Through JSON, so that tuples and lists compare alike.
     current = json.loads(json.dumps(identity))
     changed = _changed_files(stored, current)

@@ -110,9 +110,8 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
     if sizes is not None:
         wrong = [size for size in sizes if not smallest <= size <= vocab.size]
         if wrong:
-            hint = " Sizes have no thousands separator: 8192,16384." if wrong[0] < min(smallest, 1000) else ""
             raise UsageError(
-                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.{hint}",
+                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.",
                 size=wrong[0],
                 smallest=smallest,
                 largest=vocab.size,

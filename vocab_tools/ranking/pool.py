@@ -79,8 +79,7 @@ class Pool:
             wanted = wanted[np.isin(wanted, real)]
         if candidates is None:
             return cls(real, wanted, reasons, target_vocab, None, [], warnings)
-        trained = np.asarray(candidates)
-        check_ids(trained, target_vocab, "ids the head was trained on")
+        trained = check_ids(candidates, target_vocab, "ids the head was trained on")
         pool = real[np.isin(real, trained)]
         if len(pool) < len(trained):
             warnings.append(
@@ -108,18 +107,17 @@ class Pool:
         """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
         return len(self.ids) if self.trained is not None else len(self.ids) - 1
 
-    def cut(
-        self, order: NDArray[np.int64], size: int | None, warn_unless: int | None, provenance: dict[str, Any]
-    ) -> DraftVocab:
+    def cut(self, order: NDArray[np.int64], size: int | None, provenance: dict[str, Any]) -> DraftVocab:
         """Take the first N of an order and record how it came about."""
         if size is None:
             size = len(order)
         else:
             self._check_size(size)
-        if warn_unless and size % warn_unless and size < len(self.ids):
+        # A size that was found for a coverage is a multiple, or as large as it can be.
+        if size % ROUND_TO and size < len(self.ids) and "size_from_coverage" not in provenance:
             self.warnings.append(
-                f"a draft vocabulary of {size} is not a multiple of {warn_unless}: it is kept exactly, but serving "
-                f"engines pad it, and tensor parallelism needs a multiple (the next is {round_up(size, warn_unless)})"
+                f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving "
+                f"engines pad it, and tensor parallelism needs a multiple (the next is {round_up(size)})"
             )
         provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
         if self.trained is not None:
@@ -155,12 +153,12 @@ class Pool:
             )
 
 
-def round_up(size: int, multiple: int) -> int:
-    """Return the next multiple at or above a size."""
-    return -(-size // multiple) * multiple
+def round_up(size: int) -> int:
+    """Return the next multiple of 64 at or above a size."""
+    return -(-size // ROUND_TO) * ROUND_TO
 
 
-def some(ids: list[int], limit: int = 8) -> str:
+def some(ids: list[int]) -> str:
     """Return the first ids as text, for a message."""
-    shown = ", ".join(str(token_id) for token_id in ids[:limit])
-    return shown + (", ..." if len(ids) > limit else "")
+    shown = ", ".join(str(token_id) for token_id in ids[:8])
+    return shown + (", ..." if len(ids) > 8 else "")

@@ -160,7 +160,6 @@ def show_vocabulary(
         raise TokenizerError(
             f"Id {strange[0]} of the vocabulary belongs to no token of {tokenizer.source} ({len(strange)} such ids). "
             "Name the target's tokenizer.",
-            tokenizer=tokenizer.source,
             ids=strange.tolist(),
         )
     weighted = None if counts is None else counts.weighted()

@@ -109,9 +109,7 @@ class _Fastokens:
             import fastokens
         except ImportError as error:
             raise TokenizerError(
-                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'",
-                library="fastokens",
-                missing="fastokens",
+                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'", missing="fastokens"
             ) from error
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
@@ -246,9 +244,7 @@ def choose_library(
     position, expected, found = difference
     reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
     if requested == "fastokens":
-        raise TokenizerError(
-            f"{reason}. {_ADVICE}", library="fastokens", place=places[position], expected=expected, found=found
-        )
+        raise TokenizerError(f"{reason}. {_ADVICE}", library="fastokens", place=places[position], found=found)
     return LibraryChoice("tokenizers", reason)
 
 

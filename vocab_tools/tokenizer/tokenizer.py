@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from ..errors import TokenizerError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -125,69 +123,6 @@ class LoadedTokenizer:
     def chat_template_hash(self) -> str | None:
         """Hash of all chat templates, or None without any."""
         return _sha256(dict(self.chat_templates)) if self.chat_templates else None
-
-    def apply_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Render a conversation through the chat template, as `apply_chat_template(tokenize=False)` does.
-
-        Args:
-            messages: `{"role": ..., "content": ...}` and whatever else the template reads.
-            tools: JSON schemas of functions, or None.
-            add_generation_prompt: end with the opening of an assistant turn.
-            variables: further template variables, such as `enable_thinking`.
-
-        Raises:
-            TokenizerError: there is no chat template, or it refuses the conversation.
-        """
-        template = self.chat_template
-        if template is None and "tool_use" in self.chat_templates:
-            template = self.chat_templates["tool_use"]
-        if template is None:
-            raise TokenizerError(
-                f"{self.source}: this tokenizer has no chat template (no chat_template.jinja, none in "
-                "tokenizer_config.json). Name the tokenizer of the chat model, or count a plain text column.",
-                tokenizer=self.source,
-                missing="chat template",
-            )
-        return self.render(template, messages, tools, add_generation_prompt, **variables)
-
-    def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Render a conversation through a given template in transformers' Jinja sandbox.
-
-        Raises:
-            TokenizerError: the template does not parse, or refuses the conversation.
-        """
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered, _ = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **variables},
-            )
-        # A template is a program: besides refusing in its own words it may trip over anything in a message.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise TokenizerError(
-                f"{self.source}: the chat template refuses this conversation: {error}",
-                tokenizer=self.source,
-                refused_by="template",
-            ) from error
-        return str(rendered[0])
 
     @cached_property
     def byte_level(self) -> bool:

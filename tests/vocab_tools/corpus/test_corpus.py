@@ -7,9 +7,6 @@ import json
 import lzma
 import os
 import random
-import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,18 +140,10 @@ def test_a_file_and_its_packed_copy_are_not_both_counted(tmp_path: Path) -> None
         open_corpus(CorpusSource(str(tmp_path)))
 
 
-@pytest.mark.parametrize(("suffix", "mark"), [(".csv", ","), (".tsv", "\t")])
-def test_tables_of_separated_values_are_refused_with_a_command_that_converts_them(
-    tmp_path: Path, suffix: str, mark: str
-) -> None:
-    path = tmp_path / f"a{suffix}"
-    path.write_text(f"id{mark}text\n1{mark}one\n2{mark}two\n")
-    for location in (path, tmp_path):
-        with raises(CorpusError) as caught:
-            open_corpus(CorpusSource(str(location)))
-    command = shlex.split(str(caught.value).split("Convert the table first: ")[1])
-    subprocess.run([sys.executable, *command[1:]], check=True)
-    assert values(CorpusSource(str(tmp_path / "a.parquet"))) == ["one", "two"]
+def test_tables_of_separated_values_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,one\n")
+    with pytest.raises(CorpusError, match=r"unknown kind of file.*Convert the table to Parquet"):
+        open_corpus(CorpusSource(str(tmp_path / "a.csv")))
 
 
 def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
