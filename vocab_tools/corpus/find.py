@@ -122,7 +122,7 @@ def _describe(path: Path, name: str) -> CorpusFile:
         with path.open("rb"):
             pass
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
     # Some file systems number no files.
     identity = f"{state.st_dev}:{state.st_ino}" if state.st_ino else os.path.realpath(path)
     file = CorpusFile(

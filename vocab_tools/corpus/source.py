@@ -101,15 +101,10 @@ def amount(text: str) -> int:
     return int(number)
 
 
-def _limit(text: str) -> int:
-    # Plain numbers, 0 included, are checked by `CorpusSource`.
-    return int(text) if text.isdecimal() else amount(text)
-
-
 _CONVERTERS: Mapping[str, Any] = {
     "weight": float,
-    "max_documents": _limit,
-    "max_tokens": _limit,
+    "max_documents": amount,
+    "max_tokens": amount,
     "sample": float,
     "shuffle": lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text],
 }

@@ -24,7 +24,6 @@ from .block import PartialCounts
 from .held_out import Candidates
 
 _KEY = "eagle_slim.count_resume"
-_VERSION = 1
 _NUMBERS = ("documents", "tokens", "empty", "skipped", "cuts")
 _RESTART = "Start over with --restart."
 
@@ -138,7 +137,7 @@ def save_states(path: Path, identity: dict[str, Any], states: Sequence[SourceSta
                 **{name: getattr(partial, name) for name in _NUMBERS},
             }
         )
-    header = json.dumps({"version": _VERSION, "identity": identity, "sources": entries})
+    header = json.dumps({"identity": identity, "sources": entries})
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     try:
         write_file(path, save(tensors, metadata={_KEY: header}))
@@ -160,12 +159,10 @@ def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        version, stored = header["version"], header["identity"]
+        stored = header["identity"]
         states = [_state(entry, tensors, position) for position, entry in enumerate(header["sources"])]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CorpusError(f"{path}: the saved state cannot be read ({error!r}). {_RESTART}", path=path) from error
-    if version != _VERSION:
-        raise UsageError(f"{path}: saved by another version of eagle-slim. {_RESTART}", path=path)
     # Through JSON, so that tuples and lists compare alike.
     current = json.loads(json.dumps(identity))
     changed = _changed_files(stored, current)
