@@ -192,7 +192,6 @@ Example:
 @click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
-@click.option("--out", "-o", metavar="JSON", help="Write the report as JSON.")
 @_weight_option
 @force_option
 @json_option
@@ -203,32 +202,23 @@ def coverage(
     bootstrap: int,
     seed: int,
     plot: str | None,
-    out: str | None,
     weights: tuple[str, ...],
     force: bool,
     as_json: bool,
 ) -> None:
     """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
-    import json
-
-    from .files import write_file
     from .ranking.coverage import measure_coverage
 
-    outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
-    if plot is not None and not plot.lower().endswith(".png"):
+    if plot is not None and not refuse_existing(plot, force).name.lower().endswith(".png"):
         raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
-    if plot is not None and out is not None and outputs[plot].resolve() == outputs[out].resolve():
-        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own.")
     held = _import(vocabulary, None)
     report = measure_coverage(
         held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
     )
-    if out is not None:
-        write_file(outputs[out], (json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
     if plot is not None:
         from .ranking.plots import plot_coverage
 
-        plot_coverage(report, outputs[plot])
+        plot_coverage(report, plot)
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
@@ -237,8 +227,8 @@ def coverage(
         click.echo(
             f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
         )
-    for path in outputs.values():
-        note(f"wrote {path}")
+    if plot is not None:
+        note(f"wrote {plot}")
 
 
 @vocab.command(

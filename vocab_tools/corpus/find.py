@@ -33,8 +33,6 @@ _HEAD_BYTES = 64 << 10
 class CorpusFile:
     """One file: path, name in reports, format, and its state when it was listed.
 
-    `identity` is the same for all names of a file, symbolic and hard links included.
-
     The format "json" is one array of records; a .json file with one object per line is "jsonl".
     """
 
@@ -44,7 +42,6 @@ class CorpusFile:
     compressed: bool
     size: int
     modified_ns: int
-    identity: str
 
 
 def looks_local(location: str) -> bool:
@@ -123,8 +120,6 @@ def _describe(path: Path, name: str) -> CorpusFile:
             pass
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
-    # Some file systems number no files.
-    identity = f"{state.st_dev}:{state.st_ino}" if state.st_ino else os.path.realpath(path)
     file = CorpusFile(
         path=str(path.absolute()),
         name=name,
@@ -132,7 +127,6 @@ def _describe(path: Path, name: str) -> CorpusFile:
         compressed=is_packed(path.name),
         size=state.st_size,
         modified_ns=state.st_mtime_ns,
-        identity=identity,
     )
     return replace(file, format="jsonl") if file_format == "json" and not _begins_array(file) else file
 

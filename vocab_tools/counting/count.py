@@ -50,7 +50,6 @@ def count_tokens(
     resume_file: Path | None = None,
     restart: bool = False,
     save_to: Path | None = None,
-    save_seconds: float = 10.0,
     progress: bool | Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TokenCounts:
@@ -71,11 +70,10 @@ def count_tokens(
         seed: decides what is sampled, shuffled and held out.
         held_out: what is held out of each source, see `HeldOutRule`; None: its defaults.
         on_error: "stop" at a record that cannot be read, or "skip" it and count how many were skipped.
-        resume_file: file that keeps the state of the count while it runs; the same call goes on from it. It is removed
-            at the end.
+        resume_file: file that keeps the state of the count while it runs, written every ten seconds; the same call goes
+            on from it. It is removed at the end.
         restart: remove a resume file that is there, and start over.
         save_to: file to write the counts to before the resume file is removed, so that one of them always exists.
-        save_seconds: time between two writes of the resume file.
         progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
             that each block adds.
         notify: called with messages for the user, such as skipped records.
@@ -102,7 +100,7 @@ def count_tokens(
     states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
     if resume_file is not None and resume_file.exists():
         states = load_states(resume_file, identity)
-    state = CountState(states, identity, resume_file, save_seconds)
+    state = CountState(states, identity, resume_file)
     _tell_resumed(state, on_error, say)
     files = []
     with ProgressBar(corpora, states, progress) as bar:

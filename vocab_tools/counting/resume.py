@@ -25,6 +25,7 @@ from .held_out import Candidates
 
 _KEY = "eagle_slim.count_resume"
 _NUMBERS = ("documents", "tokens", "empty", "skipped", "cuts")
+SAVE_SECONDS = 10.0
 _RESTART = "Start over with --restart."
 
 
@@ -58,13 +59,10 @@ class CountState:
         path: the resume file; None to save nothing.
     """
 
-    def __init__(
-        self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None, seconds: float
-    ) -> None:
+    def __init__(self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None) -> None:
         self.sources = list(sources)
         self.path = path
         self._identity = identity
-        self._seconds = seconds
         self._saved_at = time.monotonic()
 
     @property
@@ -75,7 +73,7 @@ class CountState:
     def update(self, position: int, state: SourceState) -> None:
         """Replace the state of one source, and save when the last time is long enough ago."""
         self.sources[position] = state
-        if time.monotonic() - self._saved_at >= self._seconds:
+        if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.save()
 
     def save(self) -> None:
