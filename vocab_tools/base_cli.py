@@ -53,14 +53,8 @@ def version_option() -> Callable[[_Decorated], _Decorated]:
     return click.version_option(version("eagle-slim"), prog_name="eagle-slim")
 
 
-def json_option(function: _Decorated) -> _Decorated:
-    """Add --json: the result as one JSON document on stdout."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(function)
-
-
-def force_option(function: _Decorated) -> _Decorated:
-    """Add --force: overwrite existing output."""
-    return click.option("--force", is_flag=True, help="Overwrite existing output.")(function)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:

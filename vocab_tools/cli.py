@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -30,27 +30,22 @@ if TYPE_CHECKING:
     from .vocabulary.draft_vocab import DraftVocab
     from .vocabulary.token_map import D2TForm
 
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
-
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
 
 
-def _weight_option(function: _Decorated) -> _Decorated:
-    return click.option(
-        "--weights",
-        "-w",
-        multiple=True,
-        metavar="NAME=SHARE",
-        help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
-    )(function)
-
-
+_weight_option = click.option(
+    "--weights",
+    "-w",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
+)
 _target_vocab_option = click.option(
     "--target-vocab",
     type=click.IntRange(1),
     metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size).",
+    help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
 )
 
 
@@ -304,12 +299,7 @@ Example:
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
 @click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
-@click.option(
-    "--target-vocab",
-    type=click.IntRange(1),
-    metavar="V",
-    help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
-)
+@_target_vocab_option
 @force_option
 @json_option
 def export(
