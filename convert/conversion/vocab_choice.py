@@ -84,7 +84,7 @@ class VocabRequest:
             if not isinstance(getattr(self, name), (tuple, list)):
                 found = type(getattr(self, name)).__name__
                 raise UsageError(f"{name}: expected a tuple, found one {found} alone.", option=name, found=found)
-        if (self.token_map is not None or self.order is not None) and self.weights:
+        if self.weights and (self.token_map is not None or self.order is not None):
             raise UsageError(
                 "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
                 option="--weights",
