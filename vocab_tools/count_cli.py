@@ -199,14 +199,11 @@ def count(
     """
     from .counting.count import count_tokens
     from .counting.resume import resume_file_beside
-    from .errors import UsageError
     from .files import refuse_existing
     from .tokenizer.load import load_tokenizer
 
     path = refuse_existing(out, force)
     corpus, arguments = corpus_arguments({**options, "datasets": (*sources, *options["datasets"])})
-    if not corpus:
-        raise UsageError("Nothing to count: name a file, folder, glob or dataset.")
     counts = count_tokens(
         corpus,
         load_tokenizer(tokenizer, tokenizer_revision, offline),

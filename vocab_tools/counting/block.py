@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..corpus.blocks import BadRecord, Block, Records, document_index
 from ..errors import TokenizerError
 from ..tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
-from ..tokenizer.messages import ChatError, normalise_messages
+from ..tokenizer.messages import ChatError, kind_of, normalise_messages
 from ..tokenizer.skeleton import Piece
 from ..tokenizer.template import ChatSpec
 from ..tokenizer.turns import ChatRenderer
@@ -316,7 +316,7 @@ class DocumentReader:
                 if isinstance(value, str):
                     yield position, [Piece(value)]
                 else:
-                    reason = f"column {plan.column!r}: expected a string, found {_kind(value)}"
+                    reason = f"column {plan.column!r}: expected a string, found {kind_of(value)}"
                     yield position, BadRecord(block.shard, position, reason)
             else:
                 try:
@@ -329,7 +329,3 @@ class DocumentReader:
     def _make_renderer(self, exact: bool) -> ChatRenderer:
         assert self._plan.chat is not None
         return ChatRenderer(self._plan.chat, exact)
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__

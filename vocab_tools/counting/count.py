@@ -127,7 +127,7 @@ def count_tokens(
 
 def _check_names(sources: Sequence[CorpusSource]) -> None:
     if not sources:
-        raise UsageError("Nothing to count: name at least one source.", missing="source")
+        raise UsageError("Nothing to count: name a file, folder, glob or dataset.", missing="source")
     names = [source.name for source in sources]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:

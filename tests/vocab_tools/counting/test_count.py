@@ -196,7 +196,11 @@ def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> Non
     assert everything(counts) == naive(good)
     assert counts.sources[0].provenance["skipped_records"] == 3
     said = "\n".join(told)
-    for line, reason in ((6, "not JSON"), (18, "no column 'text'"), (31, "expected a string, found int")):
+    for line, reason in (
+        (6, "not JSON"),
+        (18, "no column 'text'"),
+        (31, "expected a string, found a value of type int"),
+    ):
         assert f"a.jsonl, line {line}: " in said
         assert reason in said
     assert "3 records skipped in total" in said
