@@ -149,18 +149,12 @@ def test_rank_by_coverage_and_by_ids(run, files: Path, tmp_path: Path) -> None:
     found = run("rank", files / "chat.counts", "--coverage", 0.95, *common, "-o", tmp_path / "a").json
     assert found["size_from_coverage"]["measured_on"] == "held-out"
     assert found["draft_vocab"] % 64 == 0
-    by_ids = run("rank", "--order", "ids", "-n", 280, *common, "-o", tmp_path / "b").json
+    by_ids = run("rank", "--order", "ids", "-n", 280, "--force-id", 359, *common, "-o", tmp_path / "b").json
     assert by_ids["draft_vocab"] == 280
+    assert DraftVocab.load(tmp_path / "b").provenance["forced"]["359"] == "by request"
     assert "not a multiple of 64" in by_ids["warnings"][0]
     trained = run("rank", files / "chat.counts", "--candidates", tmp_path / "b", *common, "-o", tmp_path / "d").json
     assert trained["draft_vocab"] == 280
-
-
-def test_forced_added_and_extra_ids(run, files: Path, tmp_path: Path) -> None:
-    assert (
-        run("rank", "--order", "ids", "--tokenizer", files / "tok", "--force-id", 359, "-o", tmp_path / "a").code == 0
-    )
-    assert DraftVocab.load(tmp_path / "a").provenance["forced"]["359"] == "by request"
 
 
 def test_show(run, files: Path, tmp_path: Path) -> None:
