@@ -18,7 +18,6 @@ from eagle_slim.vocab_tools.base_cli import (
     note,
     parse_weights,
     run_cli,
-    smooth_value,
     version_option,
     warn,
 )
@@ -140,14 +139,6 @@ Examples:
 )
 @corpus_options
 @click.option("--save-counts", metavar="FILE", help="Keep the counts of --dataset in a file for later.")
-@click.option(
-    "--smooth",
-    callback=smooth_value,
-    default="off",
-    show_default=True,
-    metavar="off|auto|X",
-    help="Mix in the id order of BPE where counts are small.",
-)
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
@@ -206,7 +197,6 @@ def convert(head: str | None, **options: Any) -> None:
         corpus=tuple(sources),
         order=options["order"],
         weights=parse_weights(options["weights"]) or None,
-        smooth=options["smooth"],
         force_added=options["force_added"],
         force_ids=options["force_ids"],
     )

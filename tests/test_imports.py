@@ -34,7 +34,6 @@ FLOORS = {
         errors
         base_cli files
         tokenizer
-        chat
         corpus
         counting
         count_cli vocabulary

@@ -7,7 +7,6 @@ from .ranking.plots import plot_coverage
 from .ranking.rank import rank_by_order, rank_vocabulary
 from .ranking.report import CoverageReport, SourceCoverage
 from .ranking.show import VocabularyListing, show_vocabulary
-from .ranking.smoothing import SmoothedCounts, smooth_counts
 from .tokenizer.forced import ForcedIds, forced_ids
 from .tokenizer.load import load_tokenizer
 from .tokenizer.tokenizer import LoadedTokenizer
@@ -25,7 +24,6 @@ __all__ = [
     "ForcedIds",
     "HeldOut",
     "LoadedTokenizer",
-    "SmoothedCounts",
     "SourceCounts",
     "SourceCoverage",
     "TokenCounts",
@@ -46,6 +44,5 @@ __all__ = [
     "rank_by_order",
     "rank_vocabulary",
     "show_vocabulary",
-    "smooth_counts",
     "t2d_from_ids",
 ]

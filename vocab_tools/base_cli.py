@@ -10,13 +10,12 @@ import contextlib
 import errno
 import json
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import click
 
@@ -24,57 +23,25 @@ from .errors import EagleSlimError, UsageError
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
-# Since click 8.2; before, a group without arguments prints its help and exits 0 by itself.
-_NO_ARGUMENTS: Any = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
-# 16,384 or 16.384 or 16'384; Python itself reads 16_384.
-_GROUPED = re.compile(r"\d{1,3}([,.' ]\d{3})+")
-
-_OS_ADVICE = {
-    errno.ENOSPC: "The disk is full: free some space, or write elsewhere.",
-    errno.EDQUOT: "The disk quota is used up: free some space, or write elsewhere.",
-    errno.EROFS: "The file system is read-only: write elsewhere.",
-    errno.EACCES: "No permission: check the owner and mode, or write elsewhere.",
-    errno.EPERM: "No permission: check the owner and mode, or write elsewhere.",
-}
-
-
-class WholeNumber(click.IntRange):
-    """An integer in a range; one written with thousands separators is refused with the plain spelling."""
-
-    name = "integer"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Parse it."""
-        if isinstance(value, str) and _GROUPED.fullmatch(value):
-            plain = re.sub(r"\D", "", value)
-            self.fail(f"{value!r}: write numbers without a thousands separator, as in {plain}.", param, ctx)
-        number: int = super().convert(value, param, ctx)
-        return number
-
-
-def _debug_option() -> click.Option:
-    return click.Option(["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
-
-
-class EagleCommand(click.Command):
-    """A command that keeps the line breaks of its help's examples and knows --debug."""
+class _Debuggable:
+    """What commands and groups share: -h, wide help, and --debug."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
         super().__init__(*args, **kwargs)
-        self.params.append(_debug_option())
+        debug = click.Option(["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error.")
+        self.params: list[click.Parameter] = [*self.params, debug]
 
 
-class EagleGroup(click.Group):
+class EagleCommand(_Debuggable, click.Command):
+    """A command that keeps the line breaks of its help's examples and knows --debug."""
+
+
+class EagleGroup(_Debuggable, click.Group):
     """A group of commands in the order they were added, which is the order of work."""
 
     command_class = EagleCommand
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("context_settings", {"help_option_names": ["-h", "--help"], "max_content_width": 110})
-        super().__init__(*args, **kwargs)
-        self.params.append(_debug_option())
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in order of addition."""
@@ -86,26 +53,8 @@ def version_option() -> Callable[[_Decorated], _Decorated]:
     return click.version_option(version("eagle-slim"), prog_name="eagle-slim")
 
 
-def json_option(function: _Decorated) -> _Decorated:
-    """Add --json: the result as one JSON document on stdout."""
-    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(function)
-
-
-def force_option(function: _Decorated) -> _Decorated:
-    """Add --force: overwrite existing output."""
-    return click.option("--force", is_flag=True, help="Overwrite existing output.")(function)
-
-
-def smooth_value(ctx: click.Context, param: click.Parameter, value: str) -> Literal["auto"] | float | None:
-    """Read the value of --smooth: `off`, `auto` or a strength."""
-    if value == "off":
-        return None
-    if value == "auto":
-        return "auto"
-    try:
-        return float(value)
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not off, auto or a number", ctx, param) from None
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:
@@ -122,11 +71,9 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
         except ValueError:
             number = float("nan")
         if not separator or not name or number != number:
-            raise UsageError(
-                f"--weights {value!r}: expected NAME=SHARE, as in chat=3.", option="--weights", found=value
-            )
+            raise UsageError(f"--weights {value!r}: expected NAME=SHARE, as in chat=3.")
         if name in weights:
-            raise UsageError(f"--weights: source {name!r} is given twice.", option="--weights", repeated=name)
+            raise UsageError(f"--weights: source {name!r} is given twice.")
         weights[name] = number
     return weights
 
@@ -154,12 +101,9 @@ def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name
         SystemExit: always.
     """
     arguments = list(sys.argv[1:] if args is None else args)
-    sys.exit(_run(command, arguments, prog_name))
-
-
-def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
     with _signals_interrupt():
-        return _run_to_the_end(command, arguments, prog_name)
+        code = _run(command, arguments, prog_name)
+    sys.exit(code)
 
 
 @contextlib.contextmanager
@@ -169,7 +113,7 @@ def _signals_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise KeyboardInterrupt
 
-    signals = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    signals = (signal.SIGTERM, signal.SIGHUP)
     changed = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread():
         changed = []
@@ -182,7 +126,7 @@ def _signals_interrupt() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _run_to_the_end(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
+def _run(command: click.Command, arguments: list[str], prog_name: str | None) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in options
     try:
@@ -197,7 +141,7 @@ def _run_to_the_end(command: click.Command, arguments: list[str], prog_name: str
         return _close_pipe()
     except (click.Abort, KeyboardInterrupt):
         return _fail("Interrupted; nothing half-written is left behind.", 1, debug)
-    except _NO_ARGUMENTS as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return int(error.exit_code)
     except click.ClickException as error:
@@ -210,7 +154,8 @@ def _run_to_the_end(command: click.Command, arguments: list[str], prog_name: str
     except OSError as error:
         if error.errno == errno.EPIPE:
             return _close_pipe()
-        return _fail(_describe_os_error(error), 1, debug)
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{place}{error.strerror or error}.", 1, debug)
     except MemoryError:
         return _fail("Out of memory.", 1, debug)
     except Exception as error:
@@ -235,9 +180,3 @@ def _close_pipe() -> int:
     """Leave quietly after the reader of stdout went away (`| head`), without Python's complaint at shutdown."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
-
-
-def _describe_os_error(error: OSError) -> str:
-    place = f"{error.filename}: " if error.filename else ""
-    advice = _OS_ADVICE.get(error.errno or 0)
-    return f"{place}{error.strerror or error}." + (f" {advice}" if advice else "")

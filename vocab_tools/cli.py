@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from .base_cli import (
     EagleGroup,
-    WholeNumber,
     emit_json,
     force_option,
     json_option,
     note,
     parse_weights,
     run_cli,
-    smooth_value,
     version_option,
     warn,
 )
-from .count_cli import count
+from .count_cli import count, tokenizer_options
 from .errors import UsageError
 from .files import refuse_existing
 from .vocabulary.formats import FORMATS
@@ -32,37 +30,22 @@ if TYPE_CHECKING:
     from .vocabulary.draft_vocab import DraftVocab
     from .vocabulary.token_map import D2TForm
 
-_Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
-
 _counts_argument = click.argument("counts", nargs=-1, required=True, metavar="COUNTS...")
 _out_option = click.option("--out", "-o", required=True, metavar="FILE", help="File to write.")
 
 
-def _tokenizer_options(function: _Decorated) -> _Decorated:
-    for option in (
-        click.option("--offline", is_flag=True, help="Use the local Hub cache only."),
-        click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer."),
-        click.option("--tokenizer", metavar="T", help="The target's tokenizer: Hub id, folder or tokenizer.json."),
-    ):
-        function = option(function)
-    return function
-
-
-def _weight_option(function: _Decorated) -> _Decorated:
-    return click.option(
-        "--weights",
-        "-w",
-        multiple=True,
-        metavar="NAME=SHARE",
-        help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
-    )(function)
-
-
+_weight_option = click.option(
+    "--weights",
+    "-w",
+    multiple=True,
+    metavar="NAME=SHARE",
+    help="Share of a source, as in `-w chat=3 -w code=2`; several in one value: `chat=3,code=2`.",
+)
 _target_vocab_option = click.option(
     "--target-vocab",
-    type=WholeNumber(1),
+    type=click.IntRange(1),
     metavar="V",
-    help="Rows of the target's LM head (config.json: vocab_size).",
+    help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
 )
 
 
@@ -124,8 +107,10 @@ Example:
   eagle-vocab rank chat.counts.safetensors --tokenizer Qwen/Qwen3-8B --coverage 0.99 --out vocab.json"""
 )
 @click.argument("counts", nargs=-1, metavar="[COUNTS]...")
-@_tokenizer_options
-@click.option("--size", "-n", type=WholeNumber(1), metavar="N", help="Ids to keep, exactly; all ranked ids by default.")
+@tokenizer_options
+@click.option(
+    "--size", "-n", type=click.IntRange(1), metavar="N", help="Ids to keep, exactly; all ranked ids by default."
+)
 @click.option("--coverage", type=float, metavar="C", help="Find the size that covers this share of held-out tokens.")
 @click.option(
     "--order",
@@ -135,14 +120,6 @@ Example:
     help="`ids` takes the first ids, without any counts.",
 )
 @click.option(
-    "--smooth",
-    callback=smooth_value,
-    metavar="off|auto|X",
-    default="off",
-    show_default=True,
-    help="Mix in the id-order prior; `auto` chooses its strength on held-out text.",
-)
-@click.option(
     "--force-added",
     type=click.Choice(["chat", "all"]),
     default="chat",
@@ -150,12 +127,9 @@ Example:
     help="Added tokens that must be in: those of the chat template, or all, reserved ones too.",
 )
 @click.option(
-    "--force-id", "force_ids", type=WholeNumber(0), multiple=True, metavar="ID", help="A further id that must be in."
+    "--force-id", "force_ids", type=click.IntRange(0), multiple=True, metavar="ID", help="A further id that must be in."
 )
 @_target_vocab_option
-@click.option(
-    "--round-to", type=WholeNumber(1), default=64, show_default=True, help="Multiple a found size is rounded up to."
-)
 @click.option("--candidates", metavar="MAP", help="Token map of the ids a head was trained on; only these are chosen.")
 @_weight_option
 @_out_option
@@ -168,13 +142,10 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
 
     path = refuse_existing(out, force)
     by_ids = options["order"] == "ids"
-    about_counts = counts or options["coverage"] is not None or options["smooth"] is not None or options["weights"]
-    if by_ids and about_counts:
-        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage, --smooth and --weights.")
+    if by_ids and (counts or options["coverage"] is not None or options["weights"]):
+        raise UsageError("--order ids uses no counts: leave out the counts files, --coverage and --weights.")
     if not by_ids and not counts:
         raise UsageError("Name at least one counts file, or rank without counts by --order ids.")
-    if options["tokenizer"] is None:
-        raise UsageError("Name the target's tokenizer with --tokenizer: it decides which ids are real and forced.")
     tokenizer = _load_tokenizer(options)
     candidates, target_vocab = options["candidates"], options["target_vocab"]
     common: dict[str, Any] = {
@@ -183,25 +154,20 @@ def rank(counts: tuple[str, ...], out: str, force: bool, as_json: bool, **option
         "forced": forced_ids(tokenizer, options["force_added"], options["force_ids"]),
         "target_vocab": target_vocab,
         "candidates": None if candidates is None else _import(candidates, target_vocab).ascending_ids,
-        "round_to": options["round_to"],
     }
     if by_ids:
         ranked = rank_by_order(**common)
     else:
         weights = parse_weights(options["weights"])
-        ranked = rank_vocabulary(
-            _load_counts(counts), coverage=options["coverage"], smooth=options["smooth"], weights=weights, **common
-        )
+        ranked = rank_vocabulary(_load_counts(counts), coverage=options["coverage"], weights=weights, **common)
     ranked.save(path)
     warn(ranked.warnings)
-    account = {key: ranked.provenance[key] for key in ("size_from_coverage", "smoothing") if key in ranked.provenance}
+    found = ranked.provenance.get("size_from_coverage")
     if as_json:
+        account = {} if found is None else {"size_from_coverage": found}
         emit_json({"out": str(path), **_summary(ranked), **account, "warnings": list(ranked.warnings)})
         return
-    if "smoothing" in account:
-        click.echo(f"smoothed with strength {account['smoothing']['strength']:g}")
-    if "size_from_coverage" in account:
-        found = account["size_from_coverage"]
+    if found is not None:
         click.echo(
             f"{found['smallest']} ids cover {found['asked']:g} of the {found['measured_on']} tokens; "
             f"{ranked.size} cover {found['reached']:.6f}"
@@ -218,10 +184,9 @@ Example:
 @click.argument("vocabulary", metavar="VOCAB")
 @_counts_argument
 @click.option("--sizes", callback=_sizes_value, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
-@click.option("--bootstrap", type=WholeNumber(0), default=1000, show_default=True, help="Resamples; 0 for none.")
-@click.option("--seed", type=WholeNumber(0), default=0, show_default=True, help="Seed of the bootstrap.")
+@click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")
-@click.option("--out", "-o", metavar="JSON", help="Write the report as JSON.")
 @_weight_option
 @force_option
 @json_option
@@ -232,32 +197,23 @@ def coverage(
     bootstrap: int,
     seed: int,
     plot: str | None,
-    out: str | None,
     weights: tuple[str, ...],
     force: bool,
     as_json: bool,
 ) -> None:
     """Measure the share of held-out text that VOCAB covers, per source, compared with the first ids in id order."""
-    import json
-
-    from .files import write_file
     from .ranking.coverage import measure_coverage
 
-    outputs = {name: refuse_existing(name, force) for name in (plot, out) if name is not None}
-    if plot is not None and not plot.lower().endswith(".png"):
+    if plot is not None and not refuse_existing(plot, force).name.lower().endswith(".png"):
         raise UsageError(f"--plot {plot}: the plot is a PNG; end the name in .png.")
-    if plot is not None and out is not None and outputs[plot].resolve() == outputs[out].resolve():
-        raise UsageError(f"--plot and --out both name {plot}; give each a file of its own.")
     held = _import(vocabulary, None)
     report = measure_coverage(
         held, _load_counts(counts), sizes, seed=seed, bootstrap=bootstrap, weights=parse_weights(weights)
     )
-    if out is not None:
-        write_file(outputs[out], (json.dumps(report.to_json(), indent=1, ensure_ascii=False) + "\n").encode())
     if plot is not None:
         from .ranking.plots import plot_coverage
 
-        plot_coverage(report, outputs[plot])
+        plot_coverage(report, plot)
     warn(report.warnings)
     if as_json:
         emit_json(report.to_json())
@@ -266,8 +222,8 @@ def coverage(
         click.echo(
             f"{report.uncounted} of the {report.draft_vocab} ids, forced ones aside, never occur in the counted text"
         )
-    for path in outputs.values():
-        note(f"wrote {path}")
+    if plot is not None:
+        note(f"wrote {plot}")
 
 
 @vocab.command(
@@ -276,16 +232,14 @@ Example:
   eagle-vocab show vocab.json --tokenizer Qwen/Qwen3-8B --counts chat.counts.safetensors --limit 40"""
 )
 @click.argument("vocabulary", metavar="VOCAB")
-@_tokenizer_options
+@tokenizer_options
 @click.option("--counts", multiple=True, metavar="COUNTS", help="Counts to show, and to order what is left out by.")
-@click.option("--limit", type=WholeNumber(0), default=20, show_default=True, help="Rows per list.")
+@click.option("--limit", type=click.IntRange(0), default=20, show_default=True, help="Rows per list.")
 @json_option
 def show(vocabulary: str, counts: tuple[str, ...], limit: int, as_json: bool, **options: Any) -> None:
     """Show what VOCAB holds and what it leaves out, decoded."""
     from .ranking.show import show_vocabulary
 
-    if options["tokenizer"] is None:
-        raise UsageError("Name the target's tokenizer with --tokenizer: without it ids cannot be decoded.")
     loaded = _load_tokenizer(options)
     held = _import(vocabulary, None)
     listing = show_vocabulary(held, loaded, _load_counts(counts) if counts else None, limit)
@@ -304,7 +258,6 @@ Example:
 @click.argument("token_map", metavar="MAP")
 @_target_vocab_option
 @click.option("--d2t-form", type=click.Choice(["offset", "absolute"]), help="How to read a d2t that does not show it.")
-@click.option("--kind", type=click.Choice(["ids", "d2t"]), help="What a bare list or tensor is.")
 @_out_option
 @force_option
 @json_option
@@ -312,7 +265,6 @@ def import_command(
     token_map: str,
     target_vocab: int | None,
     d2t_form: D2TForm | None,
-    kind: Literal["ids", "d2t"] | None,
     out: str,
     force: bool,
     as_json: bool,
@@ -322,7 +274,7 @@ def import_command(
     from .vocabulary.import_map import import_token_map
 
     path = refuse_existing(out, force)
-    read = import_token_map(token_map, target_vocab, d2t_form, kind)
+    read = import_token_map(token_map, target_vocab, d2t_form)
     read.save(path)
     warn(read.warnings)
     if target_vocab is None and TARGET_VOCAB_FROM in read.provenance:
@@ -346,13 +298,8 @@ Example:
     type=click.Choice(FORMATS),
     help="freq: FR-Spec, SGLang. vllm: draft_token_map. d2t-pt: SpecForge. By default from the file's ending.",
 )
-@click.option("--size", "-n", type=WholeNumber(1), metavar="N", help="Take the first N ids of the ranking.")
-@click.option(
-    "--target-vocab",
-    type=WholeNumber(1),
-    metavar="V",
-    help="Rows of the target's LM head, the length of t2d. Default: what VOCAB was made for.",
-)
+@click.option("--size", "-n", type=click.IntRange(1), metavar="N", help="Take the first N ids of the ranking.")
+@_target_vocab_option
 @force_option
 @json_option
 def export(

@@ -9,16 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, WholeNumber, emit_json, force_option, json_option, note
+from .base_cli import EagleCommand, emit_json, force_option, json_option, note
 
 if TYPE_CHECKING:
     from .corpus.source import CorpusSource
     from .counting.counts import TokenCounts
-
-    _IntType = click.ParamType[int]
-else:
-    # Not generic before click 8.2.
-    _IntType = click.ParamType
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -30,7 +25,7 @@ KEY is weight, config, split, revision, column, roles, max-tokens, max-documents
 the option of the same name, which holds for all sources. Amounts may have a unit (10M). Quote globs."""
 
 
-class Amount(_IntType):
+class Amount(click.ParamType):  # type: ignore[type-arg] # not generic in click 8.2
     """A whole number, or one with a unit: 500k, 10M, 1.5B."""
 
     name = "amount"
@@ -66,7 +61,7 @@ _CORPUS_OPTIONS = (
     click.option("--sample", type=float, metavar="F", help="Take this share of the documents, drawn by the seed."),
     click.option("--shuffle", is_flag=True, help="Take files and shards in an order drawn by the seed."),
     click.option(
-        "--seed", type=WholeNumber(0), default=0, show_default=True, help="Decides sampling and what is held out."
+        "--seed", type=click.IntRange(0), default=0, show_default=True, help="Decides sampling and what is held out."
     ),
     click.option(
         "--held-out",
@@ -85,22 +80,33 @@ _CORPUS_OPTIONS = (
     ),
     click.option(
         "--tokenizer-library",
-        "--tokenizer-engine",
         type=click.Choice(["auto", "tokenizers", "fastokens"]),
         default="auto",
         show_default=True,
         help="Library that tokenizes; auto takes fastokens if it is installed and right on a probe of the corpus.",
     ),
-    click.option("--workers", type=WholeNumber(min=0), metavar="N", help="Processes; default: one per core."),
+    click.option("--workers", type=click.IntRange(0), metavar="N", help="Processes; default: one per core."),
     click.option(
         "--run-on",
-        "--engine",
         type=click.Choice(["local", "ray"]),
         default="local",
         show_default=True,
         help="Where to count: on this machine, or on the Ray cluster of RAY_ADDRESS (extra `ray`).",
     ),
 )
+
+
+def tokenizer_options(function: _Decorated) -> _Decorated:
+    """Add the options that name the target's tokenizer."""
+    for option in (
+        click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only."),
+        click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer."),
+        click.option(
+            "--tokenizer", required=True, metavar="T", help="The target's tokenizer: Hub id, folder, tokenizer.json."
+        ),
+    ):
+        function = option(function)
+    return function
 
 
 def corpus_options(function: _Decorated) -> _Decorated:
@@ -147,9 +153,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
         try:
             template = regular_file(options["chat_template"], UsageError, "chat template").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{options['chat_template']}: the chat template cannot be read: {error}.", option="--chat-template"
-            ) from error
+            raise UsageError(f"{options['chat_template']}: the chat template cannot be read: {error}.") from error
     return sources, {
         "chat_template": template,
         "seed": options["seed"],
@@ -169,9 +173,7 @@ Example:
     --tokenizer Qwen/Qwen3-8B --max-tokens 10M --out mix.counts.safetensors""",
 )
 @click.argument("sources", nargs=-1, metavar="[SOURCE]...")
-@click.option("--tokenizer", required=True, metavar="T", help="The target's tokenizer: Hub id, folder, tokenizer.json.")
-@click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
-@click.option("--offline", is_flag=True, help="Load the tokenizer from the local Hub cache only.")
+@tokenizer_options
 @corpus_options
 @click.option("--out", "-o", required=True, metavar="FILE", help="Counts file to write (.safetensors).")
 @click.option("--restart", is_flag=True, help="Start over, even if a saved state is there.")
@@ -197,14 +199,11 @@ def count(
     """
     from .counting.count import count_tokens
     from .counting.resume import resume_file_beside
-    from .errors import UsageError
     from .files import refuse_existing
     from .tokenizer.load import load_tokenizer
 
     path = refuse_existing(out, force)
     corpus, arguments = corpus_arguments({**options, "datasets": (*sources, *options["datasets"])})
-    if not corpus:
-        raise UsageError("Nothing to count: name a file, folder, glob or dataset.", missing="source")
     counts = count_tokens(
         corpus,
         load_tokenizer(tokenizer, tokenizer_revision, offline),

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 from eagle_slim.vocab_tools.corpus.source import parse_source, with_unique_names
-from eagle_slim.vocab_tools.counting import ray_workers
+from eagle_slim.vocab_tools.counting import ray_workers, resume
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from protocol import Json, serve
@@ -72,6 +72,7 @@ def run(job: Json) -> Json:
             raise KeyboardInterrupt
 
     out = Path(job["out"])
+    resume.SAVE_SECONDS = 0.0
     try:
         counts = count_tokens(
             with_unique_names([parse_source(spec) for spec in job["sources"]]),
@@ -80,7 +81,6 @@ def run(job: Json) -> Json:
             workers=job.get("workers", 2),
             on_error=job.get("on_error", "stop"),
             resume_file=Path(job["resume_file"]) if "resume_file" in job else None,
-            save_seconds=0.0,
             save_to=out,
             progress=progress,
             notify=notes.append,

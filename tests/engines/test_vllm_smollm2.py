@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
 from engines.artifacts import command
 from engines.protocol import Json, ask
 
@@ -41,7 +42,7 @@ def served(artifact: Path) -> dict[tuple[str, str], Json]:
     tokenizer = load_tokenizer(target)
     questions = [json.loads(line)["turns"][0] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     rendered = [
-        tokenizer.apply_chat([{"role": "user", "content": question}], add_generation_prompt=True)
+        ChatTemplate(chat_spec(tokenizer)).render([{"role": "user", "content": question}], add_generation_prompt=True)
         for question in questions[:NUM_PROMPTS]
     ]
     prompts = [tokenizer.backend.encode(text, add_special_tokens=False).ids for text in rendered]

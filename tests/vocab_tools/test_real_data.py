@@ -60,13 +60,6 @@ def test_smollm2_lacks_21_single_bytes_and_forces_the_rest(smollm2: LoadedTokeni
     assert forced.warnings == ()
 
 
-def test_smollm2_ids_are_in_merge_order(smollm2: LoadedTokenizer) -> None:
-    rank = smollm2.merge_rank
-    assert rank is not None
-    assert int((rank >= 0).sum()) == 49152 - 17
-    assert np.all(np.diff(rank[-48000:]) == 1)
-
-
 def test_ranking_on_the_models_own_text_beats_the_first_ids(smollm2: LoadedTokenizer, chats: TokenCounts) -> None:
     ranked = rank_vocabulary(chats, size=16384, tokenizer=smollm2)
     report = measure_coverage(ranked, chats, sizes=[2048, 8192, 16384])
@@ -80,14 +73,6 @@ def test_ranking_on_the_models_own_text_beats_the_first_ids(smollm2: LoadedToken
     end_of_turn = smollm2.vocab["<|im_end|>"]
     assert end_of_turn in ranked.target_ids[: ranked.num_forced]
     assert chats.sources[0].counts[end_of_turn] == chats.sources[0].provenance["documents"]
-
-
-def test_smoothing_on_the_models_own_text_does_no_harm(smollm2: LoadedTokenizer, chats: TokenCounts) -> None:
-    plain = rank_vocabulary(chats, tokenizer=smollm2)
-    smooth = rank_vocabulary(chats, tokenizer=smollm2, smooth="auto")
-    for size in (8192, 16384, 32768):
-        covered = [measure_coverage(vocab.prefix(size), chats, bootstrap=0).at("chat") for vocab in (plain, smooth)]
-        assert covered[1] >= covered[0] - 0.001
 
 
 def test_coverage_99_of_the_models_own_text(smollm2: LoadedTokenizer, chats: TokenCounts) -> None:

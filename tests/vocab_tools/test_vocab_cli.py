@@ -12,7 +12,7 @@ import click
 import pytest
 import torch
 from eagle_slim.vocab_tools import base_cli
-from eagle_slim.vocab_tools.base_cli import EagleCommand, EagleGroup, run_cli
+from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import VocabularyError
@@ -111,22 +111,6 @@ def test_length_of_t2d_is_the_targets_vocabulary(run, files: Path, tmp_path: Pat
     assert not (tmp_path / "other.safetensors").exists()
 
 
-def test_swapped_arguments_and_sizes_with_separators_are_named(run, files: Path, tmp_path: Path) -> None:
-    vocab_file = tmp_path / "v.json"
-    run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", vocab_file)
-    (files / "chat.safetensors").write_bytes((files / "chat.counts").read_bytes())
-    for arguments in (
-        ("coverage", files / "chat.counts", vocab_file),
-        ("coverage", files / "chat.safetensors", vocab_file),
-        ("coverage", vocab_file, vocab_file),
-        ("rank", vocab_file, "--tokenizer", files / "tok", "-o", tmp_path / "w.json"),
-    ):
-        swapped = run(*arguments)
-        assert (swapped.code, "Are COUNTS and VOCAB swapped?" in swapped.err) == (1, True)
-    sizes = run("coverage", vocab_file, files / "chat.counts", "--sizes", "8,192,16,384")
-    assert (sizes.code, "Sizes have no thousands separator" in sizes.err) == (2, True)
-
-
 def test_ids_that_were_never_counted_are_printed(run, files: Path, tmp_path: Path) -> None:
     ranking = ("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json")
     ranked = run(*ranking, "-n", 350)
@@ -148,43 +132,29 @@ def test_the_map_of_fr_specs_script_is_imported_with_a_word(run, tmp_path: Path)
 
 def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:
     assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json").code == 0
-    outputs = ("--out", tmp_path / "c.json", "--plot", tmp_path / "c.png", "--sizes", "300,340")
+    outputs = ("--plot", tmp_path / "c.png", "--sizes", "300,340")
     measured = run("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts", *outputs)
     assert measured.code == 0
     assert measured.out.startswith("source")
     assert "wrote" in measured.err
-    report = json.loads((tmp_path / "c.json").read_text())
-    assert [source["name"] for source in report["sources"]] == ["chat", "code", "all sources"]
-    assert {300, 340} <= set(report["sizes"])
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    report = run("coverage", tmp_path / "v.json", files / "chat.counts", files / "code.counts", "--json").json
+    assert [source["name"] for source in report["sources"]] == ["chat", "code", "all sources"]
     refused = run("coverage", tmp_path / "v.json", files / "chat.counts", "--plot", tmp_path / "c.pdf")
     assert (refused.code, refused.out) == (2, "")
-    one = ("--plot", tmp_path / "one.png", "--out", tmp_path / "one.png")
-    both = run("coverage", tmp_path / "v.json", files / "chat.counts", *one)
-    assert both.code == 2
-    assert "give each a file of its own" in both.err
-    assert not (tmp_path / "one.png").exists()
 
 
-def test_rank_by_coverage_by_ids_and_smoothed(run, files: Path, tmp_path: Path) -> None:
+def test_rank_by_coverage_and_by_ids(run, files: Path, tmp_path: Path) -> None:
     common = ("--tokenizer", files / "tok", "--json")
     found = run("rank", files / "chat.counts", "--coverage", 0.95, *common, "-o", tmp_path / "a").json
     assert found["size_from_coverage"]["measured_on"] == "held-out"
     assert found["draft_vocab"] % 64 == 0
-    by_ids = run("rank", "--order", "ids", "-n", 280, *common, "-o", tmp_path / "b").json
+    by_ids = run("rank", "--order", "ids", "-n", 280, "--force-id", 359, *common, "-o", tmp_path / "b").json
     assert by_ids["draft_vocab"] == 280
+    assert DraftVocab.load(tmp_path / "b").provenance["forced"]["359"] == "by request"
     assert "not a multiple of 64" in by_ids["warnings"][0]
-    smoothed = run("rank", files / "chat.counts", "--smooth", "auto", *common, "-o", tmp_path / "c").json
-    assert smoothed["smoothing"]["chosen_on"] == "held-out"
     trained = run("rank", files / "chat.counts", "--candidates", tmp_path / "b", *common, "-o", tmp_path / "d").json
     assert trained["draft_vocab"] == 280
-
-
-def test_forced_added_and_extra_ids(run, files: Path, tmp_path: Path) -> None:
-    assert (
-        run("rank", "--order", "ids", "--tokenizer", files / "tok", "--force-id", 359, "-o", tmp_path / "a").code == 0
-    )
-    assert DraftVocab.load(tmp_path / "a").provenance["forced"]["359"] == "by request"
 
 
 def test_show(run, files: Path, tmp_path: Path) -> None:
@@ -200,15 +170,13 @@ def test_show(run, files: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["rank", "CHAT", "--tokenizer", "TOK", "-n", "100"], "smaller than the 259 forced ids"),
-        (["rank", "CHAT", "-n", "300"], "Name the target's tokenizer"),
+        (["rank", "CHAT", "-n", "300"], "Missing option '--tokenizer'"),
         (["rank", "--tokenizer", "TOK"], "at least one counts file"),
         (["rank", "CHAT", "--order", "ids", "--tokenizer", "TOK"], "uses no counts"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "--smooth", "much"], "not off, auto or a number"),
         (["rank", "CHAT", "--tokenizer", "TOK", "-w", "chat"], "expected NAME=SHARE"),
         (["rank", "CHAT", "--tokenizer", "TOK", "--target-vocab", "-3"], "-3 is not in the range x>=1"),
-        (["rank", "CHAT", "--tokenizer", "WORDS", "--smooth", "1"], "another tokenizer"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "16,384"], "without a thousands separator, as in 16384"),
-        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer."),
+        (["rank", "CHAT", "--tokenizer", "WORDS"], "another tokenizer"),
+        (["rank", "CHAT", "--tokenizer", "TOK", "-n", "2k"], "'2k' is not a valid integer range."),
         (["merge"], "Missing argument"),
         (["merge", "CHAT", "-w", "a=1", "-w", "a=2"], "given twice"),
         (["frobnicate"], "No such command"),
@@ -283,12 +251,7 @@ def failing(error: BaseException) -> click.Command:
     [
         (VocabularyError("bad map"), 1, "error: bad map\n"),
         (KeyboardInterrupt(), 1, "error: Interrupted; nothing half-written is left behind.\n"),
-        (
-            OSError(errno.ENOSPC, "No space left on device", "/x"),
-            1,
-            "error: /x: No space left on device. The disk",
-        ),
-        (OSError(errno.EROFS, "Read-only file system", "/x"), 1, "error: /x: Read-only file system. The file system"),
+        (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device.\n"),
         (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
         (MemoryError(), 1, "error: Out of memory."),
     ],
@@ -306,14 +269,6 @@ def test_debug_shows_the_traceback(run, capsys: pytest.CaptureFixture[str]) -> N
         base_cli._run(failing(RuntimeError("oops")), ["--debug"], None)
     # After `--` it is an argument like any other.
     assert "Traceback" not in run("--", "--debug", command=failing(VocabularyError("bad map"))).err
-
-
-def test_groups_keep_the_order_of_work() -> None:
-    group = EagleGroup("g")
-    for name in ("zebra", "ape"):
-        group.command(name)(lambda: None)
-    assert group.list_commands(click.Context(group)) == ["zebra", "ape"]
-    assert isinstance(group.commands["ape"], EagleCommand)
 
 
 def start(program: str, *arguments: object) -> subprocess.Popen[str]:
@@ -396,7 +351,7 @@ def test_a_folder_without_permission(run, tmp_path: Path) -> None:
     locked.mkdir(mode=0o500)
     (tmp_path / "m.json").write_text("[1, 2]")
     done = run("import", tmp_path / "m.json", "-o", locked / "v.json")
-    assert (done.code, "No permission" in done.err) == (1, True)
+    assert (done.code, "Permission denied" in done.err) == (1, True)
 
 
 def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,5 +361,5 @@ def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "m.json").write_text("[1, 2]")
     monkeypatch.setattr("eagle_slim.vocab_tools.files.os.fsync", full)
     done = run("import", tmp_path / "m.json", "-o", tmp_path / "v.json")
-    assert (done.code, "The disk is full" in done.err) == (1, True)
+    assert (done.code, "No space left on device" in done.err) == (1, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]

@@ -98,27 +98,22 @@ class FaultBlock(Block):
 
 
 @dataclass(frozen=True)
-class LinesBlock(Block):
-    """Whole lines of a JSON-lines file: a byte range of `path`, or `data` where the file holds them in another form."""
+class BytesBlock(Block):
+    """A byte range of the text file `path`, or `data` where the file holds it in another form.
+
+    It is whole lines of JSON, or plain text (`is_text`) cut where `cut_text` says.
+    """
 
     path: str
+    is_text: bool
     data: bytes | None = None
 
     def read(self, column: str) -> Records:
-        """Split into lines; blank ones are not records."""
-        return _JsonLines(self.shard, self.start, _bytes_of(self.path, self.start, self.stop, self.data), column)
-
-
-@dataclass(frozen=True)
-class TextBlock(Block):
-    """A part of a plain text file, cut where `cut_text` says."""
-
-    path: str
-    data: bytes | None = None
-
-    def read(self, column: str) -> Records:
-        """Split into documents, see `text_documents`; there are no columns."""
-        return _Texts(self.shard, self.start, _bytes_of(self.path, self.start, self.stop, self.data))
+        """Split into lines, of which blank ones are not records, or into documents, see `text_documents`."""
+        data = _bytes_of(self.path, self.start, self.stop) if self.data is None else self.data
+        if self.is_text:
+            return _Texts(self.shard, self.start, data)
+        return _JsonLines(self.shard, self.start, data, column)
 
 
 @dataclass(frozen=True)
@@ -339,20 +334,16 @@ def cut_text(data: bytes) -> int:
     return cut - 1 if cut > 1 and data[cut - 1] >= 0xC0 else len(data)
 
 
-def _bytes_of(path: str, start: int, stop: int, data: bytes | None) -> bytes:
-    if data is not None:
-        return data
+def _bytes_of(path: str, start: int, stop: int) -> bytes:
     try:
         with Path(path).open("rb") as file:
             file.seek(start)
             data = file.read(stop - start)
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=path) from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
     if len(data) != stop - start:
         raise CorpusError(
-            f"{path}: became shorter while it was being counted. Start again when nothing writes to it any more.",
-            path=path,
-            changed=True,
+            f"{path}: became shorter while it was being counted. Start again when nothing writes to it any more."
         )
     return data
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from ..chat.messages import messages_in_text
 from ..errors import CorpusError, UsageError
+from ..tokenizer.messages import kind_of, messages_in_text
 from .source import CorpusSource
 
 Kind = Literal["text", "chat"]
@@ -64,7 +64,7 @@ def choose_column(source: CorpusSource, row: Mapping[str, Any]) -> tuple[str, Ki
             return column, "text"
     for column in (*CHAT_COLUMNS, *TEXT_COLUMNS):
         if not isinstance(row.get(column, ""), str):
-            found = "nothing" if row[column] is None else f"a value of type {type(row[column]).__name__}"
+            found = kind_of(row[column])
             raise CorpusError(
                 f"{source.location}: column {column!r} holds {found} in the first records.", column=column, found=found
             )

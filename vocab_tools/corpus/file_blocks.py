@@ -17,11 +17,10 @@ from .blocks import (
     MAX_PARAGRAPH_BYTES,
     MAX_RECORD_BYTES,
     Block,
+    BytesBlock,
     FaultBlock,
-    LinesBlock,
     RowGroupBlock,
     RowsBlock,
-    TextBlock,
     cut_text,
     parse_line,
     too_long,
@@ -83,18 +82,18 @@ def blocks_of(file: CorpusFile, shard: int, start: int, column: str) -> Iterator
 
 
 def _plain_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
-    kind = TextBlock if file.format == "txt" else LinesBlock
+    is_text = file.format == "txt"
     with open_file(file) as data:
         while start < file.size:
             stop = file.size
             if stop - start > BLOCK_BYTES:
-                cut = _text_cut if file.format == "txt" else _line_cut
+                cut = _text_cut if is_text else _line_cut
                 stop, whole = cut(data, start, file.size)
                 if not whole:
                     yield FaultBlock(shard, start, stop, stop - start, too_long(stop - start))
                     start = stop
                     continue
-            yield kind(shard, start, stop, stop - start, file.path)
+            yield BytesBlock(shard, start, stop, stop - start, file.path, is_text)
             start = stop
 
 
@@ -139,13 +138,13 @@ def _array_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
             moved = _compressed_position(stream) - reported
             reported += moved
             if piece.fault is None:
-                yield LinesBlock(shard, piece.start, piece.stop, moved, file.path, piece.lines)
+                yield BytesBlock(shard, piece.start, piece.stop, moved, file.path, False, piece.lines)
             else:
                 yield FaultBlock(shard, piece.start, piece.stop, moved, piece.fault)
 
 
 def _packed_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
-    kind = TextBlock if file.format == "txt" else LinesBlock
+    is_text = file.format == "txt"
     position = 0
     held = b""
     reported = 0
@@ -154,7 +153,7 @@ def _packed_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
             wanted = BLOCK_BYTES if len(held) < BLOCK_BYTES else len(held) + BLOCK_BYTES
             held += stream.read(wanted - len(held))
             ended, fault = len(held) < wanted, fault_of(stream)
-            if ended or file.format == "txt":
+            if ended or is_text:
                 tail = max(0, len(held) - MAX_PARAGRAPH_BYTES)
                 cut = len(held) if ended else tail + cut_text(held[tail:])
             else:
@@ -169,7 +168,9 @@ def _packed_blocks(file: CorpusFile, shard: int, start: int) -> Iterator[Block]:
                 held, position, reported = rest, position + cut, reported + moved
                 continue
             if cut:
-                yield from _from(start, kind(shard, position, position + cut, moved, file.path, held[:cut]))
+                yield from _from(
+                    start, BytesBlock(shard, position, position + cut, moved, file.path, is_text, held[:cut])
+                )
                 held, position, reported = held[cut:], position + cut, reported + moved
             if fault:
                 # One past the cut-off line, so that resuming after this block does not meet it again.

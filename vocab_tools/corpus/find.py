@@ -26,15 +26,12 @@ _TEXT_FORMATS = ".jsonl, .ndjson, .json (one object per line, or one array of th
 READABLE = f"{_TEXT_FORMATS}, each also packed ({', '.join(PACKED)}), and .parquet"
 
 _COMPRESSIONS = (*PACKED, ".lz4", ".zip", ".7z", ".tar")
-_CSV = (".csv", ".tsv")
 _HEAD_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class CorpusFile:
     """One file: path, name in reports, format, and its state when it was listed.
-
-    `identity` is the same for all names of a file, symbolic and hard links included.
 
     The format "json" is one array of records; a .json file with one object per line is "jsonl".
     """
@@ -45,7 +42,6 @@ class CorpusFile:
     compressed: bool
     size: int
     modified_ns: int
-    identity: str
 
 
 def looks_local(location: str) -> bool:
@@ -71,10 +67,8 @@ def find_files(location: str) -> list[CorpusFile]:
         known = [file for file in found if _format_of(file.name) is not None or _is_unread(file.name)]
         base = path
         if not known:
-            table = next((file for file in sorted(found) if file.suffix.lower() in _CSV), None)
-            advice = "" if table is None else f" {_convert_csv(table)}"
             raise CorpusError(
-                f"{location}: no corpus file among the {len(found)} in this folder. Readable: {READABLE}.{advice}",
+                f"{location}: no corpus file among the {len(found)} in this folder. Readable: {READABLE}.",
                 path=location,
                 found=0,
             )
@@ -85,9 +79,9 @@ def find_files(location: str) -> list[CorpusFile]:
         known = [Path(name) for name in glob.glob(pattern, recursive=True) if Path(name).is_file()]
         base = _fixed_part(pattern)
         if not known:
-            raise CorpusError(f"{location}: no file matches this pattern.", path=location, found=0)
+            raise CorpusError(f"{location}: no file matches this pattern.", found=0)
     else:
-        raise CorpusError(f"{location}: no such file or folder.", path=location, missing=location)
+        raise CorpusError(f"{location}: no such file or folder.", missing=location)
     unique = set(known)
     twice = next((file for file in known if is_packed(file.name) and file.with_suffix("") in unique), None)
     if twice is not None:
@@ -109,15 +103,15 @@ def open_file(file: CorpusFile) -> BinaryIO:
     try:
         return PackedReader(file.path) if file.compressed else Path(file.path).open("rb")
     except OSError as error:
-        raise CorpusError(f"{file.path}: cannot be read: {error.strerror}.", path=file.path) from error
+        raise CorpusError(f"{file.path}: cannot be read: {error.strerror}.") from error
 
 
 def _describe(path: Path, name: str) -> CorpusFile:
     file_format = _format_of(path.name)
     if file_format is None:
         advice = " Unpack it, or compress it with gzip or zstd." if _is_unread(path.name) else ""
-        if path.suffix.lower() in _CSV:
-            advice = f" {_convert_csv(path)}"
+        if path.suffix.lower() in (".csv", ".tsv"):
+            advice = " Convert the table to Parquet first."
         raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.{advice}", path=str(path), format=None)
     regular_file(path, CorpusError)
     try:
@@ -126,8 +120,6 @@ def _describe(path: Path, name: str) -> CorpusFile:
             pass
     except OSError as error:
         raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
-    # Some file systems number no files.
-    identity = f"{state.st_dev}:{state.st_ino}" if state.st_ino else os.path.realpath(path)
     file = CorpusFile(
         path=str(path.absolute()),
         name=name,
@@ -135,18 +127,8 @@ def _describe(path: Path, name: str) -> CorpusFile:
         compressed=is_packed(path.name),
         size=state.st_size,
         modified_ns=state.st_mtime_ns,
-        identity=identity,
     )
     return replace(file, format="jsonl") if file_format == "json" and not _begins_array(file) else file
-
-
-def _convert_csv(path: Path) -> str:
-    """Say how a table of comma- or tab-separated values becomes one that can be read."""
-    tabs = ", parse_options=csv.ParseOptions(delimiter='\\t')" if path.suffix.lower() == ".tsv" else ""
-    return (
-        'Convert the table first: python -c "from pyarrow import csv, parquet; '
-        f"parquet.write_table(csv.read_csv('{path}'{tabs}), '{path.with_suffix('.parquet')}')\""
-    )
 
 
 def _begins_array(file: CorpusFile) -> bool:

@@ -116,9 +116,7 @@ class HubDataset:
             for table in stream.with_format("arrow").iter(_BATCH_ROWS):
                 if column not in table.column_names:
                     raise CorpusError(
-                        f"{self._id}: no column {column!r} in shard {shard}; it has {', '.join(table.column_names)}.",
-                        column=column,
-                        columns=table.column_names,
+                        f"{self._id}: no column {column!r} in shard {shard}; it has {', '.join(table.column_names)}."
                     )
                 held.extend(table.column(column).chunks)
                 if sum(chunk.nbytes for chunk in held) >= _BLOCK_BYTES:
@@ -136,7 +134,7 @@ def _choose_split(dataset_id: str, split: str | None, present: list[str]) -> str
             return present[0]
         if "train" in present:
             return "train"
-        raise UsageError(f"{dataset_id}: name a split, one of {', '.join(present)}.", splits=present)
+        raise UsageError(f"{dataset_id}: name a split, one of {', '.join(present)}.")
     if split not in present:
         raise UsageError(
             f"{dataset_id}: there is no split {split!r}; it has {', '.join(present)}.", split=split, splits=present
@@ -166,11 +164,10 @@ def _readable(dataset_id: str, error: Exception) -> EagleSlimError | None:
     if isinstance(error, ImportError | FileNotFoundError | StopIteration) and "://" in dataset_id:
         return CorpusError(
             f"{dataset_id}: cannot be read: {str(error) or 'no such file'}. Check the URL, and that fsspec's library "
-            "for its scheme is installed (s3fs for s3://, gcsfs for gs://, adlfs for az://).",
-            path=dataset_id,
+            "for its scheme is installed (s3fs for s3://, gcsfs for gs://, adlfs for az://)."
         )
     if isinstance(error, DatasetNotFoundError):
-        return CorpusError(f"{message} {_ADVICE}", dataset=dataset_id, missing=dataset_id)
+        return CorpusError(f"{message} {_ADVICE}")
     if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
         return UsageError(f"{dataset_id}: {str(error).strip()}", dataset=dataset_id, setting="config")
     if isinstance(error, ConnectionError | OSError) or "Offline" in type(error).__name__:
@@ -181,7 +178,7 @@ def _readable(dataset_id: str, error: Exception) -> EagleSlimError | None:
             offline=True,
         )
     if "zstd not supported" in first_line:
-        return CorpusError(f"{message} Try: pip install zstandard", dataset=dataset_id, missing="zstandard")
+        return CorpusError(f"{message} Try: pip install zstandard", missing="zstandard")
     if isinstance(error, DatasetsError | ValueError | RuntimeError) or "pyarrow" in type(error).__module__:
-        return CorpusError(message, dataset=dataset_id)
+        return CorpusError(message)
     return None

@@ -43,7 +43,7 @@ class OpenCorpus:
         size: sum of the sizes of all blocks (bytes on disk), None when not known.
         identity: JSON that changes when the input changes: file names, sizes and times, or the dataset's commit.
         origin: JSON for provenance, without paths or times.
-        inputs: (identity, name) of the files or the split that it reads; the identity is the same in every source.
+        inputs: the files, links followed, or the split that it reads.
     """
 
     source: CorpusSource
@@ -52,7 +52,7 @@ class OpenCorpus:
     size: int | None
     identity: dict[str, Any]
     origin: dict[str, Any]
-    inputs: tuple[tuple[str, str], ...]
+    inputs: tuple[str, ...]
     _opened: _Opened = field(repr=False)
     _order: tuple[int, ...] = field(repr=False)
     _files: tuple[CorpusFile, ...] = field(default=(), repr=False)
@@ -143,21 +143,20 @@ def refuse_repeated_inputs(corpora: Sequence[OpenCorpus]) -> None:
     Raises:
         UsageError: a file or split is read twice; facts `input` and `sources` say which and by whom.
     """
-    seen: dict[tuple[str, str], tuple[str, str]] = {}
+    seen: dict[tuple[str, str], str] = {}
     for corpus in corpora:
-        for identity, name in corpus.inputs:
-            key = (identity, corpus.column)
-            if key in seen:
-                (first, first_name), second = seen[key], corpus.source.name
-                who = f"twice by source {first}" if first == second else f"by source {first} and by source {second}"
-                same = "" if name == first_name else f" {first_name} is the same file."
+        source = corpus.source.name
+        for name in corpus.inputs:
+            first = seen.get((name, corpus.column))
+            if first is not None:
+                who = f"twice by source {first}" if first == source else f"by source {first} and by source {source}"
                 raise UsageError(
-                    f"{name}: read {who}.{same} Its text would count twice, and what is held out of it would be "
-                    "counted too. Leave one out; weight=2 gives a source more weight.",
+                    f"{name}: read {who}. Its text would count twice, and what is held out of it would be counted "
+                    "too. Leave one out; weight=2 gives a source more weight.",
                     input=name,
-                    sources=[first, second],
+                    sources=[first, source],
                 )
-            seen[key] = (corpus.source.name, name)
+            seen[name, corpus.column] = source
 
 
 def _order_of(num_shards: int, source: CorpusSource, seed: int) -> tuple[int, ...]:
@@ -214,7 +213,7 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
         size=sum(file.size for file in files),
         identity={"files": [[file.path, file.size, file.modified_ns] for file in files]},
         origin={"column": column or None},
-        inputs=tuple((file.identity, os.path.realpath(file.path)) for file in files),
+        inputs=tuple(os.path.realpath(file.path) for file in files),
         _opened=_Files(files),
         _order=_order_of(len(files), source, seed),
         _files=tuple(files),
@@ -227,7 +226,7 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
     dataset = HubDataset(source.location, source.config, source.split, source.revision)
     row = first_values(dataset.first_rows(), wanted_columns(source))
     if row is None:
-        raise CorpusError(f"{source.location}: split {dataset.split} has no rows.", split=dataset.split)
+        raise CorpusError(f"{source.location}: split {dataset.split} has no rows.")
     column, kind = choose_column(source, row)
     origin = {
         "dataset": source.location,
@@ -244,10 +243,7 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
         identity=origin if dataset.state is None else {**origin, "state": dataset.state},
         origin=origin,
         # The Hub finds its datasets in upper and lower case.
-        inputs=tuple(
-            (name, name)
-            for name in dataset.urls or [f"{source.location.lower()}, config {dataset.config}, split {dataset.split}"]
-        ),
+        inputs=dataset.urls or (f"{source.location.lower()}, config {dataset.config}, split {dataset.split}",),
         _opened=dataset,
         _order=_order_of(dataset.num_shards, source, seed),
     )

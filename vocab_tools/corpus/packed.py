@@ -76,10 +76,6 @@ class PackedFile(io.RawIOBase):
             if error.errno is not None:
                 raise
             self.fault = str(error)
-            if "requires too much memory" in self.fault:
-                self.fault += (
-                    "; it was packed with a window above 128 MB (zstd --long): unpack it with zstd -d --long=31"
-                )
             return 0
         view[: len(data)] = data
         return len(data)

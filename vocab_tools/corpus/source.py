@@ -74,10 +74,7 @@ class CorpusSource:
             if not holds:
                 found = getattr(self, setting)
                 raise UsageError(
-                    f"source {self.name}: {setting}: expected {expected}, found {found!r}.",
-                    source=self.name,
-                    setting=setting,
-                    found=found,
+                    f"source {self.name}: {setting}: expected {expected}, found {found!r}.", setting=setting
                 )
 
 
@@ -104,15 +101,10 @@ def amount(text: str) -> int:
     return int(number)
 
 
-def _limit(text: str) -> int:
-    # Plain numbers, 0 included, are checked by `CorpusSource`.
-    return int(text) if text.isdecimal() else amount(text)
-
-
 _CONVERTERS: Mapping[str, Any] = {
     "weight": float,
-    "max_documents": _limit,
-    "max_tokens": _limit,
+    "max_documents": amount,
+    "max_tokens": amount,
     "sample": float,
     "shuffle": lambda text: {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[text],
 }
@@ -154,9 +146,7 @@ def parse_source(spec: str, defaults: Mapping[str, Any] | None = None) -> Corpus
         try:
             chosen[key] = _CONVERTERS.get(key, str)(value.strip())
         except (ValueError, KeyError) as error:
-            raise UsageError(
-                f"source {spec!r}: {value!r} is not a value for {key}.", setting=key, found=value
-            ) from error
+            raise UsageError(f"source {spec!r}: {value!r} is not a value for {key}.", setting=key) from error
     return CorpusSource(location=location.strip(), name=name.strip(), **chosen)
 
 

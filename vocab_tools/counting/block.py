@@ -18,13 +18,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..chat.messages import ChatError, normalise_messages
-from ..chat.skeleton import Piece
-from ..chat.template import ChatSpec
-from ..chat.turns import ChatRenderer
 from ..corpus.blocks import BadRecord, Block, Records, document_index
 from ..errors import TokenizerError
 from ..tokenizer.encode import EncoderSpec, SpanEncoder, build_encoder, encode_all
+from ..tokenizer.messages import ChatError, kind_of, normalise_messages
+from ..tokenizer.skeleton import Piece
+from ..tokenizer.template import ChatSpec
+from ..tokenizer.turns import ChatRenderer
 from .counts import HeldOut
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 
@@ -188,9 +188,7 @@ class BlockCounter:
         if len(counts) > plan.encoder.vocab_size:
             largest = plan.encoder.vocab_size - 1
             raise TokenizerError(
-                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {largest}.",
-                expected=largest,
-                found=len(counts) - 1,
+                f"The tokenizer gave id {len(counts) - 1}, but the largest id of its vocabulary is {largest}."
             )
         keys = document_keys(plan.sources[source].held_out_key, index)
         candidates = self._candidates(keys, lengths, token_ids, bound)
@@ -318,7 +316,7 @@ class DocumentReader:
                 if isinstance(value, str):
                     yield position, [Piece(value)]
                 else:
-                    reason = f"column {plan.column!r}: expected a string, found {_kind(value)}"
+                    reason = f"column {plan.column!r}: expected a string, found {kind_of(value)}"
                     yield position, BadRecord(block.shard, position, reason)
             else:
                 try:
@@ -331,7 +329,3 @@ class DocumentReader:
     def _make_renderer(self, exact: bool) -> ChatRenderer:
         assert self._plan.chat is not None
         return ChatRenderer(self._plan.chat, exact)
-
-
-def _kind(value: object) -> str:
-    return "null" if value is None else type(value).__name__

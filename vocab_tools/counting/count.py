@@ -50,7 +50,6 @@ def count_tokens(
     resume_file: Path | None = None,
     restart: bool = False,
     save_to: Path | None = None,
-    save_seconds: float = 10.0,
     progress: bool | Callable[[int], None] | None = None,
     notify: Callable[[str], None] | None = None,
 ) -> TokenCounts:
@@ -71,11 +70,10 @@ def count_tokens(
         seed: decides what is sampled, shuffled and held out.
         held_out: what is held out of each source, see `HeldOutRule`; None: its defaults.
         on_error: "stop" at a record that cannot be read, or "skip" it and count how many were skipped.
-        resume_file: file that keeps the state of the count while it runs; the same call goes on from it. It is removed
-            at the end.
+        resume_file: file that keeps the state of the count while it runs, written every ten seconds; the same call goes
+            on from it. It is removed at the end.
         restart: remove a resume file that is there, and start over.
         save_to: file to write the counts to before the resume file is removed, so that one of them always exists.
-        save_seconds: time between two writes of the resume file.
         progress: show a progress bar on stderr; None: on a terminal; a function is called with the number of tokens
             that each block adds.
         notify: called with messages for the user, such as skipped records.
@@ -102,7 +100,7 @@ def count_tokens(
     states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
     if resume_file is not None and resume_file.exists():
         states = load_states(resume_file, identity)
-    state = CountState(states, identity, resume_file, save_seconds)
+    state = CountState(states, identity, resume_file)
     _tell_resumed(state, on_error, say)
     files = []
     with ProgressBar(corpora, states, progress) as bar:
@@ -111,7 +109,7 @@ def count_tokens(
                 for position, corpus in enumerate(corpora):
                     files.append(SourceRun(position, corpus, plan, running, state, bar, say).count())
         except KeyboardInterrupt as error:
-            raise CountingInterruptedError(_interrupted(state), tokens=state.tokens, path=state.path) from error
+            raise CountingInterruptedError(_interrupted(state), path=state.path) from error
     if chat_template is not None:
         tokenizer = replace(tokenizer, chat_templates={"default": chat_template})
     result = TokenCounts(
@@ -129,7 +127,7 @@ def count_tokens(
 
 def _check_names(sources: Sequence[CorpusSource]) -> None:
     if not sources:
-        raise UsageError("Nothing to count: name at least one source.", missing="source")
+        raise UsageError("Nothing to count: name a file, folder, glob or dataset.", missing="source")
     names = [source.name for source in sources]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
@@ -173,7 +171,7 @@ def _default_workers(corpora: Sequence[OpenCorpus]) -> int:
     sizes = [corpus.size for corpus in corpora]
     if None not in sizes and sum(size or 0 for size in sizes) < _SMALL_BYTES:
         return 0
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _source_counts(

@@ -46,14 +46,10 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         if self.token_ids.dtype != np.int32 or self.token_ids.ndim != 1:
-            raise VocabularyError(
-                f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}.", field="token_ids"
-            )
+            raise VocabularyError(f"held-out token ids: expected int32 [tokens], found {_kind(self.token_ids)}.")
         offsets = self.doc_offsets
         if offsets.dtype != np.int64 or offsets.ndim != 1 or len(offsets) < 1:
-            raise VocabularyError(
-                f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}.", field="doc_offsets"
-            )
+            raise VocabularyError(f"held-out offsets: expected int64 [documents + 1], found {_kind(offsets)}.")
         if offsets[0] != 0 or offsets[-1] != len(self.token_ids) or np.any(np.diff(offsets) < 0):
             raise VocabularyError(
                 f"held-out offsets: expected to rise from 0 to {len(self.token_ids)}, the number of held-out tokens.",
@@ -91,7 +87,7 @@ class SourceCounts:
 
     def __post_init__(self) -> None:
         if not self.name:
-            raise VocabularyError("A source of counts needs a name.", field="name")
+            raise VocabularyError("A source of counts needs a name.")
         _check_weight(self.name, self.weight, VocabularyError)
         if self.counts.dtype != np.int64 or self.counts.ndim != 1:
             raise VocabularyError(
@@ -151,23 +147,16 @@ class TokenCounts:
         """Tokens counted in all sources."""
         return sum(source.num_tokens for source in self.sources)
 
-    def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
-        """Mix the sources into one count per id.
-
-        Each source is first normalised, so that its size does not matter: with weights w_s, counts c_s and
-        totals T_s, the result is T · Σ_s (w_s / Σ w) · c_s / T_s, where T is the total of all tokens and the sums run
-        over sources with any token. A single source gives its counts exactly.
+    def source_weights(self, weights: Mapping[str, float] | None = None) -> dict[str, float]:
+        """Return the weight of every source by its name, in order.
 
         Args:
             weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
 
-        Returns:
-            float64 [vocab].
-
         Raises:
             UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
         """
-        chosen = {source.name: source.weight for source in self.sources}
+        chosen = {source.name: float(source.weight) for source in self.sources}
         for name, weight in (weights or {}).items():
             if name not in chosen:
                 raise _unknown_source(name, chosen)
@@ -176,6 +165,22 @@ class TokenCounts:
             chosen[name] = float(weight)
         if not any(chosen.values()):
             raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
+        return chosen
+
+    def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+        """Mix the sources into one count per id.
+
+        Each source is first normalised, so that its size does not matter: with weights w_s, counts c_s and
+        totals T_s, the result is T · Σ_s (w_s / Σ w) · c_s / T_s, where T is the total of all tokens and the sums run
+        over sources with any token. A single source gives its counts exactly.
+
+        Args:
+            weights: see `source_weights`, which also says what is refused.
+
+        Returns:
+            float64 [vocab].
+        """
+        chosen = self.source_weights(weights)
         used = [source for source in self.sources if chosen[source.name] > 0 and source.num_tokens > 0]
         if len(used) <= 1:
             return (used[0] if used else self.sources[0]).counts.astype(np.float64)
@@ -224,14 +229,7 @@ class TokenCounts:
         """
         from safetensors import SafetensorError, safe_open
 
-        with regular_file(path, VocabularyError, "counts file").open("rb") as file:
-            if file.read(64).lstrip()[:1] in (b"{", b"["):
-                raise VocabularyError(
-                    f"{path}: this is JSON, such as a draft vocabulary, and not a counts file. Are COUNTS and VOCAB "
-                    "swapped?",
-                    path=str(path),
-                    found="JSON",
-                )
+        regular_file(path, VocabularyError, "counts file")
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
@@ -336,7 +334,6 @@ def _add_parts(name: str, parts: Sequence[SourceCounts]) -> SourceCounts:
             raise VocabularyError(
                 f"source {name!r}: the same text would be counted twice (two parts have one provenance). "
                 "Merge each counts file once; give the sources different names if they really differ.",
-                source=name,
                 repeated="provenance",
             )
         seen.append(text)

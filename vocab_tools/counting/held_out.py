@@ -37,9 +37,7 @@ class HeldOutRule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.fraction < 1:
-            raise UsageError(
-                f"held-out fraction: expected at least 0 and below 1, found {self.fraction}.", fraction=self.fraction
-            )
+            raise UsageError(f"held-out fraction: expected at least 0 and below 1, found {self.fraction}.")
         if self.max_documents < 0 or self.max_tokens < 0:
             raise UsageError("held-out caps: expected 0 or more documents and tokens.")
 
@@ -89,18 +87,18 @@ class Candidates:
     bound: int = NO_BOUND
 
     @classmethod
-    def empty(cls, bound: int = NO_BOUND) -> Candidates:
+    def empty(cls) -> Candidates:
         """No documents."""
-        return cls(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int32), bound)
+        return cls(np.zeros(0, np.uint64), np.zeros(0, np.int64), np.zeros(0, np.int32))
 
-    def head(self, num_documents: int, bound: int | None = None) -> tuple[Candidates, NDArray[np.int32]]:
+    def head(self, num_documents: int) -> tuple[Candidates, NDArray[np.int32]]:
         """Keep the smallest keys; returns what is kept and the token ids of the others, which are to be counted."""
         tokens = int(self.lengths[:num_documents].sum())
         kept = Candidates(
             self.keys[:num_documents],
             self.lengths[:num_documents],
             self.token_ids[:tokens],
-            self.bound if bound is None else bound,
+            self.bound,
         )
         return kept, self.token_ids[tokens:]
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ..chat.template import ChatSpec, chat_spec
 from ..corpus.blocks import BadRecord
 from ..corpus.open import OpenCorpus
 from ..errors import UsageError
 from ..tokenizer.encode import SpanEncoder, choose_library, encoder_spec
+from ..tokenizer.template import ChatSpec, chat_spec
 from .block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .held_out import HeldOutRule, key_of_source
 
@@ -38,15 +38,7 @@ def make_plan(
 ) -> CountPlan:
     """Decide how a corpus is counted: which library tokenizes it and how its chats are cut, each after a probe.
 
-    Args:
-        corpora: the open sources.
-        tokenizer: the tokenizer.
-        requested: library that encodes, see `choose_library`.
-        chat_template: Jinja source in place of the tokenizer's own.
-        seed: decides what is sampled and held out.
-        rule: what is held out.
-        skip_bad: whether bad records are left out.
-        say: told what was chosen and why.
+    The arguments are those of `count_tokens`; `say` is told what was chosen and why.
 
     Raises:
         UsageError: a chat template without chats.

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from ..corpus.blocks import Block
 from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError, UsageError
 from .block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
-from .workers import Task
+from .workers import Task, Workers
 
 if TYPE_CHECKING:
     from ..corpus.blocks import BadRecord
@@ -43,7 +42,7 @@ class _Unit:
     start: int = 0
 
 
-class RayWorkers:
+class RayWorkers(Workers):
     """Counts corpora on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
 
     Args:
@@ -59,9 +58,7 @@ class RayWorkers:
         try:
             import ray.data  # noqa: F401
         except ImportError as error:
-            raise UsageError(
-                "--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'", missing="ray"
-            ) from error
+            raise UsageError("--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'") from error
         self._plan = plan
         self._workers = workers
         self._started = False
@@ -78,15 +75,12 @@ class RayWorkers:
                 address = os.environ.get("RAY_ADDRESS", "not set")
                 raise EagleSlimError(
                     f"The Ray cluster cannot be reached (RAY_ADDRESS: {address}): {error}. Unset RAY_ADDRESS to count "
-                    "on this machine.",
-                    address=address,
+                    "on this machine."
                 ) from error
             self._started = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         import ray
 
         if self._started:

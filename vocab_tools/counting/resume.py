@@ -24,8 +24,8 @@ from .block import PartialCounts
 from .held_out import Candidates
 
 _KEY = "eagle_slim.count_resume"
-_VERSION = 1
 _NUMBERS = ("documents", "tokens", "empty", "skipped", "cuts")
+SAVE_SECONDS = 10.0
 _RESTART = "Start over with --restart."
 
 
@@ -59,13 +59,10 @@ class CountState:
         path: the resume file; None to save nothing.
     """
 
-    def __init__(
-        self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None, seconds: float
-    ) -> None:
+    def __init__(self, sources: Sequence[SourceState], identity: dict[str, Any], path: Path | None) -> None:
         self.sources = list(sources)
         self.path = path
         self._identity = identity
-        self._seconds = seconds
         self._saved_at = time.monotonic()
 
     @property
@@ -76,7 +73,7 @@ class CountState:
     def update(self, position: int, state: SourceState) -> None:
         """Replace the state of one source, and save when the last time is long enough ago."""
         self.sources[position] = state
-        if time.monotonic() - self._saved_at >= self._seconds:
+        if time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self.save()
 
     def save(self) -> None:
@@ -138,7 +135,7 @@ def save_states(path: Path, identity: dict[str, Any], states: Sequence[SourceSta
                 **{name: getattr(partial, name) for name in _NUMBERS},
             }
         )
-    header = json.dumps({"version": _VERSION, "identity": identity, "sources": entries})
+    header = json.dumps({"identity": identity, "sources": entries})
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     try:
         write_file(path, save(tensors, metadata={_KEY: header}))
@@ -160,12 +157,10 @@ def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        version, stored = header["version"], header["identity"]
+        stored = header["identity"]
         states = [_state(entry, tensors, position) for position, entry in enumerate(header["sources"])]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise CorpusError(f"{path}: the saved state cannot be read ({error!r}). {_RESTART}", path=path) from error
-    if version != _VERSION:
-        raise UsageError(f"{path}: saved by another version of eagle-slim. {_RESTART}", path=path, version=version)
     # Through JSON, so that tuples and lists compare alike.
     current = json.loads(json.dumps(identity))
     changed = _changed_files(stored, current)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,41 +20,32 @@ from .workers import Workers
 _MAX_SKIP_MESSAGES = 10
 
 
+@dataclass
 class SourceRun:
     """Counts one source.
 
-    Args:
+    Attributes:
         position: of the source in the plan and in the state.
         corpus: the opened source.
         plan: how it is counted.
         workers: who counts its blocks.
-        state: where its state is kept.
+        states: where its state is kept.
         bar: shows progress.
         say: told what was skipped.
     """
 
-    def __init__(
-        self,
-        position: int,
-        corpus: OpenCorpus,
-        plan: CountPlan,
-        workers: Workers,
-        state: CountState,
-        bar: ProgressBar,
-        say: Callable[[str], None],
-    ) -> None:
-        self._position = position
-        self._corpus = corpus
-        self._plan = plan
-        self._workers = workers
-        self._all_states = state
-        self._bar = bar
-        self._say = say
-        self._told = 0
+    position: int
+    corpus: OpenCorpus
+    plan: CountPlan
+    workers: Workers
+    states: CountState
+    bar: ProgressBar
+    say: Callable[[str], None]
+    _told: int = 0
 
     @property
     def _state(self) -> SourceState:
-        return self._all_states.sources[self._position]
+        return self.states.sources[self.position]
 
     def count(self) -> list[dict[str, Any]] | None:
         """Count to the end; returns name, bytes and hash of the files read, or None for a dataset.
@@ -62,18 +53,18 @@ class SourceRun:
         Raises:
             CorpusError: a record cannot be read, a file changed meanwhile, or the source holds no tokens.
         """
-        hasher = self._corpus.hasher()
+        hasher = self.corpus.hasher()
         try:
             if hasher is not None and self._state.cursor is not None:
-                for shard, stop in self._corpus.shards_until(self._state.cursor):
+                for shard, stop in self.corpus.shards_until(self._state.cursor):
                     hasher.reached(shard, stop)
             if not self._state.done:
                 self._run(hasher.reached if hasher else lambda shard, position: None)
-                self._corpus.check_unchanged()
+                self.corpus.check_unchanged()
             if not self._state.partial.tokens:
                 error = self._no_tokens()
                 # There is nothing to go on from, and a resume file would be in the way of a mended corpus.
-                self._all_states.forget(self._position)
+                self.states.forget(self.position)
                 raise error
             return hasher.finish() if hasher else None
         finally:
@@ -81,22 +72,21 @@ class SourceRun:
                 hasher.close()
 
     def _no_tokens(self) -> CorpusError:
-        partial, source = self._state.partial, self._corpus.source
-        if partial.empty and self._corpus.kind == "chat" and source.roles == "assistant":
+        partial, source = self._state.partial, self.corpus.source
+        if partial.empty and self.corpus.kind == "chat" and source.roles == "assistant":
             hint = f"None of its conversations ({partial.empty:,}) has an assistant turn; count them with --roles all."
         else:
             hint = f"Empty documents: {partial.empty:,}; records skipped: {partial.skipped:,}."
         return CorpusError(
             f"{source.location}: no tokens in this source. {hint}",
-            source=source.name,
             tokens=0,
             empty=partial.empty,
             skipped=partial.skipped,
         )
 
     def _run(self, reached: Callable[[int, int], None]) -> None:
-        found = self._workers.corpus(
-            self._position, self._corpus, self._state.cursor, lambda: self._state.partial.candidates.bound
+        found = self.workers.corpus(
+            self.position, self.corpus, self._state.cursor, lambda: self._state.partial.candidates.bound
         )
         with contextlib.closing(found) as results:  # type: ignore[type-var]
             for task, result in results:
@@ -104,28 +94,28 @@ class SourceRun:
                 limited = allowed is not None
                 if limited:
                     # Once more without what comes after the limit, bad records included.
-                    ((_, result),) = self._workers.map(iter([replace(task, limit=allowed)]))
+                    ((_, result),) = self.workers.map(iter([replace(task, limit=allowed)]))
                 if result.bad:
                     self._report(result.bad)
                 state = SourceState(
-                    merge_partial(self._state.partial, result.partial, self._plan.held_out),
+                    merge_partial(self._state.partial, result.partial, self.plan.held_out),
                     cursor=(task.block.shard, task.block.stop),
                     done=limited,
                     limited=limited,
                 )
                 reached(task.block.shard, task.block.stop)
-                self._all_states.update(self._position, state)
-                self._bar.moved(task.block.size, result.partial.tokens)
+                self.states.update(self.position, state)
+                self.bar.moved(task.block.size, result.partial.tokens)
                 if limited:
                     break
-        self._all_states.update(self._position, replace(self._state, done=True))
+        self.states.update(self.position, replace(self._state, done=True))
         skipped = self._state.partial.skipped
         if skipped:
-            self._say(f"{self._corpus.source.name}: {skipped:,} records skipped in total")
+            self.say(f"{self.corpus.source.name}: {skipped:,} records skipped in total")
 
     def _documents_allowed(self, result: BlockCounts) -> int | None:
         """Return how many of a block's documents the limits let in; None when no limit falls in this block."""
-        source, partial = self._corpus.source, self._state.partial
+        source, partial = self.corpus.source, self._state.partial
         limits = []
         if source.max_documents is not None and partial.documents + len(result.doc_tokens) >= source.max_documents:
             limits.append(source.max_documents - partial.documents)
@@ -136,14 +126,13 @@ class SourceRun:
         return min(limits) if limits else None
 
     def _report(self, bad: Sequence[BadRecord]) -> None:
-        if not self._plan.skip_bad:
-            place = self._corpus.place_of(bad[0])
+        if not self.plan.skip_bad:
+            place = self.corpus.place_of(bad[0])
             raise CorpusError(
                 f"{place}: {bad[0].reason}. Mend the record, or leave such records out with --on-error skip.",
                 place=place,
-                reason=bad[0].reason,
             )
         told = bad[: _MAX_SKIP_MESSAGES - self._told]
         for record in told:
-            self._say(f"skipped {self._corpus.place_of(record)}: {record.reason}")
+            self.say(f"skipped {self.corpus.place_of(record)}: {record.reason}")
         self._told += len(told)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..corpus.blocks import Block
 from ..corpus.open import OpenCorpus
@@ -31,17 +31,20 @@ class Task:
     limit: int | None = None
 
 
-class Workers(Protocol):
-    """Anything that counts tasks and returns the results in their order."""
+class Workers:
+    """Anything that counts tasks and returns the results in their order; this process hands it every block."""
 
-    def __enter__(self) -> Workers: ...
+    def __enter__(self) -> Workers:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    ) -> None:
+        return None
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
         """Yield tasks and their results in the order of the tasks."""
+        raise NotImplementedError
 
     def corpus(
         self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
@@ -51,33 +54,14 @@ class Workers(Protocol):
         A merged result has the position of its last block and the size of all of them. A corpus with limits needs
         single blocks. `bound` returns the bound of what was counted so far, see `BlockCounter.count`.
         """
-
-
-class BlockByBlock:
-    """Workers to which this process hands every block."""
-
-    def corpus(
-        self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
-    ) -> Iterator[tuple[Task, BlockCounts]]:
-        """See `Workers`."""
         return self.map(Task(source, block, bound()) for block in corpus.blocks(after))
 
-    def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
-        """See `Workers`."""
-        raise NotImplementedError
 
-
-class ThisProcess(BlockByBlock):
+class ThisProcess(Workers):
     """Counts without any workers."""
 
     def __init__(self, plan: CountPlan) -> None:
         self._counter = BlockCounter(plan)
-
-    def __enter__(self) -> ThisProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
         """See `Workers`."""
@@ -85,7 +69,7 @@ class ThisProcess(BlockByBlock):
             yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
 
 
-class Processes(BlockByBlock):
+class Processes(Workers):
     """Counts in worker processes, each with one tokenizer thread."""
 
     def __init__(self, plan: CountPlan, num_workers: int) -> None:
@@ -98,9 +82,6 @@ class Processes(BlockByBlock):
         self._pool = ProcessPoolExecutor(
             num_workers, mp_context=context, initializer=_start_worker, initargs=(plan, alive)
         )
-
-    def __enter__(self) -> Processes:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:

@@ -110,9 +110,8 @@ def _sizes(vocab: DraftVocab, sizes: Sequence[int] | None) -> tuple[tuple[int, .
     if sizes is not None:
         wrong = [size for size in sizes if not smallest <= size <= vocab.size]
         if wrong:
-            hint = " Sizes have no thousands separator: 8192,16384." if wrong[0] < min(smallest, 1000) else ""
             raise UsageError(
-                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.{hint}",
+                f"size {wrong[0]}: expected {smallest} to {vocab.size} for this vocabulary.",
                 size=wrong[0],
                 smallest=smallest,
                 largest=vocab.size,
@@ -258,7 +257,7 @@ def _warnings(measured: Sequence[SourceCoverage], sizes: Sequence[int], size: in
             subject = entry.name if entry.name == MEAN else f"source {entry.name!r}"
             found.append(
                 f"{subject}: the ranking covers {100 * covered:.2f}%, less than the {100 * first:.2f}% of the first "
-                f"{size} ids, which need no corpus. Count text of this kind, give it more weight, or smooth"
+                f"{size} ids, which need no corpus. Count text of this kind, or give it more weight"
             )
     counted = [entry.name for entry in measured if entry.part == "counted" and entry.name != MEAN]
     if counted:

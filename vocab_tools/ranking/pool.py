@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -49,7 +49,6 @@ class Pool:
         target_vocab: int,
         candidates: ArrayLike | None,
         forced: ForcedIds | Sequence[int] | None,
-        force_added: Literal["chat", "all"],
         warnings: list[str],
     ) -> Pool:
         """Intersect the tokenizer's ids, the target's rows and the head's trained ids."""
@@ -61,7 +60,7 @@ class Pool:
         real = np.arange(num_counts, dtype=np.int64) if tokenizer is None else tokenizer.real_ids
         real = real[real < target_vocab]
         if forced is None:
-            forced = () if tokenizer is None else forced_ids(tokenizer, force_added)
+            forced = () if tokenizer is None else forced_ids(tokenizer)
         reasons: Mapping[int, str] = forced.reasons if isinstance(forced, ForcedIds) else {}
         wanted = np.unique(np.asarray(forced.ids if isinstance(forced, ForcedIds) else [*map(index, forced)], np.int64))
         if isinstance(forced, ForcedIds):
@@ -80,8 +79,7 @@ class Pool:
             wanted = wanted[np.isin(wanted, real)]
         if candidates is None:
             return cls(real, wanted, reasons, target_vocab, None, [], warnings)
-        trained = np.asarray(candidates)
-        check_ids(trained, target_vocab, "ids the head was trained on")
+        trained = check_ids(candidates, target_vocab, "ids the head was trained on")
         pool = real[np.isin(real, trained)]
         if len(pool) < len(trained):
             warnings.append(
@@ -109,18 +107,17 @@ class Pool:
         """The largest N: a head with a map may keep all its rows, another must drop at least one real token."""
         return len(self.ids) if self.trained is not None else len(self.ids) - 1
 
-    def cut(
-        self, order: NDArray[np.int64], size: int | None, warn_unless: int | None, provenance: dict[str, Any]
-    ) -> DraftVocab:
+    def cut(self, order: NDArray[np.int64], size: int | None, provenance: dict[str, Any]) -> DraftVocab:
         """Take the first N of an order and record how it came about."""
         if size is None:
             size = len(order)
         else:
             self._check_size(size)
-        if warn_unless and size % warn_unless and size < len(self.ids):
+        # A size that was found for a coverage is a multiple, or as large as it can be.
+        if size % ROUND_TO and size < len(self.ids) and "size_from_coverage" not in provenance:
             self.warnings.append(
-                f"a draft vocabulary of {size} is not a multiple of {warn_unless}: it is kept exactly, but serving "
-                f"engines pad it, and tensor parallelism needs a multiple (the next is {round_up(size, warn_unless)})"
+                f"a draft vocabulary of {size} is not a multiple of {ROUND_TO}: it is kept exactly, but serving "
+                f"engines pad it, and tensor parallelism needs a multiple (the next is {round_up(size)})"
             )
         provenance["forced"] = {str(i): self.reasons.get(i, "by request") for i in self.forced.tolist()}
         if self.trained is not None:
@@ -156,12 +153,12 @@ class Pool:
             )
 
 
-def round_up(size: int, multiple: int) -> int:
-    """Return the next multiple at or above a size."""
-    return -(-size // multiple) * multiple
+def round_up(size: int) -> int:
+    """Return the next multiple of 64 at or above a size."""
+    return -(-size // ROUND_TO) * ROUND_TO
 
 
-def some(ids: list[int], limit: int = 8) -> str:
+def some(ids: list[int]) -> str:
     """Return the first ids as text, for a message."""
-    shown = ", ".join(str(token_id) for token_id in ids[:limit])
-    return shown + (", ..." if len(ids) > limit else "")
+    shown = ", ".join(str(token_id) for token_id in ids[:8])
+    return shown + (", ..." if len(ids) > 8 else "")

@@ -8,7 +8,7 @@ forced id 3 rank as 3, 1, 2, 4, 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -23,10 +23,9 @@ from ..vocabulary.draft_vocab import (
     DraftVocab,
     check_ids,
     doubts_of_rank,
-    read_size,
     uncounted_warning,
 )
-from .pool import ROUND_TO, Pool, round_up, some
+from .pool import Pool, round_up, some
 from .shares import tokens_for_sizing
 
 if TYPE_CHECKING:
@@ -41,10 +40,7 @@ def rank_vocabulary(
     forced: ForcedIds | Sequence[int] | None = None,
     target_vocab: int | None = None,
     candidates: ArrayLike | None = None,
-    smooth: Literal["auto"] | float | None = None,
-    round_to: int = ROUND_TO,
     weights: Mapping[str, float] | None = None,
-    force_added: Literal["chat", "all"] = "chat",
 ) -> DraftVocab:
     """Rank the vocabulary by counted text and cut it to a size.
 
@@ -53,24 +49,20 @@ def rank_vocabulary(
         size: number of ids N, kept exactly. Without `size` and `coverage` all rankable ids are ranked.
         coverage: find the size instead: the smallest one that covers this share of the held-out tokens (of the
             counted ones where nothing was held out; the provenance says which), sources weighted as in the ranking,
-            rounded up to `round_to` and capped at what can be chosen.
+            rounded up to a multiple of 64 and capped at what can be chosen.
         tokenizer: the target's tokenizer; gives the real ids and, unless `forced` is given, the forced ones.
         forced: ids that must be in, overriding the tokenizer's; a plain sequence of ids has no reasons.
         target_vocab: rows of the target's LM head; ids from there on are never chosen. Default: `counts.vocab_size`.
         candidates: ids the head was trained on, when it already has a map. Forced ids outside are listed in a warning
             and never added; N may equal their number.
-        smooth: None counts only; "auto" or a strength mixes in the id-order prior (see smoothing.py).
-        round_to: multiple that a found size is rounded up to, and that an explicit one is warned about.
         weights: share of each source by name, overriding the counts' own weights.
-        force_added: "all" forces every added token of the tokenizer.
 
     Raises:
-        UsageError: size and coverage together, a size that is no whole number, N below the forced ids or not below the
+        UsageError: size and coverage together, N below the forced ids or not below the
             real tokens, a coverage that no allowed size reaches.
         TokenizerError: the counts were made with another tokenizer.
         VocabularyError: candidate ids break a rule.
     """
-    size = None if size is None else read_size(size)
     if size is not None and coverage is not None:
         raise UsageError(
             "A size and a coverage exclude each other: give only one of them.", options=["size", "coverage"]
@@ -84,15 +76,13 @@ def rank_vocabulary(
         warnings.append(
             f"{beyond:,} counted tokens have ids beyond the target's vocabulary of {target_vocab}; they are left out"
         )
-    pool = Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, force_added, warnings)
-    score, smoothing = _scores(counts, weights, tokenizer, smooth, target_vocab)
+    pool = Pool.of(tokenizer, counts.vocab_size, target_vocab, candidates, forced, warnings)
+    score = counts.weighted(weights)
     order = pool.order_by_score(score)
     if counts.tokenizer_hash is not None:
         provenance["tokenizer_hash"] = counts.tokenizer_hash
-    if smoothing is not None:
-        provenance["smoothing"] = smoothing
     if coverage is not None:
-        size, account = _size_for_coverage(counts, weights, order, coverage, pool, round_to)
+        size, account = _size_for_coverage(counts, weights, order, coverage, pool)
         provenance["size_from_coverage"] = account
         if account["measured_on"] == "counted":
             warnings.append(
@@ -100,9 +90,9 @@ def rank_vocabulary(
                 "text will be covered less. Count with a held-out part"
             )
     chosen = order[len(pool.forced) : size]
-    counted = counts.weighted(weights)[:target_vocab]
+    counted = score[:target_vocab]
     provenance[COUNTED_IDS] = int((counted[chosen[chosen < len(counted)]] > 0).sum())
-    vocab = pool.cut(order, size, round_to if coverage is None else None, provenance)
+    vocab = pool.cut(order, size, provenance)
     # All ids together are ranked to be cut later: only a size that was asked for is warned about.
     warnings.extend(uncounted_warning(vocab) if size is not None else ())
     return vocab
@@ -115,8 +105,6 @@ def rank_by_order(
     forced: ForcedIds | Sequence[int] | None = None,
     target_vocab: int | None = None,
     candidates: ArrayLike | None = None,
-    round_to: int = ROUND_TO,
-    force_added: Literal["chat", "all"] = "chat",
     provenance: Mapping[str, Any] | None = None,
 ) -> DraftVocab:
     """Rank the vocabulary by a given order, without counts: a token map, or the ids themselves.
@@ -132,15 +120,12 @@ def rank_by_order(
         forced: as in `rank_vocabulary`.
         target_vocab: rows of the target's LM head; needed unless a tokenizer is given.
         candidates: as in `rank_vocabulary`.
-        round_to: an explicit size that is no multiple of it is warned about.
-        force_added: as in `rank_vocabulary`.
         provenance: where the order came from.
 
     Raises:
         UsageError: N does not fit, or neither tokenizer nor target_vocab is given.
         VocabularyError: ids of the order break a rule.
     """
-    size = None if size is None else read_size(size)
     found: dict[str, Any] = {}
     if target_vocab is None:
         if tokenizer is None:
@@ -154,31 +139,14 @@ def rank_by_order(
     if isinstance(order, DraftVocab):
         warnings.extend(order.warnings if order.provenance.get("method") == "token map" else ())
         order = order.target_ids
-    pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, force_added, warnings)
+    pool = Pool.of(tokenizer, target_vocab, target_vocab, candidates, forced, warnings)
     if order is None:
         ranked = pool.order_by_score(np.zeros(target_vocab))
         found["method"] = "ids"
     else:
-        ranked, size = _follow(np.asarray(order), size, pool, warnings)
+        ranked, size = _follow(order, size, pool, warnings)
         found["method"] = "token map"
-    return pool.cut(ranked, size, round_to, {**found, **(provenance or {})})
-
-
-def _scores(
-    counts: TokenCounts,
-    weights: Mapping[str, float] | None,
-    tokenizer: LoadedTokenizer | None,
-    smooth: Literal["auto"] | float | None,
-    target_vocab: int,
-) -> tuple[NDArray[np.float64], dict[str, Any] | None]:
-    if smooth is None:
-        return counts.weighted(weights), None
-    from .smoothing import smooth_counts
-
-    if tokenizer is None:
-        raise UsageError("Smoothing needs the tokenizer: its prior is the merge order of the ids.", missing="tokenizer")
-    smoothed = smooth_counts(counts, tokenizer, smooth, weights=weights, target_vocab=target_vocab)
-    return smoothed.score, smoothed.to_json()
+    return pool.cut(ranked, size, {**found, **(provenance or {})})
 
 
 def check_coverage(coverage: float) -> None:
@@ -196,7 +164,6 @@ def _size_for_coverage(
     order: NDArray[np.int64],
     coverage: float,
     pool: Pool,
-    round_to: int,
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
     check_coverage(coverage)
@@ -217,17 +184,16 @@ def _size_for_coverage(
             size=pool.largest_size,
         )
     smallest = max(int(enough[0]) + 1, len(pool.forced), 1)
-    size = min(round_up(smallest, round_to), pool.largest_size)
+    size = min(round_up(smallest), pool.largest_size)
     account = {"asked": coverage, "measured_on": part, "smallest": smallest, "reached": float(reached[size - 1])}
     return size, account
 
 
 def _follow(
-    order: NDArray[Any], size: int | None, pool: Pool, warnings: list[str]
+    order: ArrayLike, size: int | None, pool: Pool, warnings: list[str]
 ) -> tuple[NDArray[np.int64], int | None]:
     """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
-    check_ids(order, pool.target_vocab, "token map")
-    order = order.astype(np.int64)
+    order = check_ids(order, pool.target_vocab, "token map")
     usable = order[np.isin(order, pool.ids)]
     if len(usable) < len(order):
         gone = order[~np.isin(order, pool.ids)].tolist()
@@ -258,9 +224,9 @@ def _describe(counts: TokenCounts, weights: Mapping[str, float] | None) -> list[
     return [
         {
             "name": source.name,
-            "weight": float((weights or {}).get(source.name, source.weight)),
+            "weight": weight,
             "tokens": int(source.counts.sum()),
             "provenance": dict(source.provenance),
         }
-        for source in counts.sources
+        for source, weight in zip(counts.sources, counts.source_weights(weights).values(), strict=True)
     ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,26 +17,6 @@ if TYPE_CHECKING:
     from ..counting.counts import TokenCounts
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
-# The standard library has no script property; the first word of a letter's name is its script, but for these.
-_SCRIPT_NAMES = {
-    "CJK": "Han",
-    "IDEOGRAPHIC": "Han",
-    "HIRAGANA": "Kana",
-    "KATAKANA": "Kana",
-    "HALFWIDTH": "Kana",
-    "FULLWIDTH": "Latin",
-    "CANADIAN": "Canadian syllabics",
-    "EGYPTIAN": "Egyptian hieroglyphs",
-    "MEETEI": "Meetei Mayek",
-    "OL": "Ol Chiki",
-    "OLD": "historic scripts",
-}
-_LETTER_LIKE = {
-    "MATHEMATICAL", "MODIFIER", "DOUBLE", "MASCULINE", "FEMININE", "MICRO", "PLANCK", "SUPERSCRIPT", "BLACK",
-    "CARON", "INFORMATION", "OHM", "KELVIN", "ANGSTROM", "SCRIPT", "TURNED", "UNNAMED", "ALEF", "BET", "GIMEL",
-    "DALET",
-}  # fmt: skip
-_KINDS_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -61,15 +39,6 @@ class TokenRow:
 
 
 @dataclass(frozen=True)
-class Composition:
-    """How many tokens of a kind the vocabulary holds, of how many there are."""
-
-    kind: str
-    held: int
-    existing: int
-
-
-@dataclass(frozen=True)
 class VocabularyListing:
     """What a vocabulary holds and leaves out.
 
@@ -80,7 +49,6 @@ class VocabularyListing:
         held: the first of the other tokens, in rank order.
         last: the last tokens that still got in, in rank order.
         left_out: the most frequent tokens left out (the lowest ids, without counts).
-        composition: tokens by kind or script, most frequent kinds first.
     """
 
     size: int
@@ -91,7 +59,6 @@ class VocabularyListing:
     held: tuple[TokenRow, ...]
     last: tuple[TokenRow, ...]
     left_out: tuple[TokenRow, ...]
-    composition: tuple[Composition, ...]
 
     def to_json(self) -> dict[str, Any]:
         """Return the listing JSON-ready."""
@@ -102,7 +69,7 @@ class VocabularyListing:
             "real_tokens": self.real_tokens,
             **{
                 name: [dict(vars(row)) for row in getattr(self, name)]
-                for name in ("forced", "held", "last", "left_out", "composition")
+                for name in ("forced", "held", "last", "left_out")
             },
         }
 
@@ -124,16 +91,6 @@ class VocabularyListing:
         ):
             if rows:
                 lines += ["", f"{title}:", *_table(rows)]
-        lines += ["", "composition (held of existing):"]
-        shown, rest = self.composition[:_KINDS_SHOWN], self.composition[_KINDS_SHOWN:]
-        if rest:
-            others = Composition(
-                f"{len(rest)} other kinds", sum(entry.held for entry in rest), sum(entry.existing for entry in rest)
-            )
-            shown = (*shown, others)
-        for entry in shown:
-            share = 100 * entry.held / entry.existing
-            lines.append(f"  {entry.kind:<24} {entry.held:>8} of {entry.existing:>8}  {share:5.1f}%")
         return "\n".join(lines)
 
 
@@ -160,7 +117,6 @@ def show_vocabulary(
         raise TokenizerError(
             f"Id {strange[0]} of the vocabulary belongs to no token of {tokenizer.source} ({len(strange)} such ids). "
             "Name the target's tokenizer.",
-            tokenizer=tokenizer.source,
             ids=strange.tolist(),
         )
     weighted = None if counts is None else counts.weighted()
@@ -194,7 +150,6 @@ def show_vocabulary(
         held=rows(ids[forced : forced + limit].tolist(), forced),
         last=rows(ids[last_start:].tolist(), last_start),
         left_out=rows(left_out[:limit].tolist(), None),
-        composition=_composition(tokenizer, real.tolist(), set(ids.tolist())),
     )
 
 
@@ -217,46 +172,6 @@ def readable_token(tokenizer: LoadedTokenizer, token_id: int) -> str:
             code = ord(character)
             shown.append(f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
     return "".join(shown)
-
-
-def token_kind(tokenizer: LoadedTokenizer, token_id: int) -> str:
-    """Return what a token is: "special or added", "part of a character", a script such as "Latin", or a category."""
-    if token_id in tokenizer.added_tokens:
-        return "special or added"
-    try:
-        text = tokenizer.token_bytes(token_id).decode("utf-8")
-    except UnicodeDecodeError:
-        return "part of a character"
-    letters = Counter(_script(character) for character in text if unicodedata.category(character)[0] == "L")
-    if letters:
-        return max(letters, key=lambda script: (letters[script], script))
-    stripped = text.strip()
-    if not stripped:
-        return "white space"
-    categories = {unicodedata.category(character)[0] for character in stripped}
-    if "N" in categories:
-        return "digits"
-    if "M" in categories:
-        return "marks"
-    if categories & {"P", "S"}:
-        return "punctuation and symbols"
-    return "control and unassigned"
-
-
-def _script(letter: str) -> str:
-    word = unicodedata.name(letter, "UNNAMED").split()[0].split("-")[0]
-    return "letter-like symbols" if word in _LETTER_LIKE else _SCRIPT_NAMES.get(word, word.capitalize())
-
-
-def _composition(tokenizer: LoadedTokenizer, real: list[int], held: set[int]) -> tuple[Composition, ...]:
-    existing: Counter[str] = Counter()
-    inside: Counter[str] = Counter()
-    for token_id in real:
-        kind = token_kind(tokenizer, token_id)
-        existing[kind] += 1
-        inside[kind] += token_id in held
-    ordered = sorted(existing, key=lambda kind: (-inside[kind], -existing[kind], kind))
-    return tuple(Composition(kind, inside[kind], existing[kind]) for kind in ordered)
 
 
 def _is_byte_alone(row: TokenRow) -> bool:

@@ -71,13 +71,14 @@ class StepCost:
             raise UsageError(
                 f"{path}: not the compare.json of a comparison with a ranking ({error}). Make one with eagle-compare "
                 "--sizes full,16384,4096 --out DIR.",
-                path=str(path), option="--cost",
-            ) from error  # fmt: skip
+                option="--cost",
+            ) from error
         if len(set(sizes)) < 2:
             raise UsageError(
                 f"{path}: a cost per row takes two sizes or more, found {len(set(sizes))}. Compare more --sizes.",
-                path=str(path), option="--cost", found=len(set(sizes)),
-            )  # fmt: skip
+                option="--cost",
+                found=len(set(sizes)),
+            )
         slope, intercept = np.polyfit(sizes, draft_s, 1)
         depth = int(first["depth"]) + 1
         return cls(

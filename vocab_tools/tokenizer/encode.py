@@ -27,8 +27,6 @@ TokenizerLibrary = Literal["tokenizers", "fastokens"]
 BATCH_CHARS = 1 << 20
 MAX_TEXT_CHARS = 1 << 20
 
-_ADVICE = "Use --tokenizer-library tokenizers."
-
 
 @dataclass(frozen=True)
 class EncoderSpec:
@@ -109,9 +107,7 @@ class _Fastokens:
             import fastokens
         except ImportError as error:
             raise TokenizerError(
-                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'",
-                library="fastokens",
-                missing="fastokens",
+                "fastokens is not installed. Try: pip install 'eagle-slim[fast]'", missing="fastokens"
             ) from error
         try:
             self._tokenizer = fastokens.Tokenizer.from_json_str(tokenizer_json)
@@ -233,22 +229,19 @@ def choose_library(
     for where, text in probe:
         places.append(where)
         texts.append(text)
+    facts: dict[str, object] = {}
     if not any(texts):
-        reason = "found no text in the corpus to compare fastokens with tokenizers on"
-        if requested == "fastokens":
-            raise TokenizerError(f"{reason}. {_ADVICE}", library="fastokens", found="no text")
-        return LibraryChoice("tokenizers", reason)
-    difference = _first_difference(build_encoder(spec), fast, texts)
-    if difference is None:
+        reason, facts = "found no text in the corpus to compare fastokens with tokenizers on", {"found": "no text"}
+    elif (difference := _first_difference(build_encoder(spec), fast, texts)) is not None:
+        position, expected, found = difference
+        reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
+        facts = {"place": places[position], "found": found}
+    else:
         num_texts = sum(map(bool, texts))
         reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
         return LibraryChoice("fastokens", reason)
-    position, expected, found = difference
-    reason = f"fastokens differs from tokenizers at {places[position]}: expected ids {expected}, found {found}"
     if requested == "fastokens":
-        raise TokenizerError(
-            f"{reason}. {_ADVICE}", library="fastokens", place=places[position], expected=expected, found=found
-        )
+        raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", library="fastokens", **facts)
     return LibraryChoice("tokenizers", reason)
 
 

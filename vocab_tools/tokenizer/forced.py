@@ -6,7 +6,7 @@ rare the token was in the corpus. Reserved and unused added tokens are not force
 
 from __future__ import annotations
 
-import re
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +14,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TokenizerError, UsageError
+from ..errors import UsageError
+from .messages import ChatError
+from .template import ChatSpec, ChatTemplate
 from .tokenizer import LoadedTokenizer
 
 # Spellings of "end of turn" and "end of text" that models emit to stop, for tokenizers without generation settings. The
@@ -31,9 +33,6 @@ _IN_TURN = frozenset({
     "<|python_tag|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "[THINK]",
     "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
 })  # fmt: skip
-
-# `{% generation %}` is transformers' own tag around assistant text; it prints nothing itself.
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 
 _TOOL = {
     "type": "function",
@@ -156,22 +155,15 @@ def _template_tokens(tokenizer: LoadedTokenizer, template: str) -> set[int]:
     that no probe enters.
     """
     added = tokenizer.added_tokens.keys()
-    texts = [*_literals(template, tokenizer.special_tokens), *_probe(tokenizer, template)]
+    compiled = ChatTemplate(ChatSpec(template, tokenizer.special_tokens))
+    texts = [*_literals(compiled, tokenizer.special_tokens), *_probe(compiled)]
     encodings = tokenizer.backend.encode_batch_fast(texts, add_special_tokens=False)
     return {token_id for encoding in encodings for token_id in encoding.ids if token_id in added}
 
 
-def _literals(template: str, special_tokens: Mapping[str, str]) -> list[str]:
+def _literals(template: ChatTemplate, special_tokens: Mapping[str, str]) -> list[str]:
     """Return every text that a template's source spells: literal strings, constant concatenations, known variables."""
-    from jinja2 import TemplateError, nodes
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    try:
-        tree = environment.parse(_GENERATION_TAG.sub("", template))
-    except TemplateError as error:
-        raise TokenizerError(f"The chat template is not valid Jinja: {error}", invalid="chat template") from error
+    from jinja2 import nodes
 
     def text_of(node: nodes.Node) -> str | None:
         """Return the text of a constant expression, special-token variables included; None when it is not one."""
@@ -193,14 +185,14 @@ def _literals(template: str, special_tokens: Mapping[str, str]) -> list[str]:
 
     found: dict[str, None] = {}
     kinds = (nodes.TemplateData, nodes.Const, nodes.Name, nodes.Add, nodes.Concat)
-    for node in tree.find_all(kinds):
+    for node in template.syntax_tree.find_all(kinds):
         text = text_of(node)
         if text:
             found.setdefault(text)
     return list(found)
 
 
-def _probe(tokenizer: LoadedTokenizer, template: str) -> Iterator[str]:
+def _probe(template: ChatTemplate) -> Iterator[str]:
     """Render conversations that reach a template's branches; conversations that it refuses are left out."""
     reasoning = {**_ASSISTANT, "reasoning_content": "Thinking.", "thinking": "Thinking."}
     result = {"content": "22 C", "tool_call_id": "call12345", "name": "get_weather"}
@@ -220,7 +212,5 @@ def _probe(tokenizer: LoadedTokenizer, template: str) -> Iterator[str]:
     for messages in conversations:
         for tools in (None, [_TOOL]):
             for extra in variables:
-                try:
-                    yield tokenizer.render(template, messages, tools, add_generation_prompt=True, **extra)
-                except TokenizerError:
-                    continue
+                with contextlib.suppress(ChatError):
+                    yield template.render(messages, add_generation_prompt=True, tools=tools, **extra)

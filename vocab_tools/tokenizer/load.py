@@ -6,13 +6,12 @@ the small text files are fetched, never weights.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
-from ..files import expand_home, regular_file
+from ..files import expand_home, read_json, regular_file
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer
 
@@ -75,16 +74,13 @@ def load_tokenizer(source: str | Path, revision: str | None = None, offline: boo
     return _load_from_hub(str(source), revision, offline)
 
 
-def check_tokenizer(
-    tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str, chat_template_hash: str | None = None
-) -> list[str]:
+def check_tokenizer(tokenizer: LoadedTokenizer, tokenizer_hash: str | None, where: str) -> list[str]:
     """Check that a tokenizer is the one some data was made with.
 
     Args:
         tokenizer: the tokenizer to check.
         tokenizer_hash: hash recorded in the data; None (not recorded) passes with a warning.
         where: the data, for the message.
-        chat_template_hash: hash of the templates recorded in the data; a difference is only warned about.
 
     Returns:
         Warnings to show.
@@ -102,8 +98,6 @@ def check_tokenizer(
             expected=tokenizer_hash,
             found=tokenizer.tokenizer_hash,
         )
-    if chat_template_hash is not None and chat_template_hash != tokenizer.chat_template_hash:
-        return [f"{where}: made with another chat template than that of {tokenizer.source}; the ids are the same"]
     return []
 
 
@@ -223,12 +217,9 @@ def _load(
 def _read_json(file: Path | None) -> dict[str, Any]:
     if file is None:
         return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise TokenizerError(f"{file}: not readable as JSON: {error}.", path=file) from error
+    value = read_json(file, TokenizerError)
     if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}.", path=file)
+        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}.", path=str(file))
     return value
 
 
@@ -238,9 +229,11 @@ def _read_backend(file: Path) -> Tokenizer:
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
-        raise TokenizerError(f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.", path=file) from error
+        raise TokenizerError(
+            f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.", path=str(file)
+        ) from error
     if backend.get_vocab_size(with_added_tokens=True) == 0:
-        raise TokenizerError(f"{file}: the tokenizer has no tokens.", path=file)
+        raise TokenizerError(f"{file}: the tokenizer has no tokens.")
     return backend
 
 
@@ -260,9 +253,7 @@ def _build_backend(source: str, revision: str | None, offline: bool) -> Tokenize
     if not isinstance(backend, Tokenizer):
         raise TokenizerError(
             f"{source}: only a slow (Python) tokenizer, {type(built).__name__}; a tokenizer.json is needed. "
-            "Convert it with transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`).",
-            repo=source,
-            missing=_TOKENIZER,
+            "Convert it with transformers (`AutoTokenizer.from_pretrained(...).save_pretrained(...)`)."
         )
     return backend
 
@@ -286,7 +277,6 @@ def _add_missing_tokens(backend: Tokenizer, config: Mapping[str, Any], file: Pat
             raise TokenizerError(
                 f"{file}: added token {entry['content']!r} should have id {token_id}, but tokenizer.json makes it "
                 f"{found}. The two files belong to different tokenizers; fetch both from one revision.",
-                path=file,
                 expected=token_id,
                 found=found,
             )

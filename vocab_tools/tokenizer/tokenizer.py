@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -18,14 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import TokenizerError
-
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-# The merge products of Llama-3, Qwen, Gemma, Mistral, DeepSeek and SmolLM2 are all in id order. With ids assigned in
-# another way, about half of all neighbours are out of order.
-_MERGE_ORDER_SHARE = 0.999
 
 
 def _sha256(value: object) -> str:
@@ -130,69 +124,6 @@ class LoadedTokenizer:
         """Hash of all chat templates, or None without any."""
         return _sha256(dict(self.chat_templates)) if self.chat_templates else None
 
-    def apply_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Render a conversation through the chat template, as `apply_chat_template(tokenize=False)` does.
-
-        Args:
-            messages: `{"role": ..., "content": ...}` and whatever else the template reads.
-            tools: JSON schemas of functions, or None.
-            add_generation_prompt: end with the opening of an assistant turn.
-            variables: further template variables, such as `enable_thinking`.
-
-        Raises:
-            TokenizerError: there is no chat template, or it refuses the conversation.
-        """
-        template = self.chat_template
-        if template is None and "tool_use" in self.chat_templates:
-            template = self.chat_templates["tool_use"]
-        if template is None:
-            raise TokenizerError(
-                f"{self.source}: this tokenizer has no chat template (no chat_template.jinja, none in "
-                "tokenizer_config.json). Name the tokenizer of the chat model, or count a plain text column.",
-                tokenizer=self.source,
-                missing="chat template",
-            )
-        return self.render(template, messages, tools, add_generation_prompt, **variables)
-
-    def render(
-        self,
-        template: str,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-        **variables: Any,
-    ) -> str:
-        """Render a conversation through a given template in transformers' Jinja sandbox.
-
-        Raises:
-            TokenizerError: the template does not parse, or refuses the conversation.
-        """
-        from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered, _ = render_jinja_template(
-                conversations=[[dict(message) for message in messages]],
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                chat_template=template,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **variables},
-            )
-        # A template is a program: besides refusing in its own words it may trip over anything in a message.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise TokenizerError(
-                f"{self.source}: the chat template refuses this conversation: {error}",
-                tokenizer=self.source,
-                refused_by="template",
-            ) from error
-        return str(rendered[0])
-
     @cached_property
     def byte_level(self) -> bool:
         """Whether tokens are spelled in GPT-2's byte alphabet."""
@@ -227,42 +158,6 @@ class LoadedTokenizer:
         if self.byte_level and all(symbol in _BYTE_OF_SYMBOL for symbol in text):
             return bytes(_BYTE_OF_SYMBOL[symbol] for symbol in text)
         return text.replace("▁", " ").encode()
-
-    @property
-    def merge_ordered(self) -> bool:
-        """Whether ids follow the order of the BPE merges, checked on the merges themselves.
-
-        Then a lower id is a merge that was more frequent when the tokenizer was trained.
-        """
-        return self.merge_rank is not None
-
-    @cached_property
-    def merge_rank(self) -> NDArray[np.int64] | None:
-        """Rank of every id in merge order, int64 [vocab_size], -1 for added tokens; None without such an order.
-
-        Products of merges are ranked among themselves by id, and so is the alphabet, which no merge makes:
-        SentencePiece puts its characters after all merges, where their ids would say nothing.
-        """
-        state = json.loads(self.backend.model.__getstate__())
-        merges = state.get("merges") if state.get("type") == "BPE" else None
-        if not merges:
-            return None
-        vocab, added = state["vocab"], self.added_tokens
-        products: dict[int, None] = {}
-        for merge in merges:
-            left, right = merge.split(" ") if isinstance(merge, str) else merge
-            product = vocab.get(left + right)
-            if product is not None and product not in added:
-                products.setdefault(product)
-        ordered = np.fromiter(products, np.int64, len(products))
-        if len(ordered) < 2 or np.mean(np.diff(ordered) > 0) < _MERGE_ORDER_SHARE:
-            return None
-        rank = np.full(self.vocab_size, -1, np.int64)
-        ordered.sort()
-        rank[ordered] = np.arange(len(ordered))
-        alphabet = np.array(sorted(i for i in vocab.values() if i not in products and i not in added), np.int64)
-        rank[alphabet] = np.arange(len(alphabet))
-        return rank
 
     def _component(self, name: str) -> Any:
         component = getattr(self.backend, name)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from operator import index
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import UsageError, VocabularyError, errors_of
 from ..files import read_json, write_file
@@ -53,13 +52,11 @@ class DraftVocab:
     ranked: bool = True
 
     def __post_init__(self) -> None:
-        ids = np.asarray(self.target_ids)
-        check_ids(ids, self.target_vocab, "draft vocabulary")
+        ids = check_ids(self.target_ids, self.target_vocab, "draft vocabulary")
         if not 0 <= self.num_forced <= len(ids):
             raise VocabularyError(
                 f"draft vocabulary: {self.num_forced} forced ids among {len(ids)}.", field="num_forced"
             )
-        ids = ids.astype(np.int64)
         ids.setflags(write=False)
         object.__setattr__(self, "target_ids", ids)
 
@@ -98,7 +95,6 @@ class DraftVocab:
         Raises:
             UsageError: fewer than the forced ids, more than there are, or the order carries no rank.
         """
-        size = read_size(size)
         if size == self.size:
             return self
         if size > self.size:
@@ -112,11 +108,7 @@ class DraftVocab:
             )
         if size < max(self.num_forced, 1):
             raise self._wrong_size(size, f"{self.num_forced} ids are forced.", smallest=self.num_forced)
-        provenance = dict(self.provenance)
-        if "smoothing" in provenance:
-            # Counted ids come first in a ranking by counts alone; in a smoothed one they may be anywhere.
-            provenance.pop(COUNTED_IDS, None)
-        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, provenance)
+        return DraftVocab(self.target_ids[:size], self.num_forced, self.target_vocab, self.provenance)
 
     @staticmethod
     def _wrong_size(size: int, reason: str, **facts: Any) -> UsageError:
@@ -196,7 +188,7 @@ class DraftVocab:
                     field=key,
                 )
         with errors_of(where):
-            ids = int_array(value["target_ids"], "target_ids")
+            ids = whole_numbers(value["target_ids"], "target_ids")
             return cls(ids, value["num_forced"], value["target_vocab"], value["provenance"], value["ranked"])
 
 
@@ -205,18 +197,26 @@ def is_native(value: Any) -> bool:
     return isinstance(value, dict) and value.get("format") == _FORMAT
 
 
-def int_array(values: Any, where: str) -> NDArray[np.int64]:
-    """Turn a list of Python ints into int64 [n]; floats, booleans and nested lists are refused.
+def whole_numbers(values: Any, where: str) -> NDArray[np.int64]:
+    """Turn a flat list or array of integers into int64 [n]; floats, booleans and nested lists are refused.
 
     Raises:
-        VocabularyError: not a flat list of integers that fit 64 bits.
+        VocabularyError: it is none, or an integer does not fit 64 bits.
     """
-    if not isinstance(values, (list, tuple)) or any(type(value) is not int for value in values):
-        raise VocabularyError(f"{where}: expected a flat list of integers.", field=where, expected="integers")
-    try:
-        return np.array(values, np.int64)
-    except OverflowError as error:
-        raise VocabularyError(f"{where}: an integer does not fit 64 bits.", field=where, expected="int64") from error
+    if isinstance(values, (list, tuple)) and all(type(value) is int for value in values):
+        try:
+            return np.array(values, np.int64)
+        except OverflowError as error:
+            raise VocabularyError(
+                f"{where}: an integer does not fit 64 bits.", field=where, expected="int64"
+            ) from error
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "iu":
+        ids: NDArray[np.int64] = values.astype(np.int64)
+        return ids
+    found = f"{values.dtype} {list(values.shape)}" if isinstance(values, np.ndarray) else f"{values!r:.60}"
+    raise VocabularyError(
+        f"{where}: expected a flat list of integers, found {found}.", field=where, expected="integers"
+    )
 
 
 def uncounted_warning(vocab: DraftVocab) -> list[str]:
@@ -224,10 +224,9 @@ def uncounted_warning(vocab: DraftVocab) -> list[str]:
     uncounted = vocab.num_uncounted
     if not uncounted or uncounted <= _MAX_UNCOUNTED_SHARE * vocab.size:
         return []
-    fewer = "" if "smoothing" in vocab.provenance else f", or keep at most {vocab.size - uncounted:,} ids"
     return [
         f"{uncounted:,} of the {vocab.size:,} ids never occur in the counted text (forced ids aside): they are ranked "
-        f"by id only. Count more text{fewer}"
+        f"by id only. Count more text, or keep at most {vocab.size - uncounted:,} ids"
     ]
 
 
@@ -241,40 +240,21 @@ def doubts_of_rank(ids: NDArray[np.int64], size: int) -> list[str]:
     ]
 
 
-def read_size(size: Any) -> int:
-    """Return a number of ids as a plain integer; numpy's integers count, True does not.
-
-    Raises:
-        UsageError: anything else, such as text.
-    """
-    try:
-        if not isinstance(size, bool):
-            return index(size)
-    except TypeError:
-        pass
-    raise UsageError(f"The size of a draft vocabulary is a whole number of ids; found {size!r}.", size=size)
-
-
-def check_ids(ids: NDArray[Any], target_vocab: int, where: str) -> None:
-    """Refuse what is no list of integers, an empty one, duplicates, and ids outside [0, target_vocab).
+def check_ids(values: ArrayLike, target_vocab: int, where: str) -> NDArray[np.int64]:
+    """Return ids as int64 [n]; refuse what is no list of integers, an empty one, duplicates, and ids out of range.
 
     Raises:
         VocabularyError: naming the first offender.
     """
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise VocabularyError(
-            f"{where}: expected a list of integer ids, found {ids.dtype} {list(ids.shape)}.",
-            where=where,
-            found=str(ids.dtype),
-        )
-    if len(ids) == 0:
-        raise VocabularyError(f"{where}: there are no ids.", where=where, found=0)
+    array = np.asarray(values)
+    if array.size == 0:
+        raise VocabularyError(f"{where}: there are no ids.", found=0)
+    ids = whole_numbers(array, where)
     outside = np.flatnonzero((ids < 0) | (ids >= target_vocab))
     if len(outside):
         raise VocabularyError(
             f"{where}: id {int(ids[outside[0]])} at position {int(outside[0])} is outside the target's vocabulary of "
             f"{target_vocab} ({len(outside)} such ids). Is this map for another model?",
-            where=where,
             id=int(ids[outside[0]]),
             position=int(outside[0]),
             target_vocab=target_vocab,
@@ -285,7 +265,7 @@ def check_ids(ids: NDArray[Any], target_vocab: int, where: str) -> None:
         position = int(repeated.min())
         raise VocabularyError(
             f"{where}: id {int(ids[position])} appears again at position {position} ({len(repeated)} duplicates).",
-            where=where,
             repeated=int(ids[position]),
             position=position,
         )
+    return ids

@@ -42,7 +42,7 @@ def export_token_map(vocab: DraftVocab, path: str | Path, format: MapFormat | No
     path = Path(path)
     format = format or _format_of(path)
     if format not in FORMATS:
-        raise UsageError(f"token map format {format!r}: expected one of {', '.join(FORMATS)}.", format=format)
+        raise UsageError(f"token map format {format!r}: expected one of {', '.join(FORMATS)}.")
     if path.suffix not in _SUFFIXES[format]:
         endings = " or ".join(_SUFFIXES[format])
         found = f"{path.suffix!r}" if path.suffix else "a name without ending"
@@ -76,15 +76,6 @@ def _format_of(path: Path) -> MapFormat:
     raise UsageError(f"{path}: this name tells no token map format. Give one with --format.", path=path, format=None)
 
 
-def freq_bytes(vocab: DraftVocab) -> bytes:
-    """Return the bytes of freq_N.pt: a python list[int] in rank order, through `torch.save`."""
-    import torch
-
-    buffer = io.BytesIO()
-    torch.save(vocab.target_ids.tolist(), buffer)
-    return buffer.getvalue()
-
-
 def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> dict[str, bytes]:
     """Return the bytes by file name inside the output folder, "" for the output itself."""
     ids = vocab.ascending_ids
@@ -94,7 +85,7 @@ def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> dict[str, byte
     if format == "vllm" and suffix == ".json":
         return {"": (json.dumps(vocab.target_ids.tolist()) + "\n").encode()}
     if format in ("freq", "vllm"):
-        return {"": freq_bytes(vocab)}
+        return {"": _torch_bytes(vocab.target_ids.tolist())}
     if format == "safetensors":
         from safetensors.numpy import save
 
@@ -103,12 +94,16 @@ def _encode(vocab: DraftVocab, format: MapFormat, suffix: str) -> dict[str, byte
         return {name: _npy_bytes(array) for name, array in zip(NPY_NAMES, (d2t, t2d), strict=True)}
     import torch
 
-    value: Any = torch.from_numpy(d2t)
-    if format == "d2t-pt":
-        value = {"d2t": value, "t2d": torch.from_numpy(t2d)}
+    offsets = torch.from_numpy(d2t)
+    return {"": _torch_bytes(offsets if format == "modelopt" else {"d2t": offsets, "t2d": torch.from_numpy(t2d)})}
+
+
+def _torch_bytes(value: Any) -> bytes:
+    import torch
+
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return {"": buffer.getvalue()}
+    return buffer.getvalue()
 
 
 def _npy_bytes(array: NDArray[Any]) -> bytes:

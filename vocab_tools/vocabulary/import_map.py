@@ -6,15 +6,14 @@ import pickle
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..counting.counts import is_counts_file
 from ..errors import VocabularyError, errors_of
 from ..files import read_json, regular_file
-from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, int_array, is_native
+from .draft_vocab import TARGET_VOCAB_FROM, DraftVocab, is_native, whole_numbers
 from .formats import NPY_NAMES, PICKLES
 from .token_map import D2TForm, ids_from_d2t
 
@@ -25,18 +24,16 @@ def import_token_map(
     path: str | Path,
     target_vocab: int | None = None,
     d2t_form: D2TForm | None = None,
-    kind: Literal["ids", "d2t"] | None = None,
 ) -> DraftVocab:
     """Read a token map; its content shows which format it has.
 
-    A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets;
-    `kind` says otherwise. An artifact of `eagle-convert` keeps its rank order.
+    A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets.
+    An artifact of `eagle-convert` keeps its rank order.
 
     Args:
         path: file, or a folder: an artifact, one with d2t.npy, or one with a model.safetensors that holds d2t.
         target_vocab: rows of the target's LM head. Without it the length of t2d is taken, else the largest id + 1.
         d2t_form: how d2t is to be read when the file does not show it (see `token_map.ids_from_d2t`).
-        kind: "ids" or "d2t" for a bare list or tensor.
 
     Returns:
         The vocabulary, in the file's order for a list of ids and for rows that do not ascend.
@@ -46,14 +43,14 @@ def import_token_map(
             absolute or undecidable form.
     """
     path = Path(path)
-    source = _read(path, kind)
+    source = _read(path)
     with errors_of(path):
         if isinstance(source, DraftVocab):
             return source if target_vocab is None else source.for_target(target_vocab)
         provenance = {"method": "token map", "file": path.name}
         if source.d2t is None:
-            return _from_ids(_whole_numbers(source.ids, "ids"), target_vocab, provenance)
-        return _from_d2t(_whole_numbers(source.d2t, "d2t"), source.t2d, target_vocab, d2t_form, provenance)
+            return _from_ids(whole_numbers(source.ids, "ids"), target_vocab, provenance)
+        return _from_d2t(whole_numbers(source.d2t, "d2t"), source.t2d, target_vocab, d2t_form, provenance)
 
 
 def _from_ids(ids: NDArray[np.int64], target_vocab: int | None, provenance: dict[str, Any]) -> DraftVocab:
@@ -113,16 +110,10 @@ class _Map:
     t2d: NDArray[Any] | None = None
 
 
-def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
+def _read(path: Path) -> DraftVocab | _Map:
     if path.is_dir():
         return _read_folder(path)
     regular_file(path, VocabularyError, "token map")
-    if is_counts_file(path):
-        raise VocabularyError(
-            f"{path}: this is a counts file, not a draft vocabulary or token map. Are COUNTS and VOCAB swapped?",
-            path=str(path),
-            found="counts",
-        )
     if path.suffix == ".safetensors":
         return _read_safetensors(path)
     if path.suffix == ".npy":
@@ -134,26 +125,24 @@ def _read(path: Path, kind: Literal["ids", "d2t"] | None) -> DraftVocab | _Map:
     else:
         endings = ".pt, .pth, .bin, .safetensors, .npy or .json"
         found = path.suffix or "nothing"
-        raise VocabularyError(f"{path}: a token map ends in {endings}, not {found!r}.", path=str(path), format=None)
+        raise VocabularyError(f"{path}: a token map ends in {endings}, not {found!r}.", format=None)
     if is_native(value):
         return DraftVocab.from_json(value, str(path))
     if isinstance(value, dict):
         return _from_mapping(value, path)
-    return _Map(d2t=value) if (kind or _kind_of(value, path)) == "d2t" else _Map(ids=value)
+    return _Map(d2t=value) if _is_d2t(value, path) else _Map(ids=value)
 
 
-def _kind_of(value: Any, path: Path) -> Literal["ids", "d2t"]:
-    """Tell ids from offsets by the file's name, or by values that no list of ids has."""
-    if isinstance(value, (list, tuple)):
-        return "ids"
-    if path.name.startswith("d2t"):
-        return "d2t"
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu" or not len(value):
-        return "ids"
+def _is_d2t(value: Any, path: Path) -> bool:
+    """Tell offsets from ids by the file's name, or by values that no list of ids has."""
+    if not isinstance(value, np.ndarray) or path.name.startswith("d2t"):
+        return isinstance(value, np.ndarray)
+    if value.ndim != 1 or value.dtype.kind not in "iu" or not len(value):
+        return False
     # Offsets of ascending ids never fall, and repeat where ids are consecutive; a damaged list of ids does not do both.
     steps = np.diff(value.astype(np.int64))
     never_falls = bool((steps >= 0).all()) and bool((steps == 0).any())
-    return "d2t" if int(value.min()) < 0 or never_falls else "ids"
+    return int(value.min()) < 0 or never_falls
 
 
 def _starts_as_json(path: Path) -> bool:
@@ -167,9 +156,7 @@ def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
         return _Map(d2t=value["d2t"], t2d=None if t2d is None else np.asarray(t2d))
     keys = ", ".join(repr(key) for key in list(value)[:5])
     raise VocabularyError(
-        f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}.",
-        path=str(path),
-        keys=list(value),
+        f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}.", keys=list(value)
     )
 
 
@@ -198,7 +185,7 @@ def _read_artifact(path: Path) -> DraftVocab:
             )
     provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
     with errors_of(where):
-        ids = int_array(manifest["rank_order_ids"], "rank_order_ids")
+        ids = whole_numbers(manifest["rank_order_ids"], "rank_order_ids")
         return DraftVocab(ids, manifest["num_forced"], manifest["target_vocab"], provenance)
 
 
@@ -211,20 +198,18 @@ def _read_safetensors(path: Path) -> _Map:
             found = {short: [name for name in names if name.rsplit(".", 1)[-1] == short] for short in ("d2t", "t2d")}
             if len(found["d2t"]) != 1 or len(found["t2d"]) > 1:
                 what = ", ".join(found["d2t"] + found["t2d"]) or "neither d2t nor t2d"
-                raise VocabularyError(
-                    f"{path}: expected one tensor d2t and at most one t2d, found {what}.", path=str(path), found=what
-                )
+                raise VocabularyError(f"{path}: expected one tensor d2t and at most one t2d, found {what}.", found=what)
             d2t = file.get_tensor(found["d2t"][0])
             t2d = file.get_tensor(found["t2d"][0]) if found["t2d"] else None
     # numpy does not know bfloat16 and raises a TypeError.
     except (SafetensorError, OSError, TypeError) as error:
-        raise VocabularyError(f"{path}: not a readable safetensors file: {error}.", path=str(path)) from error
+        raise VocabularyError(f"{path}: not a readable safetensors file: {error}.") from error
     return _Map(d2t=d2t, t2d=t2d)
 
 
 def _read_npy(path: Path) -> _Map:
     if path.name != "d2t.npy":
-        raise VocabularyError(f"{path}: numpy maps are read from d2t.npy, with t2d.npy beside it.", path=str(path))
+        raise VocabularyError(f"{path}: numpy maps are read from d2t.npy, with t2d.npy beside it.")
     arrays = []
     for file in (path, path.with_name(NPY_NAMES[1])):
         if not file.is_file():
@@ -254,7 +239,7 @@ def _read_pickle(path: Path) -> Any:
         ) from error
     # torch's reader raises all kinds of errors on a damaged file: struct.error, AssertionError, KeyError, ...
     except Exception as error:
-        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.", path=str(path)) from error
+        raise VocabularyError(f"{path}: not a readable torch file: {_first_line(error)}.") from error
     if isinstance(value, dict):
         return {key: _numpy(part) for key, part in value.items()}
     return _numpy(value)
@@ -272,14 +257,3 @@ def _numpy(value: Any) -> Any:
 
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
-
-
-def _whole_numbers(values: Any, what: str) -> NDArray[np.int64]:
-    if isinstance(values, (list, tuple)):
-        return int_array(values, what)
-    is_array = isinstance(values, np.ndarray)
-    if not is_array or values.ndim != 1 or values.dtype.kind not in "iu":
-        found = f"{values.dtype} {list(values.shape)}" if is_array else type(values).__name__
-        raise VocabularyError(f"{what}: expected a list or tensor of integers, found {found}.", expected="integers")
-    ids: NDArray[np.int64] = values.astype(np.int64)
-    return ids

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import VocabularyError
-from .draft_vocab import check_ids
+from .draft_vocab import check_ids, whole_numbers
 
 D2TForm = Literal["offset", "absolute"]
 
@@ -35,8 +35,7 @@ def t2d_from_ids(target_ids: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
     Raises:
         VocabularyError: duplicate or out-of-range ids.
     """
-    ids = np.asarray(target_ids, np.int64)
-    check_ids(ids, target_vocab, "t2d")
+    ids = check_ids(target_ids, target_vocab, "t2d")
     mask = np.zeros(target_vocab, np.bool_)
     mask[ids] = True
     return mask
@@ -48,7 +47,6 @@ def ids_from_d2t(
     form: D2TForm | None = None,
     *,
     target_vocab: int,
-    where: str = "d2t",
 ) -> NDArray[np.int64]:
     """Return the target id of each row, int64 [draft_vocab], in row order.
 
@@ -62,84 +60,63 @@ def ids_from_d2t(
         t2d: mask [target_vocab], bool or 0/1 integers.
         form: "offset" or "absolute" where the map does not show it; it must still agree with `t2d`.
         target_vocab: size of the target's vocabulary.
-        where: file and tensor, for messages.
 
     Raises:
         VocabularyError: the map is ambiguous, contradicts `t2d`, or holds duplicate or out-of-range ids.
     """
-    values = _integers(d2t, where)
+    values = whole_numbers(np.asarray(d2t), "d2t")
     offset_ids = values + np.arange(len(values), dtype=np.int64)
     if len(values) == 0:
-        raise VocabularyError(f"{where}: there are no rows.", where=where, found=0)
+        raise VocabularyError("d2t: there are no rows.", found=0)
     if t2d is not None:
-        ids = _ids_by_mask(values, offset_ids, _mask(t2d, target_vocab, where), form, where)
+        ids = _ids_by_mask(values, offset_ids, _mask(t2d, target_vocab), form)
     elif form is not None:
         ids = offset_ids if form == "offset" else values
     elif len(np.unique(values)) < len(values) or values.min() < 0:
         ids = offset_ids
     elif values.max() < target_vocab:
         raise VocabularyError(
-            f"{where}: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
+            f"d2t: all {len(values)} values are distinct and valid as ids, so this looks like absolute ids, where "
             "engines expect offsets (target_id = row + d2t[row]), and there is no t2d to decide. "
             "Say which it is with --d2t-form absolute or --d2t-form offset.",
-            where=where,
             form="unknown",
         )
     else:
         ids = offset_ids
-    check_ids(ids, target_vocab, where)
-    return ids
+    return check_ids(ids, target_vocab, "d2t")
 
 
-def _integers(values: ArrayLike, where: str) -> NDArray[np.int64]:
-    array = np.asarray(values)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise VocabularyError(
-            f"{where}: expected integers [draft_vocab], found {array.dtype} {list(array.shape)}.",
-            where=where,
-            expected="integers",
-        )
-    return array.astype(np.int64)
-
-
-def _mask(t2d: ArrayLike, target_vocab: int, where: str) -> NDArray[np.bool_]:
+def _mask(t2d: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
     mask: NDArray[Any] = np.asarray(t2d)
     if mask.shape != (target_vocab,):
         raise VocabularyError(
-            f"{where}: t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].",
-            where=where,
+            f"t2d has shape {list(mask.shape)}, but the target's vocabulary is [{target_vocab}].",
             tensor="t2d",
             found=list(mask.shape),
         )
     if mask.dtype.kind not in "biu" or not np.isin(mask, (0, 1)).all():
-        raise VocabularyError(
-            f"{where}: t2d: expected a mask of booleans, or of 0 and 1.", where=where, tensor="t2d", expected="mask"
-        )
+        raise VocabularyError("t2d: expected a mask of booleans, or of 0 and 1.", tensor="t2d", expected="mask")
     return mask.astype(np.bool_)
 
 
 def _ids_by_mask(
-    values: NDArray[np.int64], offset_ids: NDArray[np.int64], mask: NDArray[np.bool_], form: str | None, where: str
+    values: NDArray[np.int64], offset_ids: NDArray[np.int64], mask: NDArray[np.bool_], form: str | None
 ) -> NDArray[np.int64]:
     expected = np.flatnonzero(mask)
     candidates: dict[str, NDArray[np.int64]] = {"offset": offset_ids, "absolute": values}
     fitting = [name for name, ids in candidates.items() if np.array_equal(np.sort(ids), expected)]
     if not fitting:
         raise VocabularyError(
-            f"{where}: d2t and t2d disagree: t2d marks {len(expected)} ids, and the {len(values)} rows of d2t reach "
+            f"d2t and t2d disagree: t2d marks {len(expected)} ids, and the {len(values)} rows of d2t reach "
             "them neither as offsets nor as absolute ids. The file is damaged, or its maps are of two models.",
-            where=where,
             form="neither",
         )
     if form is not None and form not in fitting:
-        raise VocabularyError(
-            f"{where}: --d2t-form {form} was given, but t2d shows the {fitting[0]} form.", where=where, form=fitting[0]
-        )
+        raise VocabularyError(f"--d2t-form {form} was given, but t2d shows the {fitting[0]} form.", form=fitting[0])
     if fitting == ["absolute"] and form is None:
         raise VocabularyError(
-            f"{where}: d2t holds absolute ids (t2d shows it), where engines expect offsets "
+            "d2t holds absolute ids (t2d shows it), where engines expect offsets "
             "(target_id = row + d2t[row]). Accept it with --d2t-form absolute.",
-            where=where,
             form="absolute",
         )
     return candidates[form or fitting[0]]

@@ -664,8 +664,6 @@ def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
 def test_vocabulary_sources_exclude_each_other(tmp_path):
     with raises(UsageError, options=["--counts", "--order"]):
         VocabRequest(counts=("a",), order="ids")
-    with raises(UsageError, option="--smooth"):
-        VocabRequest(order="ids", smooth="auto")
 
 
 def test_existing_output_is_refused_before_anything_is_read(tmp_path):

@@ -20,6 +20,7 @@ from eagle_slim.convert import (
 from eagle_slim.convert.sources.builtin import unpermute_rows
 from eagle_slim.convert.sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -96,7 +97,9 @@ def test_exported_tokenizer_is_smollm2s(target):
     assert [tokenizer.backend.decode([i]) for i in ids if tokenizer.backend.decode([i]).isdigit()] == list("1234")
     assert tokenizer.backend.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.generation_config["eos_token_id"] == 2
-    assert tokenizer.apply_chat([{"role": "user", "content": "Hi"}], add_generation_prompt=True) == (
+    assert ChatTemplate(chat_spec(tokenizer)).render(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
+    ) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -147,8 +147,7 @@ def test_only_an_array_is_one() -> None:
     ]
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("name", ["chats.json", "chats.json.gz"])
+@pytest.mark.parametrize(("name", "indent"), [("chats.json", None), ("chats.json.gz", 2)])
 def test_counts_are_those_of_json_lines(tmp_path: Path, name: str, indent: int | None) -> None:
     data = json.dumps(RECORDS, indent=indent).encode()
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)

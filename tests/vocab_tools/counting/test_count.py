@@ -196,7 +196,11 @@ def test_skipping_is_counted_and_told(tmp_path: Path, small_blocks: None) -> Non
     assert everything(counts) == naive(good)
     assert counts.sources[0].provenance["skipped_records"] == 3
     said = "\n".join(told)
-    for line, reason in ((6, "not JSON"), (18, "no column 'text'"), (31, "expected a string, found int")):
+    for line, reason in (
+        (6, "not JSON"),
+        (18, "no column 'text'"),
+        (31, "expected a string, found a value of type int"),
+    ):
         assert f"a.jsonl, line {line}: " in said
         assert reason in said
     assert "3 records skipped in total" in said
@@ -245,11 +249,12 @@ RUN = """
     sys.path.insert(0, {tests!r})
     from eagle_slim.vocab_tools.corpus import file_blocks
     from eagle_slim.vocab_tools.corpus.source import CorpusSource
+    from eagle_slim.vocab_tools.counting import resume
     from eagle_slim.vocab_tools.counting.count import count_tokens
     from support.tokenizers import llama3_like
 
     def main():
-        file_blocks.BLOCK_BYTES = 4000
+        file_blocks.BLOCK_BYTES, resume.SAVE_SECONDS = 4000, 0
         folder, workers, die_after = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
         blocks = 0
 
@@ -263,7 +268,7 @@ RUN = """
 
         count_tokens(
             [CorpusSource(str(folder / "*.jsonl*"), name="a"), CorpusSource(str(folder / "b.txt"))],
-            llama3_like(), workers=workers, resume_file=folder / "check", save_seconds=0,
+            llama3_like(), workers=workers, resume_file=folder / "check",
             save_to=folder / "counts", progress=progress,
         )
         (folder / "blocks").write_text(str(blocks))
@@ -273,17 +278,15 @@ RUN = """
 """
 
 
-@pytest.mark.parametrize("second", ["a.jsonl", "sub/../a.jsonl", "link.jsonl", "hard.json", "*.jsonl", "sub"])
+@pytest.mark.parametrize("second", ["a.jsonl", "sub/../a.jsonl", "link.jsonl", "*.jsonl", "sub"])
 def test_a_file_that_is_named_twice(tmp_path: Path, second: str) -> None:
     (tmp_path / "sub").mkdir()
     write_jsonl(tmp_path / "a.jsonl", some_texts(20))
     write_jsonl(tmp_path / "sub" / "b.jsonl", some_texts(20, 1))
     (tmp_path / "link.jsonl").symlink_to("a.jsonl")
     (tmp_path / "sub" / "link.jsonl").symlink_to("b.jsonl")
-    os.link(tmp_path / "a.jsonl", tmp_path / "hard.json")
     sources = [CorpusSource(str(tmp_path / "a.jsonl")), CorpusSource(str(tmp_path / second), name="again")]
     name, readers = ("sub/b.jsonl", ["again", "again"]) if second == "sub" else ("a.jsonl", ["a", "again"])
-    name = second if second == "hard.json" else name
     with raises(UsageError, input=str(tmp_path / name), sources=readers):
         count_tokens(sources, llama3_like(), workers=0)
 

@@ -6,7 +6,7 @@ from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError
 from eagle_slim.vocab_tools.ranking.coverage import MEAN, measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.shares import held_out_shares, source_shares, tokens_for_sizing, training_shares
+from eagle_slim.vocab_tools.ranking.shares import source_shares, tokens_for_sizing
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from hypothesis import given
 from hypothesis import strategies as st
@@ -188,15 +188,12 @@ def test_shares() -> None:
         (source([8, 2], [[0]], name="a", weight=1), source([0, 5], [[1, 1]], name="b", weight=3)), None
     )
     assert source_shares(counts).tolist() == [0.25, 0.75]
-    assert training_shares(counts).tolist() == pytest.approx([0.2, 0.8])
-    held = held_out_shares(counts)
-    assert held is not None
-    assert held.tolist() == pytest.approx([0.25, 0.75])
-    assert tokens_for_sizing(counts)[1] == "held-out"
-    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b")), None)
-    assert held_out_shares(partly) is None
-    assert tokens_for_sizing(partly)[1] == "counted"
+    found, part = tokens_for_sizing(counts)
+    assert (found.tolist(), part) == (pytest.approx([0.25, 0.75]), "held-out")
+    partly = TokenCounts((source([8, 2], [[0]], name="a"), source([0, 5], name="b", weight=3)), None)
+    found, part = tokens_for_sizing(partly)
+    assert (found.tolist(), part) == (pytest.approx([0.2, 0.8]), "counted")
     # A source that weighs nothing need not have a held-out part.
     assert tokens_for_sizing(partly, {"b": 0})[1] == "held-out"
-    with raises(UsageError, weights=[0.0, 0.0]):
+    with raises(UsageError, weights={"a": 0.0, "b": 0.0}):
         source_shares(counts, {"a": 0, "b": 0})

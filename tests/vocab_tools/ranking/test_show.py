@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
-from eagle_slim.vocab_tools.ranking.show import readable_token, show_vocabulary, token_kind
+from eagle_slim.vocab_tools.ranking.show import readable_token, show_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -23,25 +23,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> LoadedTokenizer:
 
 
 @pytest.mark.parametrize(
-    ("token", "shown", "kind"),
+    ("token", "shown"),
     [
-        ("Ġ", " ", "white space"),
-        ("Ċ", "\\n", "white space"),
-        ("A", "A", "Latin"),
-        ("Ġagain", " again", "Latin"),
-        ("ä", "\\xe4", "part of a character"),
-        ("7", "7", "digits"),
-        ("(", "(", "punctuation and symbols"),
-        ("\\", "\\\\", "punctuation and symbols"),
-        ("Ā", "\\x00", "control and unassigned"),
-        ("<|im_end|>", "<|im_end|>", "special or added"),
-        ("a\u200bb\x1b[31m", "a\\u200bb\\x1b[31m", "special or added"),
+        ("Ġ", " "),
+        ("Ċ", "\\n"),
+        ("A", "A"),
+        ("Ġagain", " again"),
+        ("ä", "\\xe4"),
+        ("\\", "\\\\"),
+        ("Ā", "\\x00"),
+        ("<|im_end|>", "<|im_end|>"),
+        ("a\u200bb\x1b[31m", "a\\u200bb\\x1b[31m"),
     ],
 )
-def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer, token: str, shown: str, kind: str) -> None:
-    token_id = tokenizer.vocab[token]
-    assert readable_token(tokenizer, token_id) == shown
-    assert token_kind(tokenizer, token_id) == kind
+def test_tokens_are_readable_and_harmless(tokenizer: LoadedTokenizer, token: str, shown: str) -> None:
+    assert readable_token(tokenizer, tokenizer.vocab[token]) == shown
 
 
 def test_sentencepiece_spelling(tmp_path: Path) -> None:
@@ -72,9 +68,6 @@ def test_listing(tokenizer: LoadedTokenizer) -> None:
     end = next(row for row in listing.forced if row.text == "<|im_end|>")
     assert end.reason is not None
     assert end.reason.startswith("eos")
-    assert sum(entry.existing for entry in listing.composition) == 360
-    assert sum(entry.held for entry in listing.composition) == 300
-    assert {"Latin", "part of a character", "special or added"} <= {entry.kind for entry in listing.composition}
     json.dumps(listing.to_json())
     text = listing.text()
     assert "300 of 360 tokens" in text

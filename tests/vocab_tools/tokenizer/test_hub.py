@@ -93,7 +93,14 @@ def test_a_hub_that_cannot_be_reached(hub: HubServer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [Fault(head_status=500), Fault(unanswered=True), Fault(status=503)])
 @pytest.mark.parametrize(
-    "name", ["chat_template.jinja", "tokenizer_config.json", "generation_config.json", "tool_use.jinja"]
+    "name",
+    [
+        "chat_template.jinja",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("tokenizer_config.json", "generation_config.json", "tool_use.jinja")
+        ),
+    ],
 )
 def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fault: Fault

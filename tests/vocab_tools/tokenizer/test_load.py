@@ -14,7 +14,6 @@ from support.small_tokenizers import (
     byte_level_bpe,
     reversed_ids,
     with_reserved,
-    word_level,
     write_folder,
 )
 from tokenizers import Tokenizer, normalizers
@@ -82,31 +81,10 @@ def test_hash_is_the_same_after_saving_again(tmp_path: Path) -> None:
 
 def test_check_tokenizer(tmp_path: Path) -> None:
     loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe()))
-    assert check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", loaded.chat_template_hash) == []
+    assert check_tokenizer(loaded, loaded.tokenizer_hash, "x.json") == []
     assert "no tokenizer is recorded" in check_tokenizer(loaded, None, "x.json")[0]
-    assert "chat template" in check_tokenizer(loaded, loaded.tokenizer_hash, "x.json", "sha256:0")[0]
     with pytest.raises(TokenizerError, match=r"x.json: made with another tokenizer: expected sha256:0"):
         check_tokenizer(loaded, "sha256:0", "x.json")
-
-
-def test_merge_order(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "a", byte_level_bpe(320)))
-    assert loaded.merge_ordered
-    rank = loaded.merge_rank
-    assert rank is not None
-    assert rank[:3].tolist() == [-1, -1, -1]
-    assert rank[3:259].tolist() == list(range(256))
-    assert rank[259:320].tolist() == list(range(61))
-    assert not load_tokenizer(write_folder(tmp_path / "b", reversed_ids(byte_level_bpe()))).merge_ordered
-    assert not load_tokenizer(write_folder(tmp_path / "c", word_level())).merge_ordered
-
-
-def test_characters_behind_the_merges_are_ranked_among_themselves(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_fallback_bpe()))
-    assert loaded.merge_rank is not None
-    assert loaded.merge_rank[loaded.vocab["▁hell"]] == 3
-    # 256 byte tokens come before the characters.
-    assert loaded.merge_rank[loaded.vocab["▁"]] == 256
 
 
 def test_bytes_of_tokens(tmp_path: Path) -> None:
@@ -214,8 +192,6 @@ def test_without_a_template_the_user_is_told(tmp_path: Path) -> None:
     forced = forced_ids(loaded)
     assert "no chat template" in forced.warnings[0]
     assert forced.reasons[2] == "end of turn"
-    with raises(TokenizerError, missing="chat template"):
-        loaded.apply_chat([{"role": "user", "content": "hi"}])
 
 
 def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
@@ -247,22 +223,6 @@ def test_tokens_that_only_the_config_knows_are_added(tmp_path: Path) -> None:
         load_tokenizer(wrong)
 
 
-def test_chat(tmp_path: Path) -> None:
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe()))
-    text = loaded.apply_chat([{"role": "user", "content": "hi"}], add_generation_prompt=True)
-    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    refusing = load_tokenizer(write_folder(tmp_path / "r", byte_level_bpe(), "{{ raise_exception('no system role') }}"))
-    with pytest.raises(TokenizerError, match="refuses this conversation: no system role"):
-        refusing.apply_chat([{"role": "user", "content": "hi"}])
-
-
-def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
-    template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
-    loaded = load_tokenizer(write_folder(tmp_path / "t", byte_level_bpe(), template))
-    with raises(TokenizerError, refused_by="template"):
-        loaded.apply_chat([{"role": "user", "content": "hi"}])
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -275,7 +235,7 @@ def test_templates_run_in_a_sandbox(tmp_path: Path) -> None:
 def test_damaged_files(tmp_path: Path, name: str, content: str) -> None:
     folder = write_folder(tmp_path / "t", byte_level_bpe())
     (folder / name).write_text(content)
-    with raises(TokenizerError, path=folder / name):
+    with raises(TokenizerError, path=str(folder / name)):
         load_tokenizer(folder)
 
 

@@ -11,21 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eagle_slim.vocab_tools.chat.messages import ChatError, normalise_messages
-from eagle_slim.vocab_tools.chat.template import chat_spec
-from eagle_slim.vocab_tools.chat.turns import ChatRenderer
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.block import BlockCounter, CountPlan, SourcePlan
 from eagle_slim.vocab_tools.counting.count import count_tokens
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.encode import encoder_spec
+from eagle_slim.vocab_tools.tokenizer.messages import ChatError, normalise_messages
+from eagle_slim.vocab_tools.tokenizer.template import chat_spec
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.turns import ChatRenderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises
 from support.tokenizers import LLAMA3_TEMPLATE, llama3_like, smollm2, with_template
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
 
 Messages = list[dict[str, Any]]
 
@@ -110,9 +111,15 @@ def by_hand(tokenizer: LoadedTokenizer, text: str, *stretches: str) -> list[int]
     return [encoding.ids[position] for position in sorted(inside)]
 
 
-def rendered(tokenizer: LoadedTokenizer, messages: Messages) -> str:
+def rendered(tokenizer: LoadedTokenizer, messages: Messages, add_generation_prompt: bool = False) -> str:
     """What transformers renders."""
-    return tokenizer.apply_chat(messages)
+    texts, _ = render_jinja_template(
+        conversations=[messages],
+        chat_template=tokenizer.chat_template,
+        add_generation_prompt=add_generation_prompt,
+        **tokenizer.special_tokens,
+    )
+    return str(texts[0])
 
 
 CONVERSATIONS = [
@@ -177,9 +184,9 @@ def test_rendering_is_that_of_transformers() -> None:
     for tokenizer in (smollm2(), llama3_like()):
         renderer = ChatRenderer(chat_spec(tokenizer))
         for messages in CONVERSATIONS:
-            assert renderer.render(messages) == tokenizer.apply_chat(messages)
-            prompted = tokenizer.apply_chat(messages, add_generation_prompt=True)
-            assert renderer.render(messages, add_generation_prompt=True) == prompted
+            for prompted in (False, True):
+                expected = rendered(tokenizer, messages, prompted)
+                assert renderer.render(messages, add_generation_prompt=prompted) == expected
 
 
 def test_llama3_trims_contents_and_has_two_line_ends_in_its_header() -> None:
@@ -338,6 +345,12 @@ def test_conversations_are_tokenised_whole_where_cutting_changes_tokens(tmp_path
         assert counts.sources[0].counts.nonzero()[0].tolist() == expected
     (said,) = [message for message in told if "tokenizing whole conversations" in message]
     assert "xa.jsonl, line 1" in said
+
+
+def test_templates_run_in_a_sandbox() -> None:
+    tokenizer = with_template("{{ ''.__class__.__mro__[1].__subclasses__() }}", *MARKERS)
+    with raises(ChatError, refused_by="template"):
+        ChatRenderer(chat_spec(tokenizer)).render(turn("a"))
 
 
 def test_dates_in_templates_stand_still() -> None:

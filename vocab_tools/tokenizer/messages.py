@@ -60,7 +60,7 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
     if isinstance(value, str):
         value = messages_in_text(value) or value
     if not isinstance(value, list) or not value:
-        found = "an empty list" if value == [] else _kind(value)
+        found = "an empty list" if value == [] else kind_of(value)
         raise ChatError(f"expected a list of messages, found {found}", found=found)
     return [_normalise(message, position) for position, message in enumerate(value)]
 
@@ -68,7 +68,7 @@ def normalise_messages(value: Any) -> list[dict[str, Any]]:
 def _normalise(message: Any, position: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ChatError(
-            f"message {position}: expected an object with role and content, found {_kind(message)}",
+            f"message {position}: expected an object with role and content, found {kind_of(message)}",
             message=position,
             expected="object",
         )
@@ -165,5 +165,6 @@ def _with_object(call: Any) -> Any:
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """Say what a value is, for a message."""
     return "nothing" if value is None else f"a value of type {type(value).__name__}"

@@ -111,9 +111,7 @@ class ChatRenderer:
             if not text.startswith(before):
                 raise ChatError(
                     f"message {position}: cannot tell where this assistant turn begins, because the template renders "
-                    f"the messages before it differently on their own. {_ADVICE}",
-                    message=position,
-                    unknown="begin",
+                    f"the messages before it differently on their own. {_ADVICE}"
                 )
             spans.append((len(before), self._end_of(text, len(before), messages, position)))
         return text, spans
@@ -125,11 +123,7 @@ class ChatRenderer:
         token = self._skeletons.end_of_turn
         found = text.find(token, start) if token else -1
         if not token or found < 0:
-            raise ChatError(
-                f"message {position}: cannot tell where this assistant turn ends. {_ADVICE}",
-                message=position,
-                unknown="end",
-            )
+            raise ChatError(f"message {position}: cannot tell where this assistant turn ends. {_ADVICE}")
         return found + len(token)
 
 

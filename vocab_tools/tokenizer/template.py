@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
 from .messages import ChatError, Message, with_joined_parts, with_object_arguments, with_reasoning
 
 if TYPE_CHECKING:
-    from ..tokenizer.tokenizer import LoadedTokenizer
+    from .tokenizer import LoadedTokenizer
 
 # A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
 RENDER_DATE = datetime(2024, 7, 26)
@@ -38,7 +38,7 @@ class ChatSpec:
 
     template: str
     special_tokens: Mapping[str, str]
-    borders: tuple[str, ...]
+    borders: tuple[str, ...] = ()
 
 
 def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSpec:
@@ -55,9 +55,7 @@ def chat_spec(tokenizer: LoadedTokenizer, template: str | None = None) -> ChatSp
     if template is None:
         raise TokenizerError(
             f"{tokenizer.source}: this tokenizer has no chat template, but the corpus holds chats. Name the tokenizer "
-            "of the chat model, or give a template with --chat-template.",
-            tokenizer=tokenizer.source,
-            missing="chat template",
+            "of the chat model, or give a template with --chat-template."
         )
     added = tokenizer.backend.get_added_tokens_decoder().values()
     borders = sorted({token.content for token in added if token.content and not token.single_word})
@@ -70,6 +68,7 @@ class ChatTemplate:
 
     Attributes:
         marked: whether it marks the assistant's text with `{% generation %}`.
+        syntax_tree: of the template, as Jinja parses it.
 
     Raises:
         TokenizerError: the template does not parse.
@@ -89,23 +88,30 @@ class ChatTemplate:
             "tools": None,
             "documents": None,
         }
+        self.syntax_tree = self._template.environment.parse(spec.template)
         self._border = re.compile("|".join(map(re.escape, spec.borders)) or "(?!)")
         self.marked = bool(_GENERATION.search(spec.template))
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """Render as `apply_chat_template(tokenize=False)` does.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: end with the opening of an assistant turn.
+            variables: further template variables, such as `tools` and `enable_thinking`.
 
         Raises:
             ChatError: the template refuses the conversation, or the text is too long.
         """
         with _chat_errors():
             text: str = self._template.render(
-                messages=with_reasoning(messages), add_generation_prompt=add_generation_prompt, **self._variables
+                messages=with_reasoning(messages),
+                add_generation_prompt=add_generation_prompt,
+                **{**self._variables, **variables},
             )
         if len(text) > MAX_CONVERSATION_CHARS:
             raise ChatError(
-                f"the conversation is too long: {len(text):,} characters, at most {MAX_CONVERSATION_CHARS:,}",
-                found=len(text),
+                f"the conversation is too long: {len(text):,} characters, at most {MAX_CONVERSATION_CHARS:,}"
             )
         return text
 
@@ -194,5 +200,5 @@ def _chat_errors() -> Iterator[None]:
     try:
         yield
     # A template is a program: besides refusing in its own words it may trip over anything in a message.
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ChatError(f"the chat template refuses this conversation: {error}", refused_by="template") from error

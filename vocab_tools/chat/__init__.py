@@ -1,1 +1,0 @@
-"""Conversations and a chat template → the stretches of text whose tokens are counted."""
