@@ -8,9 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_slim.vocab_tools.hub_errors import BUSY, endpoint, not_the_hub, retry_after_s, transport_errors
+
 from ..errors import SourceError
 from .client import LIBRARY_NAME, ask
-from .errors import BUSY, endpoint, explained, not_the_hub, retry_after_s, transport_errors
+from .errors import explained, source_error
 from .range_reads import ConnectionBrokenError
 
 # requests loses what it holds back of a chunk when a connection breaks, so chunks are small.
@@ -79,7 +81,7 @@ class HubFile:
         if whole or (response.status_code == 206 and found == expected):
             return
         if "html" in response.headers.get("Content-Type", ""):
-            raise not_the_hub(self.repo_id, "an HTML page")
+            raise source_error(not_the_hub(self.repo_id, "an HTML page"))
         raise SourceError(
             f"{self.label}: the server does not serve byte ranges: asked for {expected}, it answered "
             f"{response.status_code} with {found or 'no range'}.\n"
