@@ -18,7 +18,6 @@ from eagle_slim.vocab_tools.base_cli import (
     note,
     parse_weights,
     run_cli,
-    smooth_value,
     version_option,
     warn,
 )
@@ -27,7 +26,8 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
-    from .conversion.convert import Conversion, PreparedConversion
+    from .conversion.convert import PreparedConversion
+    from .conversion.result import Conversion
 
 # Options that describe a corpus: without --dataset there is nothing for them to describe.
 _DESCRIBES_DATASET = (
@@ -123,7 +123,7 @@ Examples:
     "--keep-rows",
     callback=_keep_rows,
     metavar="K",
-    help="Have K rows at hand in all: those beyond N in a file that engines do not read. `full` keeps all.",
+    help="Have K rows in total: those beyond N in a file that engines do not read. `full` keeps all.",
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -140,14 +140,6 @@ Examples:
 )
 @corpus_options
 @click.option("--save-counts", metavar="FILE", help="Keep the counts of --dataset in a file for later.")
-@click.option(
-    "--smooth",
-    callback=smooth_value,
-    default="off",
-    show_default=True,
-    metavar="off|auto|X",
-    help="Mix in the id order of BPE where counts are small.",
-)
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
@@ -186,6 +178,7 @@ def convert(head: str | None, **options: Any) -> None:
         return
     from .conversion.convert import prepare_conversion
     from .conversion.kept_counts import KeptCounts
+    from .conversion.options import ConvertOptions
     from .conversion.vocab_choice import VocabRequest
 
     sources, counting = corpus_arguments(options)
@@ -194,8 +187,7 @@ def convert(head: str | None, **options: Any) -> None:
         given = [name for name in _DESCRIBES_DATASET if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given.")
-    sizes = options["draft_vocab"]
-    if options["push_to_hub"] and sizes is not None and len(sizes) > 1:
+    if options["push_to_hub"] and len(options["draft_vocab"] or ()) > 1:
         raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
     if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
         raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
@@ -206,32 +198,11 @@ def convert(head: str | None, **options: Any) -> None:
         corpus=tuple(sources),
         order=options["order"],
         weights=parse_weights(options["weights"]) or None,
-        smooth=options["smooth"],
         force_added=options["force_added"],
         force_ids=options["force_ids"],
     )
-    prepared = prepare_conversion(
-        head,
-        draft_vocab=sizes,
-        coverage=options["coverage"],
-        cost=options["cost"],
-        keep_rows=options["keep_rows"],
-        vocabulary=request,
-        target=options["target"],
-        tokenizer=options["tokenizer"],
-        weights_file=options["weights_file"],
-        revision=options["revision"],
-        subfolder=options["subfolder"],
-        target_revision=options["target_revision"],
-        tokenizer_revision=options["tokenizer_revision"],
-        out=options["out"],
-        force=options["force"],
-        flavour=options["flavour"],
-        d2t_form=options["d2t_form"],
-        tap_layers=options["tap_layers"],
-        offline=options["offline"],
-        say=note,
-    )
+    named = {name: options[name] for name in inspect.signature(ConvertOptions).parameters if name in options}
+    prepared = prepare_conversion(head, ConvertOptions(**named, vocabulary=request), say=note)
     if options["push_to_hub"]:
         from .hub.push import check_push
 
@@ -315,7 +286,7 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
 
 
 def _print(conversion: Conversion) -> None:
-    from .conversion.convert import coverage_summary
+    from .conversion.result import coverage_summary
     from .head.kept_rows import KEPT_ROWS_NAME
 
     click.echo(f"wrote {conversion.folder}")

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError
 
-from ..head.draft_head import DraftHead
 from .inputs import Inputs
-from .vocab_choice import Ranking, VocabRequest, ranked_manifest
+from .options import KeepRows
+from .vocab_choice import Ranking, ranked_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
-KeepRows = int | Literal["full"]
 _OPTION = "--keep-rows"
 
 
-def check_keep_rows(
-    keep: Any, inputs: Inputs, sizes: Sequence[int | Literal["full"] | None], num_rankable: int
-) -> None:
+def check_keep_rows(keep: Any, inputs: Inputs, num_rankable: int) -> None:
     """Refuse a number of rows that cannot be kept, before anything is counted.
 
     Args:
         keep: rows that are to be at hand, those of the draft vocabulary among them; "full" for all.
         inputs: of the conversion.
-        sizes: draft vocabularies; None where a coverage or a cost finds the size.
         num_rankable: ids that any ranking of the head can hold.
 
     Raises:
         UsageError: an EAGLE-1/2 head, a full vocabulary, no more rows than a draft vocabulary has, or more than there
             are.
     """
-    head = inputs.head
+    head, sizes = inputs.head, inputs.options.sizes
     if head.kind == "eagle":
         raise UsageError(
             f"{head.location}: an EAGLE-1/2 head has no LM head of its own: every row comes from the target, which is "
@@ -107,20 +102,6 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
         )
     kept: NDArray[np.int64] = beyond[:wanted]
     return kept
-
-
-def needs_kept_rows(
-    head: DraftHead,
-    request: VocabRequest,
-    sizes: Sequence[int | Literal["full"] | None],
-    keep: KeepRows | None,
-) -> bool:
-    """Whether a conversion of a head may want rows that its artifact keeps beyond the draft vocabulary.
-
-    A prefix of the artifact's own ranks needs none; another ranking, or more rows, does.
-    """
-    is_prefix = all(isinstance(size, int) and size <= head.draft_vocab for size in sizes)
-    return keep is not None or request != VocabRequest() or not is_prefix
 
 
 def _check_more(keep: int, size: int) -> None:

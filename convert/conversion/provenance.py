@@ -57,7 +57,7 @@ def manifest_of(
     warnings += in_words(findings)
     return Manifest(
         kind=head.kind,
-        flavour=inputs.reading.flavour,
+        flavour=inputs.options.flavour,
         tool={"name": "eagle-slim", "version": version("eagle-slim")},
         draft_vocab=head.target_vocab if vocab is None else len(vocab),
         target_vocab=head.target_vocab,
@@ -95,7 +95,7 @@ def _head(inputs: Inputs) -> dict[str, Any]:
         found["subfolder"] = source.subfolder
     if source.weights_file:
         found["weights_file"] = source.weights_file
-    return found if inputs.reading.d2t_form == "auto" else {**found, "d2t_form": inputs.reading.d2t_form}
+    return found if inputs.options.d2t_form == "auto" else {**found, "d2t_form": inputs.options.d2t_form}
 
 
 def _target(inputs: Inputs) -> dict[str, Any]:

@@ -185,7 +185,7 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
 
 
 def open_tokenizer(
-    given: str | None, revision: str | None, target: Target | None, target_vocab: int, offline: bool
+    given: str | Path | None, revision: str | None, target: Target | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
     """The tokenizer: as given, else the target's own; None where there is neither.
 
@@ -212,7 +212,7 @@ def open_tokenizer(
             f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
             f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
             "Leave --tokenizer out to use the target's own.",
-            tokenizer=given,
+            tokenizer=str(given),
             expected=own.tokenizer_hash,
             found=tokenizer.tokenizer_hash,
         )

@@ -52,7 +52,6 @@ class VocabRequest:
         corpus: text to count now.
         order: "ids" for the order of the ids, without any corpus.
         weights: share of each source by name.
-        smooth: strength of the id-order prior, "auto", or None for none.
         force_added: "all" forces every added token.
         force_ids: further ids to force.
     """
@@ -62,7 +61,6 @@ class VocabRequest:
     corpus: tuple[CorpusSource, ...] = ()
     order: Literal["ids"] | None = None
     weights: Mapping[str, float] | None = None
-    smooth: Literal["auto"] | float | None = None
     force_added: Literal["chat", "all"] = "chat"
     force_ids: tuple[int, ...] = ()
 
@@ -86,17 +84,11 @@ class VocabRequest:
             if not isinstance(getattr(self, name), (tuple, list)):
                 found = type(getattr(self, name)).__name__
                 raise UsageError(f"{name}: expected a tuple, found one {found} alone.", option=name, found=found)
-        if self.token_map is not None or self.order is not None:
-            if self.smooth is not None:
-                raise UsageError(
-                    "--smooth mixes counts with the order of the ids, and a token map or --order ids has no counts.",
-                    option="--smooth",
-                )
-            if self.weights:
-                raise UsageError(
-                    "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
-                    option="--weights",
-                )
+        if self.weights and (self.token_map is not None or self.order is not None):
+            raise UsageError(
+                "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
+                option="--weights",
+            )
 
     @property
     def is_default(self) -> bool:
@@ -194,9 +186,7 @@ class Ranking:
             "candidates": trained,
         }
         if counts is not None:
-            return rank_vocabulary(
-                counts, size, coverage, smooth=self.request.smooth, weights=self.request.weights, **common
-            )
+            return rank_vocabulary(counts, size, coverage, weights=self.request.weights, **common)
         if coverage is not None:
             raise UsageError(
                 "--coverage needs counted text: give --counts or --dataset, or a size with --draft-vocab.",

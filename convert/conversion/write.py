@@ -21,11 +21,11 @@ from ..weights.writer import TensorPlan
 from . import target as targets
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
+from .result import Conversion
 from .vocab_choice import Ranking
 
 if TYPE_CHECKING:
     import numpy as np
-    from eagle_slim.vocab_tools.ranking.report import CoverageReport
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
@@ -39,8 +39,7 @@ def write_slim(
     kept_ids: NDArray[np.int64] | None,
     folder: Path,
     title: str,
-    force: bool,
-) -> tuple[Path, Manifest, CoverageReport | None, int, int, int]:
+) -> Conversion:
     """Write one artifact.
 
     Args:
@@ -50,10 +49,6 @@ def write_slim(
         kept_ids: int64 [kept], further ids in rank order whose rows are kept in a file of their own; None for none.
         folder: where it goes.
         title: its name on the model card.
-        force: replace an artifact that is there.
-
-    Returns:
-        folder, manifest, coverage, rows of the LM head before, and the bytes that a draft step reads before and after.
 
     Raises:
         CheckpointError, MismatchError: the source turned out to hold NaN, or values that do not fit.
@@ -108,8 +103,8 @@ def write_slim(
         kept=kept,
         side_files=side_files,
     )
-    written = write_artifact(folder, contents, force=force)
-    return folder, written, report, rows_before, before, after
+    written = write_artifact(folder, contents, force=inputs.options.force)
+    return Conversion(folder, written, report, rows_before, before, after)
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
@@ -143,8 +138,8 @@ def _lm_head(head: DraftHead, inputs: Inputs) -> tuple[LmHeadSource | None, Targ
 
 def _config(head: DraftHead, inputs: Inputs, rows: int) -> dict[str, Any]:
     if head.kind == "eagle3":
-        return eagle3.slim_config(head, rows, inputs.reading.flavour)
-    return eagle1.repaired_config(head, inputs.reading.flavour)
+        return eagle3.slim_config(head, rows, inputs.options.flavour)
+    return eagle1.repaired_config(head, inputs.options.flavour)
 
 
 def _findings(head: DraftHead, inputs: Inputs, config: dict[str, Any], rows: int) -> list[Finding]:

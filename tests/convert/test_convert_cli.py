@@ -140,7 +140,6 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((head, "--draft-vocab", "8", "--order", "ids", "--token-map", token_map), "exclude"),
         ((head, "--draft-vocab", "8", "--split", "train"), "--split describes a --dataset"),
         ((head, "--draft-vocab", "8", "--tap-layers", "2,x"), "2,x"),
-        ((head, "--draft-vocab", "8", "--smooth", "very"), "very"),
         ((head, "--draft-vocab", "8", "--weights", "chat"), "NAME=SHARE"),
         ((head, "--draft-vocab", "8,9", "--token-map", token_map, "--push-to-hub", "me/x"), "one size"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--save-counts", "c"), "--save-counts"),

@@ -17,7 +17,6 @@ from eagle_slim.convert import (
     OutputError,
     SourceError,
     VocabRequest,
-    convert_head,
     open_head,
     verify_artifact,
 )
@@ -25,12 +24,11 @@ from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
+from support.conversion import BY_ID, convert
 from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
 from support.hub_server import HubServer, connected
 from support.raising import raises
 from support.token_counts import token_counts
-
-BY_ID = VocabRequest(order="ids")
 
 
 @pytest.fixture
@@ -71,17 +69,17 @@ class TestCheapChecks:
         head = write_eagle3(tmp_path / "head", lm_head=False)
         (target / "model.safetensors").unlink()
         with pytest.raises(CheckpointError):
-            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
     def test_weights_of_the_target_that_are_damaged_or_of_another_width(self, tmp_path, target):
         head = write_eagle3(tmp_path / "head", lm_head=False)
         data = (target / "model.safetensors").read_bytes()
         (target / "model.safetensors").write_bytes(data[:-8])
         with pytest.raises(CheckpointError):
-            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
         save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
         with raises(MismatchError, tensor="lm_head.weight", found=8):
-            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
     def test_a_disk_that_is_too_small(self, tmp_path, target, monkeypatch):
         from eagle_slim.convert import atomic
@@ -89,9 +87,7 @@ class TestCheapChecks:
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
         with raises(OutputError, free=1000):
-            convert_head(
-                write_eagle3(tmp_path / "head"), draft_vocab=300, target=target, out=tmp_path / "out", count=never
-            )
+            convert(write_eagle3(tmp_path / "head"), draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
     @pytest.mark.parametrize(
         ("token", "name"),
@@ -119,12 +115,10 @@ class TestCheapChecks:
         assert [plan["draft_vocab"] for plan in plans] == [270, 300]
         assert plans[0]["num_forced"] == 259
         assert sorted(tmp_path.iterdir()) == before
-        convert_head(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "done")
+        convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "done")
         assert (
             plans[1]["bytes_after"]
-            == convert_head(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again")[
-                0
-            ].bytes_after
+            == convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again").bytes_after
         )
 
 
@@ -133,7 +127,7 @@ class TestAdvice:
         for path in target.glob("tokenizer*"):
             path.unlink()
         with raises(UsageError, option="--tokenizer", target=str(target)) as caught:
-            convert_head(
+            convert(
                 write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
             )
         assert "--target" not in str(caught.value)
@@ -145,7 +139,7 @@ class TestAdvice:
         (target / "tokenizer_config.json").write_text(json.dumps(config))
         with HubServer() as hub, connected(hub, tmp_path / "home"):
             hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
-            (done,) = convert_head(
+            done = convert(
                 write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
                 out=tmp_path / "o",
             )  # fmt: skip
@@ -274,7 +268,7 @@ class TestNeverCounted:
     def test_a_vocabulary_that_was_counted_is_not_doubted(self, tmp_path, target):
         counts = token_counts([5] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
         request = VocabRequest(counts=(counts,))
-        (done,) = convert_head(
+        done = convert(
             write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=request, target=target, out=tmp_path / "o"
         )
         assert done.to_json()["never_counted"] == 0
@@ -283,7 +277,7 @@ class TestNeverCounted:
     @pytest.mark.parametrize("held_out", [None, [[300, 301] * 9]])
     def test_a_coverage_of_the_text_that_ranked(self, tmp_path, target, held_out):
         counts = token_counts([5] * TOKENS, held_out, load_tokenizer(str(target)).tokenizer_hash)
-        (done,) = convert_head(
+        done = convert(
             write_eagle3(tmp_path / "head"), coverage=0.5, vocabulary=VocabRequest(counts=(counts,)), target=target,
             out=tmp_path / "o",
         )  # fmt: skip
@@ -293,7 +287,7 @@ class TestNeverCounted:
 class TestDoubts:
     def convert(self, tmp_path, head, **options):
         request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", range(10)))
-        (done,) = convert_head(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
+        done = convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
         return done
 
     def test_two_sets_of_weights(self, tmp_path):
@@ -325,7 +319,7 @@ class TestDoubts:
         tensors = load_file(target / "model.safetensors")
         save_file(tensors | {"lm_head.bias": random((VOCAB,), 3)}, target / "model.safetensors", {"format": "pt"})
         head = write_eagle3(tmp_path / "head", lm_head=False)
-        (done,) = convert_head(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+        done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
         assert any("lm_head.bias" in warning for warning in done.warnings)
 
     def test_a_head_in_a_sub_folder_that_was_not_named(self, tmp_path):

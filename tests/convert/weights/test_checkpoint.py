@@ -657,7 +657,7 @@ def test_a_bin_whose_checksum_does_not_fit(tmp_path: Path) -> None:
 MEMORY = """
 import sys, threading, time
 import torch
-from eagle_slim.convert import VocabRequest, convert_head
+from eagle_slim.convert import ConvertOptions, VocabRequest, convert_head
 
 def anonymous():
     with open("/proc/self/status") as status:
@@ -669,7 +669,8 @@ def watch():
         peak[0] = max(peak[0], anonymous() - before)
 watcher = threading.Thread(target=watch, daemon=True)
 watcher.start()
-convert_head(sys.argv[1], draft_vocab=[8, 9], vocabulary=VocabRequest(token_map=sys.argv[2]), out=sys.argv[3])
+request = VocabRequest(token_map=sys.argv[2])
+convert_head(sys.argv[1], ConvertOptions(draft_vocab=[8, 9], vocabulary=request, out=sys.argv[3]))
 done.set()
 watcher.join()
 print(peak[0])
