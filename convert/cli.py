@@ -81,7 +81,7 @@ def _flavour(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     """Read the engine of --for; those that take what is written anyway are told so."""
     if value in (None, "sglang", "lmdeploy"):
         return value or "default"
-    from .artifact.engines import ENGINES
+    from .engines.registry import ENGINES
 
     if value in ENGINES:
         raise click.BadParameter(f"{value} reads what is written by default: leave --for out", ctx, param)

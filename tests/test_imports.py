@@ -48,6 +48,7 @@ FLOORS = {
         hub manifest
         sources
         head
+        engines
         artifact
         conversion
         audit cli

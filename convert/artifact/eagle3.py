@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_ids
 
+from ..engines.registry import flavoured_architecture
 from ..errors import MismatchError
 from ..head import config as head_config
 from ..head.draft_head import DraftHead
@@ -24,7 +25,6 @@ from ..weights.dtypes import LONG_NAMES
 from ..weights.rows import GatheredRows, refuse_nonfinite
 from ..weights.stream import Bytes
 from ..weights.writer import TensorPlan, array_plan, zeros_plan
-from .engines import flavoured_architecture
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

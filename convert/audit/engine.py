@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..artifact.engines import ENGINES, HeadFacts, check_engine
+from ..engines.facts import HeadFacts
+from ..engines.registry import ENGINES, check_engine
 from ..errors import ArtifactError
 from .findings import Doubt, Findings
 

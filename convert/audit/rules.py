@@ -12,7 +12,7 @@ from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
 
 from ..artifact.artifact import freq_name
 from ..artifact.eagle3 import ARCHITECTURE
-from ..artifact.engines import flavoured_architecture
+from ..engines.registry import flavoured_architecture
 from ..files import read_regular
 from ..head import config as head_config
 from ..weights import names

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from ..artifact.engines import require_engines
+from ..engines.registry import require_engines
 from ..errors import ArtifactError
 from .engine import EngineChecks
 from .files import FileChecks
@@ -92,7 +92,7 @@ def verify_artifact(
         target: folder or repository of the target; its LM head is compared where the rows came from it.
         tokenizer: folder, tokenizer.json or repository; default the target's.
         offline: fetch nothing for `head`, `target` and `tokenizer` either.
-        engines: also check that these engines take it (keys of `engines.ENGINES`).
+        engines: also check that these engines take it (keys of `engines.registry.ENGINES`).
         engine_version: the version that will serve it, for one engine; default the installed one.
 
     Raises:

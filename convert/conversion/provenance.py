@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.eagle3 import LmHeadSource
-from ..artifact.engines import Finding, in_words
+from ..engines.registry import Finding, in_words
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME

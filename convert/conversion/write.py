@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from ..artifact import eagle1, eagle3
 from ..artifact.artifact import PLOT_NAME, ArtifactContents, freq_bytes, freq_name, write_artifact
 from ..artifact.eagle3 import LmHeadSource
-from ..artifact.engines import Finding, HeadFacts, conversion_findings
 from ..artifact.model_card import model_card
 from ..atomic import require_space
+from ..engines.facts import HeadFacts
+from ..engines.registry import Finding, conversion_findings
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest
 from ..weights import names
