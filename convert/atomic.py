@@ -1,4 +1,4 @@
-"""Results appear whole or not at all: written aside, brought to the disk, then renamed into place.
+"""Folders appear whole or not at all: written aside, brought to the disk, then renamed into place.
 
 At any moment of a `kill -9` or a power cut the old result or the new one is at its name, never a part of one. What a
 killed run leaves behind is a hidden sibling, `.NAME.<8 hex digits>.eagle-slim-tmp` (a half-written or a replaced
@@ -13,7 +13,6 @@ folder at the name, and the next run on that name puts the old one back before i
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -21,17 +20,13 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from eagle_slim.vocab_tools.files import expand_home
 
 from .errors import OutputError, OutputExistsError
-
-__all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "free_bytes", "require_space"]
 
 _TEMPORARY = ".eagle-slim-tmp"
 _REPLACED = ".eagle-slim-old"
@@ -74,41 +69,6 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         # After an exchange this is the old folder, otherwise what is left after an error.
         shutil.rmtree(temporary, ignore_errors=True)
         os.close(lock)
-
-
-@contextmanager
-def atomic_file(path: Path | str, force: bool = True) -> Iterator[BinaryIO]:
-    """Open a file for writing bytes; on success it becomes `path`, after an error nothing of it remains.
-
-    Args:
-        path: where the file shall be. A symbolic link is followed. Missing parents are made.
-        force: replace a file that is at `path`.
-
-    Raises:
-        OutputExistsError: `path` exists and `force` is false, or it is a folder.
-        OutputError: it cannot be written: disk full, read-only, or not permitted.
-    """
-    path = _real(path)
-    with _explained(path):
-        clean_leftovers(path)
-        if path.is_dir() or (path.exists() and not force):
-            raise _exists(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, file = _locked_file(path)
-    try:
-        with _explained(path, temporary):
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            if force:
-                os.replace(temporary, path)
-            else:
-                _rename_new(temporary, path)
-            _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            file.close()
 
 
 def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
@@ -190,10 +150,8 @@ def clean_leftovers(out: Path | str) -> None:
         try:
             if name.endswith(_REPLACED) and not os.path.lexists(out):
                 os.rename(leftover, out)
-            elif stat.S_ISDIR(os.fstat(lock).st_mode):
-                shutil.rmtree(leftover, ignore_errors=True)
             else:
-                leftover.unlink(missing_ok=True)
+                shutil.rmtree(leftover, ignore_errors=True)
         except OSError:
             continue
         finally:
@@ -219,20 +177,6 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
         # Another run's cleaning may have come between the two lines above; then the folder is gone or going.
         if lock is not None:
             return temporary, lock
-
-
-def _locked_file(path: Path) -> tuple[Path, BinaryIO]:
-    while True:
-        temporary = _sibling(path, _TEMPORARY)
-        file = open(temporary, "xb")  # noqa: SIM115  (closed by atomic_file)
-        try:
-            _flock(file.fileno())
-        except BlockingIOError:
-            file.close()
-            continue
-        if _same(temporary, file.fileno()):
-            return temporary, file
-        file.close()
 
 
 def _try_lock(path: Path) -> int | None:
@@ -311,23 +255,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _rename_new(temporary: Path, out: Path) -> None:
     """Rename to a name that must be free; a race with another writer ends in an error, not in a lost result."""
-    if temporary.is_dir():
-        try:
-            os.rename(temporary, out)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise _exists(out) from error
-            raise
-        return
     try:
-        os.link(temporary, out)
-    except FileExistsError:
-        raise _exists(out) from None
-    except OSError:
-        # No hard links here (FAT, some network disks): the check and the rename are two steps.
-        if os.path.lexists(out):
-            raise _exists(out) from None
         os.rename(temporary, out)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise _exists(out) from error
+        raise
 
 
 def _sync_tree(folder: Path) -> None:
@@ -342,14 +275,10 @@ def _sync_tree(folder: Path) -> None:
 def _sync_up(folder: Path, last: Path) -> None:
     """Bring the names of `folder` and of its parents up to `last` to the disk: the new ones among them too."""
     while True:
-        _sync_folder(folder)
+        _sync_path(str(folder))
         if folder == last or folder == folder.parent:
             return
         folder = folder.parent
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync_path(str(folder))
 
 
 def _sync_path(path: str) -> None:

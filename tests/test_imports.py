@@ -48,7 +48,7 @@ FLOORS = {
         hub manifest
         sources
         head
-        engines
+        engines lm_head
         artifact
         conversion
         audit cli

@@ -9,15 +9,15 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
-from ..artifact import eagle3
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
+from ..lm_head.lm_head import LmHead, all_ids, fitting
+from ..lm_head.target import open_target_lm_head
 from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource, open_head_source
-from ..sources.target_lm_head import open_target_lm_head
 from . import target as targets
 from .doubts import doubts_about
 from .options import ConvertOptions, DraftVocabSize
@@ -25,8 +25,6 @@ from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-
-    from ..sources.lm_head import TargetLMHead
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class Inputs:
     options: ConvertOptions
     choice: targets.TargetChoice | None
     target: targets.Target | None
-    lm_head: TargetLMHead | None
+    lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     rows_before: int
@@ -119,8 +117,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     if needs_rows:
         assert opened is not None
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
-        lm_head = open_target_lm_head(opened.source, offline=options.offline)
-        targets.lm_head_rows(head, lm_head, f"target {opened.name}")
+        lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
     doubts = tuple(doubts_about(head, source))
     return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, doubts)
 
@@ -131,11 +128,11 @@ def check_sizes(inputs: Inputs) -> dict[DraftVocabSize | None, int | None]:
     Returns:
         for each size the number of forced ids among it; None where only the ranking tells.
 
-    Raises as `rank_by_order` and `eagle3.all_ids`.
+    Raises as `rank_by_order` and `all_ids`.
     """
     head, sizes = inputs.head, inputs.options.sizes
     if "full" in sizes:
-        eagle3.all_ids(head)
+        all_ids(head)
     trained = head.trained_ids
     numbers = [size for size in sizes if isinstance(size, int) and (trained is None or size != len(trained))]
     num_forced: dict[DraftVocabSize | None, int | None] = {size: 0 if size == "full" else None for size in sizes}

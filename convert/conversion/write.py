@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact import eagle1, eagle3
 from ..artifact.artifact import PLOT_NAME, ArtifactContents, freq_bytes, freq_name, write_artifact
-from ..artifact.eagle3 import LmHeadSource
 from ..artifact.model_card import model_card
 from ..atomic import require_space
 from ..engines.facts import HeadFacts
 from ..engines.registry import Finding, conversion_findings
 from ..head.draft_head import DraftHead
+from ..lm_head.lm_head import LmHead, fitting, own_lm_head
 from ..manifest import Manifest
 from ..weights import names
 from ..weights.dtypes import item_size
 from ..weights.writer import TensorPlan
-from . import target as targets
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     import numpy as np
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
-
-    from ..sources.lm_head import TargetLMHead
 
 
 def write_slim(
@@ -57,7 +54,7 @@ def write_slim(
     """
     # With a record of reads of its own, so that a manifest lists what was read for this size alone.
     head = inputs.head.forked()
-    lm_head, target_lm_head = _lm_head(head, inputs)
+    lm_head = _lm_head(head, inputs)
     rows = len(vocab) if vocab is not None else head.target_vocab
     rows_before = inputs.rows_before
     before, after = (bytes_per_draft_step(head, count) for count in (rows_before, rows))
@@ -100,7 +97,7 @@ def write_slim(
         plans=plans,
         gathered=gathered,
         card=card,
-        after_read=lambda: what_was_read(manifest, head, target_lm_head),
+        after_read=lambda: what_was_read(manifest, head, lm_head),
         kept=kept,
         side_files=side_files,
     )
@@ -126,15 +123,14 @@ def _row_bytes(head: DraftHead) -> int:
     return head.hidden_size * item_size(dtype)
 
 
-def _lm_head(head: DraftHead, inputs: Inputs) -> tuple[LmHeadSource | None, TargetLMHead | None]:
+def _lm_head(head: DraftHead, inputs: Inputs) -> LmHead | None:
     if head.kind == "eagle":
-        return None, None
+        return None
     if head.has_lm_head:
-        return LmHeadSource(head.tensors.source, head.tensors.stored[names.LM_HEAD], "head", head.location), None
+        return own_lm_head(head)
     assert inputs.target is not None
     assert inputs.lm_head is not None
-    found = inputs.lm_head.forked()
-    return targets.lm_head_rows(head, found, f"target {inputs.target.name}"), found
+    return fitting(inputs.lm_head, head, inputs.target.name)
 
 
 def _config(head: DraftHead, inputs: Inputs, rows: int) -> dict[str, Any]:

@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 from urllib.parse import quote
 
-from ..atomic import atomic_file, require_space
+from eagle_slim.vocab_tools.files import write_file
+
+from ..atomic import require_space
 from ..errors import OutputError, SourceError
 from ..weights.checksums import sha256_from, sha256_of
 from ..weights.safetensors_file import SafetensorsFile
@@ -215,8 +217,7 @@ def _complete(file: RemoteFile, span: TensorSpan, entry: CacheEntry, progress: P
             finally:
                 partial.flush()
         os.fsync(partial.fileno())
-    with atomic_file(entry.checksum) as out:
-        out.write(json.dumps({"sha256": digest.hexdigest(), "size_bytes": total}).encode())
+    write_file(entry.checksum, json.dumps({"sha256": digest.hexdigest(), "size_bytes": total}).encode())
     os.replace(entry.partial, entry.whole)
     SafetensorsFile(entry.whole)
 

@@ -8,8 +8,8 @@ import torch
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.hub import client
 from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.lm_head.target import open_target_lm_head
 from eagle_slim.convert.sources.source import open_head_source
-from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
 from huggingface_hub import constants
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected

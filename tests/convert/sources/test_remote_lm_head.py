@@ -14,8 +14,8 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
 from eagle_slim.convert.hub import range_reads as remote
+from eagle_slim.convert.lm_head.target import open_target_lm_head
 from eagle_slim.convert.sources.source import target_files
-from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
@@ -67,7 +67,6 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
     assert torch.equal(head.tensor(), LM_HEAD)
     assert torch.equal(head.rows([7, 3999, 0]), LM_HEAD[[7, 3999, 0]])
     assert (head.name, head.tied, head.file) == ("lm_head.weight", False, SHARD)
-    assert head.etag == hub.repo("org/target").commits[hub.repo("org/target").branches["main"]][SHARD].sha256
     assert LM_HEAD.nbytes <= hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
     hub.reset_counts()
     assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
@@ -81,7 +80,7 @@ def test_the_fetched_file_is_safetensors_for_everyone(hub: HubServer, home: Path
     from safetensors.torch import load_file
 
     head = open_target_lm_head("org/target")
-    (record,) = head.files or ()
+    (record,) = head.checkpoint.files
     assert torch.equal(load_file(record.path)["lm_head.weight"], LM_HEAD)
     assert home / "assets" in record.path.parents
 
@@ -141,8 +140,7 @@ def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
     head = open_target_lm_head("org/target")
     assert torch.equal(head.tensor(), LM_HEAD)
     assert hub.bytes_sent(".safetensors") == 0
-    assert "snapshots" in str(head.files[0].path)
-    assert head.etag == hub.repo("org/target").commits[hub.repo("org/target").branches["main"]][SHARD].sha256
+    assert "snapshots" in str(head.checkpoint.files[0].path)
 
 
 def test_target_of_pickles_comes_whole_with_a_notice(hub: HubServer, home: Path, tmp_path: Path) -> None:
@@ -216,7 +214,7 @@ def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fau
 
 
 def test_damaged_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
-    path = open_target_lm_head("org/target").files[0].path
+    path = open_target_lm_head("org/target").checkpoint.files[0].path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
@@ -227,7 +225,7 @@ def test_damaged_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
 
 
 def test_a_partial_file_of_other_content_is_dropped(hub: HubServer, home: Path) -> None:
-    whole = open_target_lm_head("org/target").files[0].path
+    whole = open_target_lm_head("org/target").checkpoint.files[0].path
     whole.unlink()
     whole.with_suffix(".partial").write_bytes(b"\0" * 100_000)
     assert torch.equal(open_target_lm_head("org/target").tensor(), LM_HEAD)
@@ -267,9 +265,9 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
+from eagle_slim.convert.lm_head.target import open_target_lm_head
 head = open_target_lm_head(sys.argv[1])
-print(head.files[0].path)
+print(head.checkpoint.files[0].path)
 """
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError
-from eagle_slim.convert.sources.lm_head import find_lm_head, open_local_lm_head, ties_embedding
+from eagle_slim.convert.lm_head.names import find_lm_head, ties_embedding
+from eagle_slim.convert.lm_head.target import open_local_lm_head
 from eagle_slim.convert.weights import safetensors_file, stream
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.convert.weights.paths import choose_weights
@@ -324,10 +325,10 @@ def test_no_choice_of_weights(names: list[str], facts: dict[str, Any]) -> None:
 
 
 def test_lm_head_names() -> None:
-    assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == ("lm_head.weight", False)
-    assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == ("model.embed_tokens.weight", True)
+    assert find_lm_head(["model.embed_tokens.weight", "lm_head.weight"], "t") == "lm_head.weight"
+    assert find_lm_head(["model.embed_tokens.weight", "model.norm.weight"], "t") == "model.embed_tokens.weight"
     name = "language_model.model.embed_tokens.weight"
-    assert find_lm_head(["vision.embed_tokens.weight", name], "t") == (name, True)
+    assert find_lm_head(["vision.embed_tokens.weight", name], "t") == name
     with raises(CheckpointError, found=["my_head.weight"]):
         find_lm_head(["my_head.weight"], "t")
 
@@ -352,8 +353,8 @@ def test_whether_a_target_ties_its_lm_head(tmp_path: Path, config: str, tied: bo
 
 def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> None:
     names = ["lm_head.weight", "model.embed_tokens.weight"]
-    assert find_lm_head(names, "t", tied=True) == ("model.embed_tokens.weight", True)
-    assert find_lm_head(names[:1], "t", tied=True) == ("lm_head.weight", False)
+    assert find_lm_head(names, "t", tied=True) == "model.embed_tokens.weight"
+    assert find_lm_head(names[:1], "t", tied=True) == "lm_head.weight"
     embedding, stale = torch.randn(5, 2), torch.randn(5, 2)
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
     for stored, unused in (
@@ -364,7 +365,7 @@ def test_a_tied_lm_head_is_the_embedding_even_beside_another(tmp_path: Path) -> 
         save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": stored}, tmp_path / "model.safetensors")
         head = open_local_lm_head(tmp_path, "target")
         assert (head.name, head.tied, head.unused) == ("model.embed_tokens.weight", True, unused)
-        assert [record.reads for record in head.files] == [()]
+        assert [record.reads for record in head.checkpoint.files] == [()]
         assert torch.equal(head.tensor(), embedding)
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
     head = open_local_lm_head(tmp_path, "target")
