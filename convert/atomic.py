@@ -85,10 +85,8 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
 def _check_output(out: Path, force: bool, marker: str | None) -> None:
     place = _nearest(out.parent)
     if not place.is_dir():
-        raise OutputError(
-            f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.",
-            path=str(out),
-            errno=errno.ENOTDIR,
+        raise OutputError.at(
+            out, f"cannot be written: {place} is a file.\nWrite to another place with --out.", errno=errno.ENOTDIR
         )
     if not os.access(place, os.W_OK | os.X_OK):
         read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
@@ -100,14 +98,14 @@ def _check_output(out: Path, force: bool, marker: str | None) -> None:
     if not force and not is_empty:
         raise _exists(out)
     if not out.is_dir():
-        raise OutputExistsError(
-            f"{out}: is a file; a folder is to be written here.\nChoose another name.", path=str(out), found="file"
+        raise OutputExistsError.at(
+            out, "is a file; a folder is to be written here.\nChoose another name.", found="file"
         )
     if marker is not None and not (out / marker).is_file() and not is_empty:
-        raise OutputExistsError(
-            f"{out}: not replaced: it holds files but no {marker}, so this program did not write it.\n"
+        raise OutputExistsError.at(
+            out,
+            f"not replaced: it holds files but no {marker}, so this program did not write it.\n"
             "Choose another name, or remove the folder yourself.",
-            path=str(out),
             marker=marker,
         )
 
@@ -115,10 +113,10 @@ def _check_output(out: Path, force: bool, marker: str | None) -> None:
 def require_space(folder: Path | str, size_bytes: int) -> None:
     """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
     if (free := free_bytes(folder)) < size_bytes:
-        raise OutputError(
-            f"{folder}: the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
+        raise OutputError.at(
+            folder,
+            f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
             "Free some space, or write to another disk.",
-            path=str(folder),
             needed=size_bytes,
             free=free,
         )
@@ -161,7 +159,7 @@ def clean_leftovers(out: Path | str) -> None:
 def _real(path: Path | str) -> Path:
     real = Path(os.path.realpath(expand_home(path)))
     if not real.name:
-        raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.", path=str(path))
+        raise OutputExistsError.at(path, "the root folder cannot be replaced.\nChoose another name.")
     return real
 
 
@@ -294,9 +292,7 @@ def _sync_path(path: str) -> None:
 
 
 def _exists(out: Path) -> OutputExistsError:
-    return OutputExistsError(
-        f"{out}: exists already.\nGive --force to replace it, or another name.", path=str(out), option="--force"
-    )
+    return OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.", option="--force")
 
 
 @contextmanager
@@ -321,7 +317,7 @@ def _nearest(place: Path) -> Path:
 
 
 def _refusal(error: OSError, out: Path) -> OutputError:
-    return OutputError(f"{out}: cannot be written: {_reason(error, out)}", path=str(out), errno=error.errno)
+    return OutputError.at(out, f"cannot be written: {_reason(error, out)}", errno=error.errno)
 
 
 def _reason(error: OSError, out: Path) -> str:

@@ -94,15 +94,14 @@ class Artifact:
         """
         ranked = self.rank_order_ids
         if ranked is None:
-            raise ArtifactError(
-                f"{self.folder}: holds the full vocabulary without ranks.\nConvert it with --draft-vocab N.",
-                path=str(self.folder),
+            raise ArtifactError.at(
+                self.folder, "holds the full vocabulary without ranks.\nConvert it with --draft-vocab N."
             )
         if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
-            raise ArtifactError(
-                f"{self.folder}: a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
+            raise ArtifactError.at(
+                self.folder,
+                f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
                 f"(the forced ids) to {len(ranked)} (its rows).",
-                path=str(self.folder),
                 found=draft_vocab,
                 least=self.num_forced,
                 most=len(ranked),
@@ -132,25 +131,21 @@ class Artifact:
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             entry, path = manifest.files.get(name, {}), folder / name
             if not path.is_file():
-                raise ArtifactError(
-                    f"{folder}: {name} is missing.\nFetch the artifact again, or convert the head again.",
-                    path=str(folder),
-                    file=name,
+                raise ArtifactError.at(
+                    folder, f"{name} is missing.\nFetch the artifact again, or convert the head again.", file=name
                 )
             if (size := path.stat().st_size) != entry.get("size_bytes"):
-                raise ArtifactError(
-                    f"{path}: expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
-                    path=str(path),
+                raise ArtifactError.at(
+                    path,
+                    f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
                     expected=entry.get("size_bytes"),
                     found=size,
                 )
         head = open_head(source)
         problem = _disagreement(head, manifest)
         if problem is not None:
-            raise ArtifactError(
-                f"{folder}: {problem}.\nConvert the head again, or run eagle-verify to see all of it.",
-                path=str(folder),
-                problem=problem,
+            raise ArtifactError.at(
+                folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.", problem=problem
             )
         return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
 

@@ -62,9 +62,7 @@ class Verification:
         """Raise ArtifactError naming every failed check."""
         if not self.ok:
             reasons = "; ".join(f"{check.name}: {check.detail}" for check in self.failed)
-            raise ArtifactError(
-                f"{self.folder}: {reasons}.", path=str(self.folder), checks=[check.name for check in self.failed]
-            )
+            raise ArtifactError.at(self.folder, f"{reasons}.", checks=[check.name for check in self.failed])
 
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-verify --json` prints it."""
@@ -101,7 +99,7 @@ def verify_artifact(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ArtifactError(f"{folder}: no such folder.\nExpected one that eagle-convert wrote.", path=str(folder))
+        raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
     require_engines(engines, engine_version)
     found = Findings(folder)
     checks: list[Check] = []

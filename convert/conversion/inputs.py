@@ -76,9 +76,9 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         say(f"head: built-in {EMBEDDED_HEAD_NAME}")
     head = open_head(source, d2t_form=options.d2t_form, tap_layers=options.tap_layers)
     if head.kind == "eagle" and options.flavour == "lmdeploy":
-        raise UnsupportedHeadError(
-            f"{head.location}: LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
-            path=head.location,
+        raise UnsupportedHeadError.at(
+            head.location,
+            "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
             option="--for",
         )
     rows_before = head.draft_vocab

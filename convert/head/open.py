@@ -139,10 +139,9 @@ def _eagle(
     tensors: LazyTensors, config: dict[str, Any], where: str, d2t_form: D2tForm, given_taps: Sequence[int] | None
 ) -> _Settled:
     if given_taps is not None:
-        raise MismatchError(
-            f"{where}: --tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\n"
-            "Leave the option out.",
-            path=where,
+        raise MismatchError.at(
+            where,
+            "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\nLeave the option out.",
             option="--tap-layers",
         )
     config["vocab_size"] = vocab_size(config, None, where)
@@ -172,11 +171,11 @@ def _eagle3(
     if ids is not None and ids.size and not bool(np.all(np.diff(ids) > 0)):
         warnings.append("the map was not in ascending order; rows and map are sorted together")
     if tensors.is_nonzero(names.FC_BIAS):
-        raise UnsupportedHeadError(
-            f"{where}: fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
+        raise UnsupportedHeadError.at(
+            where,
+            "fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
             "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
             "only a head without it is converted.",
-            path=where,
             tensor=names.FC_BIAS,
         )
     taps, tap_warning = settle_taps(config, tensors, where, given_taps)

@@ -56,9 +56,9 @@ def notify_stderr(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def pause_before_next(attempt: int, asked_s: float | None = None, first_s: float = 1.0) -> float:
+def pause_before_next(attempt: int, asked_s: float | None = None) -> float:
     """Seconds to wait after the failed `attempt` (the first is 1): doubling, and at least what the Hub asked for."""
-    return max(asked_s or 0.0, min(16.0, first_s * 2.0 ** (attempt - 1)))
+    return max(asked_s or 0.0, min(16.0, 2.0 ** (attempt - 1)))
 
 
 def silence_s() -> float:

@@ -13,10 +13,21 @@ from eagle_slim.vocab_tools.hub_errors import BUSY, endpoint, not_the_hub, retry
 from ..errors import SourceError
 from .client import LIBRARY_NAME, ask
 from .errors import explained, source_error
-from .range_reads import ConnectionBrokenError
 
 # requests loses what it holds back of a chunk when a connection breaks, so chunks are small.
 _READ_BYTES = 1 << 13
+
+
+class ConnectionBrokenError(Exception):
+    """A transfer ended early, or the server is busy: worth another attempt.
+
+    Attributes:
+        retry_after_s: how long the server asks to wait, in seconds, where it says so.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,12 @@ class HubFile:
 
     @contextmanager
     def stream(self, start: int, end: int) -> Iterator[Iterator[bytes]]:
-        """Open bytes [start, end): see `range_reads.RemoteFile`."""
+        """Open bytes [start, end) of the file.
+
+        Raises:
+            ConnectionBrokenError: on opening or while iterating, where another attempt may help.
+            SourceError: the server refuses, or ignores ranges.
+        """
         from huggingface_hub import constants, get_session
 
         # Both are documented as public, though the module has no __all__.

@@ -134,11 +134,11 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
     place = np.minimum(place, len(trained) - 1)
     missing = target_ids[trained[place] != target_ids]
     if len(missing):
-        raise MismatchError(
-            f"{head.location}: {len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
+        raise MismatchError.at(
+            head.location,
+            f"{len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
             f"first is {int(missing[0])}.\nIt was trained on {len(trained)} ids, and a draft vocabulary must be among "
             "them.",
-            path=head.location,
             missing=len(missing),
             trained=len(trained),
         )
@@ -153,10 +153,10 @@ def all_ids(head: DraftHead) -> NDArray[np.int64]:
         MismatchError: the head was trained on fewer.
     """
     if head.draft_vocab < head.target_vocab:
-        raise MismatchError(
-            f"{head.location}: was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
+        raise MismatchError.at(
+            head.location,
+            f"was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
             f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
-            path=head.location,
             trained=head.draft_vocab,
             rows=head.target_vocab,
         )

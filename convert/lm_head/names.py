@@ -60,11 +60,11 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> str:
     if (found := next((name for name in spellings if name in names), None)) is not None:
         return found
     near = sorted(name for name in names if "head" in name or "embed" in name)[:8]
-    raise CheckpointError(
-        f"{where}: no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
+    raise CheckpointError.at(
+        where,
+        f"no LM head: expected {LM_HEAD_NAMES[0]} or {EMBEDDING_NAMES[0]}, perhaps under language_model., "
         f"found {shorten(near, 300) if near else 'no tensor with such a name'}.\n"
         "Expected a causal language model in the Hugging Face layout.",
-        path=where,
         found=near,
     )
 

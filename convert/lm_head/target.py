@@ -85,10 +85,10 @@ def _checked(lm_head: LmHead) -> LmHead:
     """The LM head, if it is a matrix of floating-point numbers (and not quantised to integers, say)."""
     info = lm_head.checkpoint.info(lm_head.name)
     if len(info.shape) != 2 or info.dtype not in FLOATS:
-        raise CheckpointError(
-            f"{lm_head.where}: {info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} "
+        raise CheckpointError.at(
+            lm_head.where,
+            f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} "
             f"{list(info.shape)}.\nGive the unquantised target with --target.",
-            path=lm_head.where,
             tensor=lm_head.name,
             found=info.dtype,
         )
@@ -119,10 +119,10 @@ def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
         stored = header.tensors
         name = find_lm_head(stored, target.label, said)
     if name not in header.tensors:
-        raise CheckpointError(
-            f"{target.label}: the index says that {chosen} holds {name}, but it does not.\n"
+        raise CheckpointError.at(
+            target.label,
+            f"the index says that {chosen} holds {name}, but it does not.\n"
             "Index and shards come from different versions: give another --revision, or tell the author.",
-            path=target.label,
             tensor=name,
             shard=chosen,
         )

@@ -185,10 +185,8 @@ def _resolve(
     folder = expand_home(source)
     if str(source) and folder.is_dir():
         if revision is not None:
-            raise SourceError(
-                f"{source}: is a folder and has no revision {revision!r}.\nLeave the revision out.",
-                path=str(source),
-                revision=revision,
+            raise SourceError.at(
+                source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.", revision=revision
             )
         return ResolvedSource(folder, files=tuple(list_names(folder)))
     repo_id = str(source)
@@ -235,18 +233,18 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
 def _check_weights_file(names: Collection[str], weights_file: str | None, where: str) -> None:
     if weights_file is not None and weights_file not in names:
         weights = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".index.json")))
-        raise SourceError(
-            f"{where}: no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
-            path=where,
+        raise SourceError.at(
+            where,
+            f"no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
             option="--weights-file",
             found=weights,
         )
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
-    return SourceError(
-        f"{where}: no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
-        path=where,
+    return SourceError.at(
+        where,
+        f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
         subfolder=subfolder,
         subfolders=sorted({folder for folder in folders if folder[:1] not in ("", ".")}),
     )

@@ -173,10 +173,9 @@ class Checkpoint:
         if wanted.size == 0:
             wanted = wanted.astype(np.int64)
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise CheckpointError(
-                f"{self.where}: rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape "
-                f"{wanted.shape}.",
-                path=self.where,
+            raise CheckpointError.at(
+                self.where,
+                f"rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape {wanted.shape}.",
                 tensor=name,
                 found=str(wanted.dtype),
             )
@@ -186,10 +185,10 @@ class Checkpoint:
         try:
             return self._file_of[name]
         except KeyError:
-            raise CheckpointError(
-                f"{self.where}: no tensor {shorten(name)}; it holds {len(self._file_of)}: "
+            raise CheckpointError.at(
+                self.where,
+                f"no tensor {shorten(name)}; it holds {len(self._file_of)}: "
                 f"{shorten(sorted(self._file_of)[:12], 400)}.",
-                path=self.where,
                 tensor=name,
             ) from None
 
@@ -218,7 +217,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     if path.is_file():
         return _single(path, open_weights_file(path))
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder or file.\nExpected a checkpoint.", path=str(path))
+        raise CheckpointError.at(path, "no such folder or file.\nExpected a checkpoint.")
     chosen = weights_file or _chosen(path)
     if not chosen.endswith(".index.json"):
         return _single(path, open_weights_file(path_inside(path, chosen)))
@@ -252,10 +251,10 @@ def _chosen(folder: Path) -> str:
         if not inside:
             raise
         found = [str(path.relative_to(folder)) for path in inside]
-        raise CheckpointError(
-            f"{folder}: no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
+        raise CheckpointError.at(
+            folder,
+            f"no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
             "Name one with --subfolder of eagle-convert, or --head-subfolder of eagle-generate and eagle-compare.",
-            path=str(folder),
             subfolders=found,
         ) from error
 

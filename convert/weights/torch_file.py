@@ -80,8 +80,8 @@ class TorchFile(WeightsFile):
                 self.size_bytes = os.fstat(file.fileno()).st_size
                 magic = file.read(64)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.where}: cannot be opened: {error.strerror}.\nExpected a file of weights.", path=self.where
+            raise CheckpointError.at(
+                self.where, f"cannot be opened: {error.strerror}.\nExpected a file of weights."
             ) from error
         if magic.startswith(LFS_POINTER):
             raise lfs_pointer_error(self.where, self.size_bytes)
@@ -99,11 +99,11 @@ class TorchFile(WeightsFile):
             raise damaged(self.where, "damaged: the archive holds two records of one name")
         pickles = [record for record in records if record.filename.endswith("data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{self.where}: not a checkpoint of torch.save: expected one data.pkl of at most "
+            raise CheckpointError.at(
+                self.where,
+                f"not a checkpoint of torch.save: expected one data.pkl of at most "
                 f"{_MAX_PICKLE_BYTES:,} bytes, found {[record.file_size for record in pickles]}.\n"
                 "A TorchScript archive or an ordinary zip file cannot be converted.",
-                path=self.where,
                 found=len(pickles),
             )
         for record in records:
@@ -144,10 +144,10 @@ class TorchFile(WeightsFile):
     def _refused(self, reason: str) -> CheckpointError:
         # torch names the function in one line, amid advice on how to switch the protection off.
         if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", reason):
-            return CheckpointError(
-                f"{self.where}: refused: expected tensors only, found a pickle that would call {shorten(code[1])} when "
+            return CheckpointError.at(
+                self.where,
+                f"refused: expected tensors only, found a pickle that would call {shorten(code[1])} when "
                 f"it is loaded.\nNothing of it was run. {SAFER}",
-                path=self.where,
                 found=code[1],
             )
         cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
@@ -157,18 +157,17 @@ class TorchFile(WeightsFile):
         import torch
 
         if not isinstance(loaded, Mapping) or not loaded:
-            raise CheckpointError(
-                f"{self.where}: expected tensors by name, found {type(loaded).__name__}.\n"
-                "Export the model's state_dict.",
-                path=self.where,
+            raise CheckpointError.at(
+                self.where,
+                f"expected tensors by name, found {type(loaded).__name__}.\nExport the model's state_dict.",
                 found=type(loaded).__name__,
             )
         for name, value in loaded.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-                raise CheckpointError(
-                    f"{self.where}: expected tensors by name, found {shorten(name)} of type {type(value).__name__}.\n"
+                raise CheckpointError.at(
+                    self.where,
+                    f"expected tensors by name, found {shorten(name)} of type {type(value).__name__}.\n"
                     "A training checkpoint must be exported first: save the model's state_dict alone.",
-                    path=self.where,
                     tensor=name,
                     found=type(value).__name__,
                 )
