@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from ..engines.registry import require_engines
+from ..engines.facts import HeadFacts
+from ..engines.registry import ENGINES, check_engine, require_engines
 from ..errors import ArtifactError
-from .engine import EngineChecks
 from .files import FileChecks
-from .findings import Doubt, Findings, SkipCheck
+from .findings import Doubt, Findings, SkipCheck, refuse
 from .kept import KeptChecks
 from .rules import RuleChecks
 from .source import SourceChecks
@@ -117,13 +118,30 @@ def verify_artifact(
     given = {name: None if value is None else str(value) for name, value in
              {"head": head, "target": target, "tokenizer": tokenizer}.items()}  # fmt: skip
     sources = SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline)
-    for group in (
-        FileChecks(found),
-        RuleChecks(found),
-        sources,
-        KeptChecks(found, sources),
-        EngineChecks(found, engines, engine_version),
-    ):
+    for group in (FileChecks(found), RuleChecks(found), sources, KeptChecks(found, sources)):
         for name, check in group.all():
             run(name, check)
+    for engine in engines:
+        run(f"engine {engine}", partial(_check_engine, found, engine, engine_version))
     return Verification(folder, tuple(checks))
+
+
+def _check_engine(found: Findings, engine: str, version: str | None) -> str:
+    """Whether an engine takes such a head, in a version that was tried; its notes come with the ok."""
+    manifest, head = found.need_manifest(), found.need_head("model.safetensors")
+    layers = manifest.target.get("num_hidden_layers")
+    facts = HeadFacts.of(
+        head,
+        config=found.need_config(),
+        draft_vocab=manifest.draft_vocab,
+        target_layers=layers if isinstance(layers, int) else None,
+    )
+    findings = check_engine(facts, engine, version=version)
+    texts = {
+        severity: "; ".join(str(finding) for finding in findings if finding.severity == severity)
+        for severity in ("error", "warning", "note")
+    }
+    refuse(bool(texts["error"]), texts["error"])
+    if texts["warning"]:
+        raise Doubt(texts["warning"])
+    return texts["note"] or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"

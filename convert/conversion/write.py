@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..artifact import eagle1, eagle3
-from ..artifact.artifact import PLOT_NAME, ArtifactContents, freq_bytes, freq_name, write_artifact
+from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
 from ..artifact.model_card import model_card
 from ..atomic import require_space
 from ..engines.facts import HeadFacts
@@ -91,17 +91,18 @@ def write_slim(
             refused={found.engine for found in findings if found.severity == "error"},
         )
 
-    contents = ArtifactContents(
-        manifest=manifest,
-        config=config,
-        plans=plans,
-        gathered=gathered,
-        card=card,
+    written = write_artifact(
+        folder,
+        manifest,
+        config,
+        plans,
+        gathered,
+        kept,
+        side_files,
+        card,
         after_read=lambda: what_was_read(manifest, head, lm_head),
-        kept=kept,
-        side_files=side_files,
+        force=inputs.options.force,
     )
-    written = write_artifact(folder, contents, force=inputs.options.force)
     return Conversion(folder, written, report, rows_before, before, after)
 
 

@@ -16,7 +16,7 @@ from ..hub.client import is_offline, notify_stderr
 from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
 from ..hub.remote_file import HubFile, progress_bar
 from ..hub.snapshot import cache_folder, fetch, not_cached
-from ..sources.source import Notify, ResolvedSource, resolve
+from ..sources.source import Notify, ResolvedSource, target_files
 from ..weights.checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
 from ..weights.dtypes import FLOATS
 from ..weights.paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
@@ -45,11 +45,11 @@ def open_target_lm_head(
         notify: called with notices for the user.
 
     Raises:
-        SourceError: as `resolve`; or the server ignores byte ranges, or the connection breaks again and again.
+        SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.
         CheckpointError: the weights are damaged, or have no LM head in floating point.
     """
     if not isinstance(target, ResolvedSource):
-        target = resolve(target, revision, offline, ("config.json",), notify)
+        target = target_files(target, revision, offline, notify, names=("config.json",))
     if target.repo_id is None:
         return open_local_lm_head(target.folder, target.label)
     if (cached := _cached(target)) is not None:

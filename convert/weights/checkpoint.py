@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -147,14 +146,6 @@ class Checkpoint:
         return tuple(
             FileRecord(path, file.size_bytes, tuple(self._reads.get(path, ()))) for path, file in files.items()
         )
-
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The `__metadata__` strings of the first safetensors file; empty for other formats."""
-        for file in self._file_of.values():
-            if isinstance(file, SafetensorsFile):
-                return MappingProxyType(dict(file.header.metadata))
-        return MappingProxyType({})
 
     def _tensor(self, name: str, dtype: torch.dtype, ids: NDArray[np.int64] | None) -> torch.Tensor:
         import torch

@@ -13,7 +13,7 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
 from eagle_slim.convert.hub.push import push_folder
-from eagle_slim.convert.sources.source import open_head_source, resolve, target_files
+from eagle_slim.convert.sources.source import open_head_source, target_files
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import save
@@ -239,13 +239,9 @@ def test_small_files_of_a_target(hub: HubServer, home: Path) -> None:
     hub.add_model("org/target", dict.fromkeys(names, "{}") | {"model.safetensors": b"huge", "vocab.bin": b"huge"})
     found = target_files("org/target")
     assert sorted(path.name for path in found.folder.iterdir()) == sorted(names)
-
-
-def test_patterns(hub: HubServer, home: Path) -> None:
-    found = resolve("org/head", allow_patterns=["train*/*.txt"])
-    assert [str(p.relative_to(found.folder)) for p in found.folder.rglob("*") if p.is_file()] == ["training/log.txt"]
-    with raises(SourceError, repo_id="org/head"):
-        resolve("org/head", allow_patterns=["*.gguf"])
+    hub.add_model("org/files", {"weights.gguf": b"x"})
+    with raises(SourceError, repo_id="org/files"):
+        target_files("org/files")
 
 
 # -- what to do next --------------------------------------------------------------------------------------------------
