@@ -37,20 +37,6 @@ def target(tmp_path):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Run eagle-convert in-process in `tmp_path`; returns exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            convert_command([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
-
-
-@pytest.fixture
 def chats(tmp_path):
     lines = [
         {"messages": [{"role": "user", "content": "Say"}, {"role": "assistant", "content": f"def main(): {n} fox"}]}
@@ -65,18 +51,13 @@ def never(*_):
 
 
 class TestCheapChecks:
-    def test_weights_of_the_target_that_are_not_there(self, tmp_path, target):
+    def test_weights_of_the_target_that_are_damaged_or_missing_or_of_another_width(self, tmp_path, target):
         head = write_eagle3(tmp_path / "head", lm_head=False)
-        (target / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError):
-            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
-
-    def test_weights_of_the_target_that_are_damaged_or_of_another_width(self, tmp_path, target):
-        head = write_eagle3(tmp_path / "head", lm_head=False)
-        data = (target / "model.safetensors").read_bytes()
-        (target / "model.safetensors").write_bytes(data[:-8])
-        with pytest.raises(CheckpointError):
-            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+        weights = target / "model.safetensors"
+        for damage in (lambda: weights.write_bytes(weights.read_bytes()[:-8]), weights.unlink):
+            damage()
+            with pytest.raises(CheckpointError):
+                convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
         save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
         with raises(MismatchError, tensor="lm_head.weight", found=8):
             convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
@@ -96,7 +77,8 @@ class TestCheapChecks:
     def test_a_repository_that_may_not_be_written(self, run, tmp_path, target, chats, token, name):
         head = write_eagle3(tmp_path / "head")
         with HubServer() as hub, connected(hub, tmp_path / "home", token=token):
-            code, _, err = run(head, "--draft-vocab", "300", "--target", target, *chats, "--push-to-hub", name)
+            arguments = (head, "--draft-vocab", "300", "--target", target, *chats, "--push-to-hub", name)
+            code, _, err = run(convert_command, *arguments)
         assert code == 1
         assert name in err
         assert not (tmp_path / "head-v300").exists()
@@ -106,11 +88,11 @@ class TestCheapChecks:
         head = write_eagle3(tmp_path / "head", lm_head=False)
         before = sorted(tmp_path.iterdir())
         arguments = (head, "--draft-vocab", "270,300", "--target", target, *chats, "--dry-run")
-        code, out, err = run(*arguments)
+        code, out, err = run(convert_command, *arguments)
         assert code == 0, err
         for words in ("would write head-v270", "384 → 300", "forced ids", "free", "lm_head.weight of target", "chats"):
             assert words in out
-        code, out, _ = run(*arguments, "--json")
+        code, out, _ = run(convert_command, *arguments, "--json")
         plans = json.loads(out)
         assert [plan["draft_vocab"] for plan in plans] == [270, 300]
         assert plans[0]["num_forced"] == 259
@@ -181,13 +163,13 @@ class TestCountsAreKept:
 
         with monkeypatch.context() as patch:
             patch.setattr(convert, "write_slim", full)
-            code, _, err = run(*arguments, *chats)
+            code, _, err = run(convert_command, *arguments, *chats)
         assert code == 1
         kept = tmp_path / ".head-v300.counts.safetensors"
         assert f"--counts {kept.name}" in err
-        assert run(*arguments, "--counts", kept)[0] == 0
+        assert run(convert_command, *arguments, "--counts", kept)[0] == 0
         # The next run that counts for the same name leaves none.
-        assert run(*arguments, *chats, "--force")[0] == 0
+        assert run(convert_command, *arguments, *chats, "--force")[0] == 0
         assert not kept.exists()
 
     def test_when_counting_ends(self, run, tmp_path, target, chats, monkeypatch):
@@ -204,12 +186,12 @@ class TestCountsAreKept:
 
             with monkeypatch.context() as patch:
                 patch.setattr(count, "count_tokens", ended)
-                code, _, err = run(*arguments)
+                code, _, err = run(convert_command, *arguments)
             assert code == 1
             assert words in err
         # A state that is of another count, or none, does not stand in the way of this one.
         assert count.count_tokens is real
-        code, _, err = run(*arguments)
+        code, _, err = run(convert_command, *arguments)
         assert code == 0, err
         assert "starting over" in err
         assert not list(tmp_path.glob(".head-v300*"))
@@ -230,20 +212,20 @@ class TestPush:
         with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
             with monkeypatch.context() as patch:
                 patch.setattr(push, "push_folder", broken)
-                code, _, err = run(*arguments)
+                code, _, err = run(convert_command, *arguments)
             assert code == 1
             assert "eagle-convert --push head-v8 --push-to-hub tester/slim" in err
             assert verify_artifact(tmp_path / "head-v8").ok
-            code, out, err = run("--push", "head-v8", "--push-to-hub", "tester/slim")
+            code, out, err = run(convert_command, "--push", "head-v8", "--push-to-hub", "tester/slim")
             assert code == 0, err
             assert "uploaded to" in out
             assert set(hub.repo("tester/slim").files) == {path.name for path in (tmp_path / "head-v8").iterdir()}
 
     def test_pushing_needs_an_artifact_and_a_name(self, run, tmp_path):
         head = write_eagle3(tmp_path / "head")
-        assert run("--push", head, "--push-to-hub", "tester/slim")[0] == 1
-        assert run("--push", head)[0] == 2
-        assert run(head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
+        assert run(convert_command, "--push", head, "--push-to-hub", "tester/slim")[0] == 1
+        assert run(convert_command, "--push", head)[0] == 2
+        assert run(convert_command, head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
 
 
 class TestNeverCounted:
@@ -253,7 +235,16 @@ class TestNeverCounted:
         token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
         head = write_eagle3(tmp_path / "head")
         code, out, err = run(
-            head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o"
+            convert_command,
+            head,
+            "--draft-vocab",
+            "320",
+            "--target",
+            target,
+            "--counts",
+            "few.safetensors",
+            "--out",
+            "o",
         )
         assert code == 0, err
         missing = 320 - 259 - 4
@@ -335,7 +326,7 @@ class TestDoubts:
     def test_a_map_of_fr_specs_script_with_a_second_bos(self, run, tmp_path):
         chosen = write_freq(tmp_path / "freq_10.pt", [7, 5, 9, 1, 4, 8, 300, 2, 1, 2])
         head = write_eagle3(tmp_path / "head")
-        code, _, err = run(head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
+        code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
         assert code == 0, err
         assert Artifact.load(tmp_path / "o").rank_order_ids.tolist() == [7, 5, 9, 1, 4, 8, 300, 2]
         assert len([line for line in err.splitlines() if line.startswith("warning:") and "BOS" in line]) == 1

@@ -326,13 +326,6 @@ def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_pat
     assert found["output"] == ["vllm serve", "sglang.launch_server", "trtllm-serve", "eagle-generate HEAD"]
 
 
-def test_a_target_in_float64_is_refused(tmp_path):
-    target = write_target(tmp_path / "target", dtype=torch.float64)
-    head = write_eagle3(tmp_path / "head", lm_head=False)
-    with raises(CheckpointError, tensor="lm_head.weight", found="F64"):
-        convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-
-
 @pytest.mark.parametrize("sizes", [np.int64(8), np.array([8, 8]), range(8, 9)])
 def test_sizes_of_any_integer_type(tmp_path, sizes):
     done = convert_all(
@@ -372,6 +365,8 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
 
 
 def test_requests_that_mean_nothing_are_refused():
+    with raises(UsageError, options=["--counts", "--order"]):
+        VocabRequest(counts=("a",), order="ids")
     with raises(UsageError, option="--order", found="frequency"):
         VocabRequest(order="frequency")
     with raises(UsageError, option="counts", found="str"):
@@ -544,12 +539,6 @@ def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     (target / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
     with raises(MismatchError, key="vocab_size", found=448, expected=384):
         convert(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
-    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    tensors = load_file(target / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :16].contiguous()
-    save_file(tensors, target / "model.safetensors")
-    with raises(MismatchError, tensor="lm_head.weight", found=16, expected=32):
-        convert(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
     (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     with raises(MismatchError, found=(2, 4, 5), layers=3):
@@ -637,11 +626,6 @@ def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
         convert(bare, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "o")
     with raises(UsageError, option="--offline"):
         convert(full, draft_vocab=300, target=write_target(tmp_path / "t"), offline=True, out=tmp_path / "o")
-
-
-def test_vocabulary_sources_exclude_each_other(tmp_path):
-    with raises(UsageError, options=["--counts", "--order"]):
-        VocabRequest(counts=("a",), order="ids")
 
 
 def test_existing_output_is_refused_before_anything_is_read(tmp_path):
@@ -765,12 +749,3 @@ def test_default_names():
     assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
     assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
     assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"
-
-
-def test_corrupted_weights(tmp_path):
-    head = write_eagle3(tmp_path / "head")
-    data = (head / "model.safetensors").read_bytes()
-    (head / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(CheckpointError, match="truncated"):
-        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()

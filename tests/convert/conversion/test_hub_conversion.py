@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from eagle_slim.convert import Artifact, SourceError, open_head, verify_artifact
+from eagle_slim.convert import Artifact, open_head, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
 from support.conversion import BY_ID, convert
 from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
 from support.hub_server import HubServer, connected
-from support.raising import raises
 
 
 def files(folder):
@@ -71,17 +70,6 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
         assert files(tmp_path / "offline").keys() == files(tmp_path / "slim").keys()
 
 
-def test_existing_output_is_refused_before_the_first_request(hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "head-v320").mkdir()
-    (tmp_path / "head-v320" / "mine.txt").touch()
-    with connected(hub, tmp_path / "home"), pytest.raises(SystemExit) as stop:
-        convert_command(["org/head", "--draft-vocab", "320", "--order", "ids"])
-    assert stop.value.code == 2
-    assert "exists already" in capsys.readouterr().err
-    assert not hub.requests
-
-
 def test_revisions(hub, tmp_path):
     first = hub.commits["org/head"]
     other = write_eagle3(tmp_path / "other", ids=None)
@@ -125,17 +113,6 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
         assert (check.status, "expected the name of a folder" in check.detail) == ("failed", True)
 
 
-def test_gated_target_says_what_to_do(hub, tmp_path):
-    hub.repo("org/target").gated = True
-    with connected(hub, tmp_path / "home"), raises(SourceError, status=401, gated=True, repo_id="org/target"):
-        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
-    assert not (tmp_path / "slim").exists()
-    with connected(hub, tmp_path / "home", token="hf_good"):
-        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
-    assert not hub.leaked_tokens
-
-
-# huggingface_hub uploads with an argument that its HTTP library calls old.
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_pushed_and_loaded_again(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)

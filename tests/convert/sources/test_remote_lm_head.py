@@ -191,12 +191,6 @@ def test_a_busy_server_is_asked_again(hub: HubServer, home: Path, status: int) -
     hub.clear_faults()
 
 
-def test_a_server_that_stays_busy(hub: HubServer, home: Path) -> None:
-    hub.inject(SHARD, Fault(status=503))
-    with pytest.raises(SourceError, match=r"keeps breaking.*status 503"):
-        open_target_lm_head("org/target")
-
-
 @pytest.mark.parametrize(
     ("fault", "facts"),
     [

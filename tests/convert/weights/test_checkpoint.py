@@ -222,7 +222,6 @@ def test_header_agrees_with_the_library(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", "pt") as library:
         assert set(checkpoint.names) == set(library.keys())
-        assert dict(checkpoint.metadata) == library.metadata()
         for name in checkpoint.names:
             assert checkpoint.info(name).dtype == library.get_slice(name).get_dtype()
             assert list(checkpoint.shape(name)) == library.get_slice(name).get_shape()
@@ -283,14 +282,6 @@ def test_sharded_bin(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensor("b").tolist() == [0, 1, 2, 3]
     assert checkpoint.path_of("b").name == "pytorch_model-00002-of-00002.bin"
-
-
-def test_safetensors_go_before_bin_and_before_consolidated(tmp_path: Path) -> None:
-    torch.save({"a": torch.tensor([1.0])}, tmp_path / "pytorch_model.bin")
-    assert open_checkpoint(tmp_path).tensor("a").item() == 1.0
-    save_file({"a": torch.tensor([2.0])}, tmp_path / "model.safetensors")
-    save_file({"b": torch.tensor([3.0])}, tmp_path / "consolidated.safetensors")
-    assert open_checkpoint(tmp_path).tensor("a").item() == 2.0
 
 
 @pytest.mark.parametrize(
@@ -459,12 +450,6 @@ def test_a_header_of_many_names_with_a_pair_at_the_end(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_boolean_bytes_are_checked(tmp_path: Path) -> None:
-    write_raw(tmp_path / "model.safetensors", {"t2d": entry("BOOL", (3,), (0, 3))}, b"\0\1\2")
-    with raises(CheckpointError, tensor="t2d", found=2):
-        open_checkpoint(tmp_path).tensor("t2d")
-
-
 def test_a_file_that_changes_after_opening(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(1000)}, path)
@@ -588,18 +573,11 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', '{"weight_map": {"a":',
+     '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'])  # fmt: skip
 def test_indexes_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with raises(CheckpointError, path=str(tmp_path / "model.safetensors.index.json")):
-        open_checkpoint(tmp_path)
-
-
-def test_index_naming_a_tensor_twice(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}'
-    )
-    with pytest.raises(CheckpointError):
         open_checkpoint(tmp_path)
 
 
