@@ -52,10 +52,6 @@ class Checkpoint:
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
         return other
 
-    def file_of(self, name: str) -> WeightsFile:
-        """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
-        return self._file(name)
-
     def replaced(self, name: str, file: WeightsFile) -> Checkpoint:
         """The same open files, except that a tensor comes from another one; with a record of its own, as `fork`."""
         other = self.fork()
@@ -72,7 +68,7 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
-        return self._file(name).tensors[name]
+        return self.file_of(name).tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor; nothing of its data is read."""
@@ -122,7 +118,7 @@ class Checkpoint:
             CheckpointError: as `rows`.
         """
         wanted = None if ids is None else self._row_ids(name, ids)
-        sha256 = yield from stream.pieces(self._file(name), name, wanted, piece_bytes)
+        sha256 = yield from stream.pieces(self.file_of(name), name, wanted, piece_bytes)
         self._record(name, wanted, sha256)
         return sha256
 
@@ -137,7 +133,7 @@ class Checkpoint:
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor; CheckpointError where there is none of that name."""
-        return self._file(name).path
+        return self.file_of(name).path
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -155,7 +151,7 @@ class Checkpoint:
         return torch.from_numpy(self._read(name, ids).reshape(-1)).view(dtype).reshape(shape)
 
     def _read(self, name: str, ids: NDArray[np.int64] | None) -> Bytes:
-        value, sha256 = stream.read(self._file(name), name, ids)
+        value, sha256 = stream.read(self.file_of(name), name, ids)
         self._record(name, ids, sha256)
         return value
 
@@ -172,7 +168,8 @@ class Checkpoint:
             )
         return np.ascontiguousarray(wanted, dtype=np.int64)
 
-    def _file(self, name: str) -> WeightsFile:
+    def file_of(self, name: str) -> WeightsFile:
+        """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
         try:
             return self._file_of[name]
         except KeyError:
@@ -187,7 +184,7 @@ class Checkpoint:
         info = self.info(name)
         rows = None if ids is None else len(ids)
         size_bytes = info.size_bytes if rows is None else rows * info.row_bytes
-        self._reads.setdefault(self._file(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
+        self._reads.setdefault(self.file_of(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
 
 
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:

@@ -92,8 +92,15 @@ class TorchFile(WeightsFile):
         try:
             with zipfile.ZipFile(self.path) as archive:
                 records = archive.infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+                self._check_records(records)
+                # torch maps the file and never looks at the checksums.
+                broken = archive.testzip()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, RuntimeError) as error:
             raise damaged(self.where, f"truncated or damaged zip archive ({shorten(str(error))})") from error
+        if broken is not None:
+            raise damaged(self.where, f"damaged: the checksum of record {shorten(broken)} does not fit", record=broken)
+
+    def _check_records(self, records: Sequence[zipfile.ZipInfo]) -> None:
         names = [record.filename for record in records]
         if len(set(names)) != len(names):
             raise damaged(self.where, "damaged: the archive holds two records of one name")
@@ -112,18 +119,6 @@ class TorchFile(WeightsFile):
                 raise damaged(self.where, f"damaged: record {name} is compressed, which torch.save never does")
             if record.header_offset < 0 or record.header_offset + record.file_size > self.size_bytes:
                 raise damaged(self.where, f"damaged: record {name} lies outside the file")
-        # torch maps the file and never looks at the checksums.
-        if (record_name := self._broken_record()) is not None:
-            raise damaged(
-                self.where, f"damaged: the checksum of record {shorten(record_name)} does not fit", record=record_name
-            )
-
-    def _broken_record(self) -> str | None:
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                return archive.testzip()
-        except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
-            raise damaged(self.where, f"damaged zip archive ({shorten(str(error))})") from error
 
     def _load(self, is_zip: bool) -> dict[str, torch.Tensor]:
         import torch
