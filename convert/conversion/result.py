@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..artifact.artifact import Artifact
 from ..head.kept_rows import KEPT_ROWS_NAME
 from ..manifest import Manifest
 
@@ -83,10 +82,6 @@ class Conversion:
     def kept_bytes(self) -> int:
         """What they add to the artifact: bytes of their file, 0 without one."""
         return int(self.manifest.files.get(KEPT_ROWS_NAME, {}).get("size_bytes", 0))
-
-    def load(self) -> Artifact:
-        """Open what was written."""
-        return Artifact.load(self.folder)
 
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-convert --json` prints it."""

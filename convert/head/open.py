@@ -109,7 +109,7 @@ def head_from_checkpoint(
     check_dtypes(tensors, location)
     settle_biases(tensors, flat, table.kind, location)
     settle = _eagle if table.kind == "eagle" else _eagle3
-    flat, ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)
+    ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)
     if table.kind == "eagle3" and names.FC_BIAS in tensors:
         table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
     kept = {
@@ -132,7 +132,7 @@ def head_from_checkpoint(
     )
 
 
-_Settled = tuple[dict[str, Any], "np.ndarray[Any, np.dtype[np.int64]] | None", "tuple[int, ...] | None", list[str]]
+_Settled = tuple["np.ndarray[Any, np.dtype[np.int64]] | None", "tuple[int, ...] | None", list[str]]
 
 
 def _eagle(
@@ -149,7 +149,7 @@ def _eagle(
     warnings = []
     if tensors.is_nonzero(names.FC_BIAS):
         warnings.append("fc.bias is not zero: vLLM drops it, so drafts there are worse than elsewhere")
-    return config, None, None, warnings
+    return None, None, warnings
 
 
 def _eagle3(
@@ -180,5 +180,5 @@ def _eagle3(
         )
     taps, tap_warning = settle_taps(config, tensors, where, given_taps)
     if given_taps is not None and taps:
-        config = head_config.with_tap_layers(config, taps)
-    return config, ids, taps, warnings + ([tap_warning] if tap_warning else [])
+        config.update(head_config.with_tap_layers(config, taps))
+    return ids, taps, warnings + ([tap_warning] if tap_warning else [])
