@@ -16,11 +16,9 @@ from ..head.draft_head import DraftHead
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
 from ..weights.rows import GatheredRows
-from .names import EMBEDDING_NAMES
 
 if TYPE_CHECKING:
-    import torch
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,6 @@ class LmHead:
     file: str = ""
 
     @property
-    def tied(self) -> bool:
-        """Whether it is a target's input embedding: config.json says so, or there is no LM head."""
-        return self.origin == "target" and self.name in EMBEDDING_NAMES
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """`(rows, hidden)`; a target's vocabulary may be padded beyond the tokenizer's."""
         return self.checkpoint.shape(self.name)
@@ -63,14 +56,6 @@ class LmHead:
     def dtype_written(self, head: DraftHead) -> str:
         """Dtype of the rows in the slim head: the head's own keep theirs, the target's become the head's."""
         return head.dtype_name if self.origin == "target" else self.dtype_name
-
-    def rows(self, ids: ArrayLike) -> torch.Tensor:
-        """Read rows `ids` [rows] as [rows, hidden], bit for bit, in that order (`Checkpoint.rows`)."""
-        return self.checkpoint.rows(self.name, ids)
-
-    def tensor(self) -> torch.Tensor:
-        """Read the whole tensor [rows, hidden] (`Checkpoint.tensor`)."""
-        return self.checkpoint.tensor(self.name)
 
     def gather(self, head: DraftHead, target_ids: NDArray[np.int64]) -> GatheredRows:
         """The rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
