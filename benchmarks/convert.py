@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from eagle_slim.convert import convert_head
+from eagle_slim.convert import ConvertOptions, convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, random_head
 from safetensors.torch import load_file, save_file
@@ -70,10 +70,9 @@ def convert_s(folder: Path, draft_vocab: int) -> float:
     """Convert: seconds. Ends the program where the written rows are not those of the target that were asked for."""
     shutil.rmtree(folder / "out", ignore_errors=True)
     start = time.perf_counter()
-    convert_head(
-        str(folder / "head"), draft_vocab=draft_vocab, vocabulary=VocabRequest(token_map=folder / "freq.json"),
-        target=str(folder / "target"), out=str(folder / "out"),
-    )  # fmt: skip
+    ranked = VocabRequest(token_map=folder / "freq.json")
+    options = ConvertOptions(draft_vocab, vocabulary=ranked, target=folder / "target", out=folder / "out")
+    convert_head(folder / "head", options)
     seconds = time.perf_counter() - start
     written = load_file(folder / "out" / "model.safetensors")
     wanted = sorted(json.loads((folder / "freq.json").read_text()))

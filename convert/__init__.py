@@ -1,8 +1,8 @@
 """Draft heads in, slim artifacts out.
 
-    from eagle_slim.convert import convert_head, verify_artifact
+    from eagle_slim.convert import ConvertOptions, convert_head, verify_artifact
 
-    (conversion,) = convert_head(draft_vocab=32000, out="slim-head")
+    (conversion,) = convert_head(None, ConvertOptions(draft_vocab=32000, out="slim-head"))
     verify_artifact(conversion.folder).raise_if_failed()
 
 Names are loaded when first used, so that importing this package stays quick.

@@ -1,6 +1,8 @@
 from .artifact.artifact import Artifact
 from .audit.verify import Check, Verification, verify_artifact
-from .conversion.convert import Conversion, Planned, PreparedConversion, convert_head, prepare_conversion
+from .conversion.convert import PreparedConversion, convert_head, prepare_conversion
+from .conversion.options import ConvertOptions
+from .conversion.result import Conversion, Planned
 from .conversion.vocab_choice import VocabRequest
 from .errors import (
     ArtifactError,
@@ -28,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "Conversion",
     "ConvertError",
+    "ConvertOptions",
     "DraftHead",
     "LazyTensors",
     "Manifest",

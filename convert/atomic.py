@@ -1,4 +1,4 @@
-"""Results appear whole or not at all: written aside, brought to the disk, then renamed into place.
+"""Folders appear whole or not at all: written aside, brought to the disk, then renamed into place.
 
 At any moment of a `kill -9` or a power cut the old result or the new one is at its name, never a part of one. What a
 killed run leaves behind is a hidden sibling, `.NAME.<8 hex digits>.eagle-slim-tmp` (a half-written or a replaced
@@ -13,7 +13,6 @@ folder at the name, and the next run on that name puts the old one back before i
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
@@ -21,17 +20,13 @@ import os
 import re
 import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from eagle_slim.vocab_tools.files import expand_home
 
 from .errors import OutputError, OutputExistsError
-
-__all__ = ["atomic_directory", "atomic_file", "check_output", "clean_leftovers", "free_bytes", "require_space"]
 
 _TEMPORARY = ".eagle-slim-tmp"
 _REPLACED = ".eagle-slim-old"
@@ -76,41 +71,6 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
         os.close(lock)
 
 
-@contextmanager
-def atomic_file(path: Path | str, force: bool = True) -> Iterator[BinaryIO]:
-    """Open a file for writing bytes; on success it becomes `path`, after an error nothing of it remains.
-
-    Args:
-        path: where the file shall be. A symbolic link is followed. Missing parents are made.
-        force: replace a file that is at `path`.
-
-    Raises:
-        OutputExistsError: `path` exists and `force` is false, or it is a folder.
-        OutputError: it cannot be written: disk full, read-only, or not permitted.
-    """
-    path = _real(path)
-    with _explained(path):
-        clean_leftovers(path)
-        if path.is_dir() or (path.exists() and not force):
-            raise _exists(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary, file = _locked_file(path)
-    try:
-        with _explained(path, temporary):
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            if force:
-                os.replace(temporary, path)
-            else:
-                _rename_new(temporary, path)
-            _sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            file.close()
-
-
 def check_output(out: Path | str, force: bool = False, marker: str | None = None) -> None:
     """Raise OutputExistsError unless `atomic_directory` with these arguments may write `out`; touches nothing.
 
@@ -125,10 +85,8 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
 def _check_output(out: Path, force: bool, marker: str | None) -> None:
     place = _nearest(out.parent)
     if not place.is_dir():
-        raise OutputError(
-            f"{out}: cannot be written: {place} is a file.\nWrite to another place with --out.",
-            path=str(out),
-            errno=errno.ENOTDIR,
+        raise OutputError.at(
+            out, f"cannot be written: {place} is a file.\nWrite to another place with --out.", errno=errno.ENOTDIR
         )
     if not os.access(place, os.W_OK | os.X_OK):
         read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
@@ -140,14 +98,14 @@ def _check_output(out: Path, force: bool, marker: str | None) -> None:
     if not force and not is_empty:
         raise _exists(out)
     if not out.is_dir():
-        raise OutputExistsError(
-            f"{out}: is a file; a folder is to be written here.\nChoose another name.", path=str(out), found="file"
+        raise OutputExistsError.at(
+            out, "is a file; a folder is to be written here.\nChoose another name.", found="file"
         )
     if marker is not None and not (out / marker).is_file() and not is_empty:
-        raise OutputExistsError(
-            f"{out}: not replaced: it holds files but no {marker}, so this program did not write it.\n"
+        raise OutputExistsError.at(
+            out,
+            f"not replaced: it holds files but no {marker}, so this program did not write it.\n"
             "Choose another name, or remove the folder yourself.",
-            path=str(out),
             marker=marker,
         )
 
@@ -155,10 +113,10 @@ def _check_output(out: Path, force: bool, marker: str | None) -> None:
 def require_space(folder: Path | str, size_bytes: int) -> None:
     """Raise OutputError unless the disk of `folder` (or of its nearest parent that exists) has `size_bytes` free."""
     if (free := free_bytes(folder)) < size_bytes:
-        raise OutputError(
-            f"{folder}: the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
+        raise OutputError.at(
+            folder,
+            f"the disk is full: {size_bytes:,} bytes are needed, {free:,} are free.\n"
             "Free some space, or write to another disk.",
-            path=str(folder),
             needed=size_bytes,
             free=free,
         )
@@ -190,10 +148,8 @@ def clean_leftovers(out: Path | str) -> None:
         try:
             if name.endswith(_REPLACED) and not os.path.lexists(out):
                 os.rename(leftover, out)
-            elif stat.S_ISDIR(os.fstat(lock).st_mode):
-                shutil.rmtree(leftover, ignore_errors=True)
             else:
-                leftover.unlink(missing_ok=True)
+                shutil.rmtree(leftover, ignore_errors=True)
         except OSError:
             continue
         finally:
@@ -203,7 +159,7 @@ def clean_leftovers(out: Path | str) -> None:
 def _real(path: Path | str) -> Path:
     real = Path(os.path.realpath(expand_home(path)))
     if not real.name:
-        raise OutputExistsError(f"{path}: the root folder cannot be replaced.\nChoose another name.", path=str(path))
+        raise OutputExistsError.at(path, "the root folder cannot be replaced.\nChoose another name.")
     return real
 
 
@@ -219,20 +175,6 @@ def _locked_folder(out: Path) -> tuple[Path, int]:
         # Another run's cleaning may have come between the two lines above; then the folder is gone or going.
         if lock is not None:
             return temporary, lock
-
-
-def _locked_file(path: Path) -> tuple[Path, BinaryIO]:
-    while True:
-        temporary = _sibling(path, _TEMPORARY)
-        file = open(temporary, "xb")  # noqa: SIM115  (closed by atomic_file)
-        try:
-            _flock(file.fileno())
-        except BlockingIOError:
-            file.close()
-            continue
-        if _same(temporary, file.fileno()):
-            return temporary, file
-        file.close()
 
 
 def _try_lock(path: Path) -> int | None:
@@ -311,23 +253,12 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def _rename_new(temporary: Path, out: Path) -> None:
     """Rename to a name that must be free; a race with another writer ends in an error, not in a lost result."""
-    if temporary.is_dir():
-        try:
-            os.rename(temporary, out)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise _exists(out) from error
-            raise
-        return
     try:
-        os.link(temporary, out)
-    except FileExistsError:
-        raise _exists(out) from None
-    except OSError:
-        # No hard links here (FAT, some network disks): the check and the rename are two steps.
-        if os.path.lexists(out):
-            raise _exists(out) from None
         os.rename(temporary, out)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise _exists(out) from error
+        raise
 
 
 def _sync_tree(folder: Path) -> None:
@@ -342,14 +273,10 @@ def _sync_tree(folder: Path) -> None:
 def _sync_up(folder: Path, last: Path) -> None:
     """Bring the names of `folder` and of its parents up to `last` to the disk: the new ones among them too."""
     while True:
-        _sync_folder(folder)
+        _sync_path(str(folder))
         if folder == last or folder == folder.parent:
             return
         folder = folder.parent
-
-
-def _sync_folder(folder: Path) -> None:
-    _sync_path(str(folder))
 
 
 def _sync_path(path: str) -> None:
@@ -365,9 +292,7 @@ def _sync_path(path: str) -> None:
 
 
 def _exists(out: Path) -> OutputExistsError:
-    return OutputExistsError(
-        f"{out}: exists already.\nGive --force to replace it, or another name.", path=str(out), option="--force"
-    )
+    return OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.", option="--force")
 
 
 @contextmanager
@@ -392,7 +317,7 @@ def _nearest(place: Path) -> Path:
 
 
 def _refusal(error: OSError, out: Path) -> OutputError:
-    return OutputError(f"{out}: cannot be written: {_reason(error, out)}", path=str(out), errno=error.errno)
+    return OutputError.at(out, f"cannot be written: {_reason(error, out)}", errno=error.errno)
 
 
 def _reason(error: OSError, out: Path) -> str:

@@ -26,7 +26,8 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
-    from .conversion.convert import Conversion, PreparedConversion
+    from .conversion.convert import PreparedConversion
+    from .conversion.result import Conversion
 
 # Options that describe a corpus: without --dataset there is nothing for them to describe.
 _DESCRIBES_DATASET = (
@@ -80,7 +81,7 @@ def _flavour(ctx: click.Context, param: click.Parameter, value: str | None) -> s
     """Read the engine of --for; those that take what is written anyway are told so."""
     if value in (None, "sglang", "lmdeploy"):
         return value or "default"
-    from .artifact.engines import ENGINES
+    from .engines.registry import ENGINES
 
     if value in ENGINES:
         raise click.BadParameter(f"{value} reads what is written by default: leave --for out", ctx, param)
@@ -122,7 +123,7 @@ Examples:
     "--keep-rows",
     callback=_keep_rows,
     metavar="K",
-    help="Have K rows at hand in all: those beyond N in a file that engines do not read. `full` keeps all.",
+    help="Have K rows in total: those beyond N in a file that engines do not read. `full` keeps all.",
 )
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the head's files name.")
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
@@ -177,6 +178,7 @@ def convert(head: str | None, **options: Any) -> None:
         return
     from .conversion.convert import prepare_conversion
     from .conversion.kept_counts import KeptCounts
+    from .conversion.options import ConvertOptions
     from .conversion.vocab_choice import VocabRequest
 
     sources, counting = corpus_arguments(options)
@@ -185,8 +187,7 @@ def convert(head: str | None, **options: Any) -> None:
         given = [name for name in _DESCRIBES_DATASET if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given.")
-    sizes = options["draft_vocab"]
-    if options["push_to_hub"] and sizes is not None and len(sizes) > 1:
+    if options["push_to_hub"] and len(options["draft_vocab"] or ()) > 1:
         raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
     if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
         raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
@@ -200,28 +201,8 @@ def convert(head: str | None, **options: Any) -> None:
         force_added=options["force_added"],
         force_ids=options["force_ids"],
     )
-    prepared = prepare_conversion(
-        head,
-        draft_vocab=sizes,
-        coverage=options["coverage"],
-        cost=options["cost"],
-        keep_rows=options["keep_rows"],
-        vocabulary=request,
-        target=options["target"],
-        tokenizer=options["tokenizer"],
-        weights_file=options["weights_file"],
-        revision=options["revision"],
-        subfolder=options["subfolder"],
-        target_revision=options["target_revision"],
-        tokenizer_revision=options["tokenizer_revision"],
-        out=options["out"],
-        force=options["force"],
-        flavour=options["flavour"],
-        d2t_form=options["d2t_form"],
-        tap_layers=options["tap_layers"],
-        offline=options["offline"],
-        say=note,
-    )
+    named = {name: options[name] for name in inspect.signature(ConvertOptions).parameters if name in options}
+    prepared = prepare_conversion(head, ConvertOptions(**named, vocabulary=request), say=note)
     if options["push_to_hub"]:
         from .hub.push import check_push
 
@@ -305,7 +286,7 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
 
 
 def _print(conversion: Conversion) -> None:
-    from .conversion.convert import coverage_summary
+    from .conversion.result import coverage_summary
     from .head.kept_rows import KEPT_ROWS_NAME
 
     click.echo(f"wrote {conversion.folder}")

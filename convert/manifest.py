@@ -117,32 +117,18 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object of the file."""
-        kept = self.kept_rows
-        return {
-            "format": FORMAT_NAME,
-            "format_version": FORMAT_VERSION,
-            "tool": self.tool,
-            "kind": self.kind,
-            "flavour": self.flavour,
-            "draft_vocab": self.draft_vocab,
-            "target_vocab": self.target_vocab,
-            "num_forced": self.num_forced,
-            "head": self.head,
-            "target": self.target,
-            "lm_head": self.lm_head,
-            "tokenizer": self.tokenizer,
+        arrays = {
             "tap_layers": None if self.tap_layers is None else list(self.tap_layers),
-            "coverage": self.coverage,
             "warnings": list(self.warnings),
-            "dropped": self.dropped,
-            "files": self.files,
-            "vocabulary": self.vocabulary,
             "rank_order_ids": None if self.rank_order_ids is None else self.rank_order_ids.tolist(),
             "row_checksums": None if self.row_checksums is None else encode_checksums(self.row_checksums),
-        } | ({} if kept is None else {"kept_rows": {
-            "rank_order_ids": kept.rank_order_ids.tolist(),
-            "row_checksums": encode_checksums(kept.row_checksums),
-        }})  # fmt: skip
+        }
+        found = {"format": FORMAT_NAME, "format_version": FORMAT_VERSION}
+        found |= {key: arrays[key] if key in arrays else getattr(self, key) for key in _TYPES}
+        if self.kept_rows is not None:
+            ids, checksums = self.kept_rows.rank_order_ids, self.kept_rows.row_checksums
+            found["kept_rows"] = {"rank_order_ids": ids.tolist(), "row_checksums": encode_checksums(checksums)}
+        return found
 
     def to_bytes(self) -> bytes:
         """The bytes of the file: indented to be read, with lists of plain values on one line."""
@@ -159,9 +145,9 @@ class Manifest:
         try:
             value = json.loads(read_regular(path))
         except FileNotFoundError:
-            raise ArtifactError(
-                f"{folder}: no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first.",
-                path=str(folder),
+            raise ArtifactError.at(
+                folder,
+                f"no {MANIFEST_NAME}; expected a folder that eagle-convert wrote.\nConvert the head first.",
                 file=MANIFEST_NAME,
             ) from None
         except (OSError, ValueError, RecursionError) as error:
@@ -202,25 +188,9 @@ class Manifest:
         rows = None if checksums is None else _checksums(checksums, draft_vocab, where, "row_checksums")
         taps = value["tap_layers"]
         return cls(
-            kind=value["kind"],
-            flavour=value["flavour"],
-            tool=value["tool"],
-            draft_vocab=draft_vocab,
-            target_vocab=value["target_vocab"],
-            num_forced=value["num_forced"],
-            rank_order_ids=ids,
-            row_checksums=rows,
-            head=value["head"],
-            target=value["target"],
-            lm_head=value["lm_head"],
-            tokenizer=value["tokenizer"],
-            vocabulary=value["vocabulary"],
-            tap_layers=None if taps is None else tuple(taps),
-            coverage=value["coverage"],
-            dropped=value["dropped"],
-            warnings=tuple(value["warnings"]),
-            files=value["files"],
-            kept_rows=_kept_rows(value.get("kept_rows"), where),
+            **{key: value[key] for key in _TYPES}
+            | {"rank_order_ids": ids, "row_checksums": rows, "tap_layers": None if taps is None else tuple(taps)}
+            | {"warnings": tuple(value["warnings"]), "kept_rows": _kept_rows(value.get("kept_rows"), where)}
         )
 
 
@@ -309,7 +279,7 @@ def _checksums(text: str, count: int, where: str, key: str) -> NDArray[np.uint8]
 
 
 def _broken(where: str, problem: str, **facts: Any) -> ArtifactError:
-    return ArtifactError(f"{where}: {problem}.\nConvert the head again.", path=where, **facts)
+    return ArtifactError.at(where, f"{problem}.\nConvert the head again.", **facts)
 
 
 def _pretty(value: Any, indent: str) -> str:

@@ -7,7 +7,7 @@ import argparse
 import tempfile
 
 import torch
-from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert import ConvertOptions, convert_head
 from eagle_slim.runtime import SpeculativeModel
 from transformers import TextStreamer
 
@@ -18,7 +18,7 @@ parser.add_argument("--max-new-tokens", type=int, default=64)
 args = parser.parse_args()
 
 with tempfile.TemporaryDirectory() as folder:
-    slim = convert_head(draft_vocab=args.draft_vocab, out=f"{folder}/slim")[0].folder
+    slim = convert_head(None, ConvertOptions(draft_vocab=args.draft_vocab, out=f"{folder}/slim"))[0].folder
     model = SpeculativeModel.from_pretrained(head=slim, dtype=torch.float32)
 
     prompt = model.encode_chat(args.prompt)

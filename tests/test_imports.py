@@ -31,7 +31,7 @@ ALLOWED = {
 # its own, and nothing of its own line. A file that stands higher than its folder is named with it.
 FLOORS = {
     "vocab_tools": """
-        errors
+        errors hub_errors
         base_cli files
         tokenizer
         corpus
@@ -47,6 +47,7 @@ FLOORS = {
         hub manifest
         sources
         head
+        engines lm_head
         artifact
         conversion
         audit cli
@@ -76,7 +77,7 @@ FLOORS = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
-    "huggingface_hub": r"convert/hub/.*",
+    "huggingface_hub": r"convert/hub/.*|vocab_tools/hub_errors\.py",
     "triton": r"runtime/.*/kernels/.*|runtime/drafter/compile_check\.py",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

@@ -13,7 +13,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,15 +94,14 @@ class Artifact:
         """
         ranked = self.rank_order_ids
         if ranked is None:
-            raise ArtifactError(
-                f"{self.folder}: holds the full vocabulary without ranks.\nConvert it with --draft-vocab N.",
-                path=str(self.folder),
+            raise ArtifactError.at(
+                self.folder, "holds the full vocabulary without ranks.\nConvert it with --draft-vocab N."
             )
         if not max(self.num_forced, 1) <= draft_vocab <= len(ranked):
-            raise ArtifactError(
-                f"{self.folder}: a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
+            raise ArtifactError.at(
+                self.folder,
+                f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
                 f"(the forced ids) to {len(ranked)} (its rows).",
-                path=str(self.folder),
                 found=draft_vocab,
                 least=self.num_forced,
                 most=len(ranked),
@@ -132,25 +131,21 @@ class Artifact:
         for name in (CONFIG_NAME, WEIGHTS_NAME):
             entry, path = manifest.files.get(name, {}), folder / name
             if not path.is_file():
-                raise ArtifactError(
-                    f"{folder}: {name} is missing.\nFetch the artifact again, or convert the head again.",
-                    path=str(folder),
-                    file=name,
+                raise ArtifactError.at(
+                    folder, f"{name} is missing.\nFetch the artifact again, or convert the head again.", file=name
                 )
             if (size := path.stat().st_size) != entry.get("size_bytes"):
-                raise ArtifactError(
-                    f"{path}: expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
-                    path=str(path),
+                raise ArtifactError.at(
+                    path,
+                    f"expected {entry.get('size_bytes')} bytes, found {size}.\nConvert the head again.",
                     expected=entry.get("size_bytes"),
                     found=size,
                 )
         head = open_head(source)
         problem = _disagreement(head, manifest)
         if problem is not None:
-            raise ArtifactError(
-                f"{folder}: {problem}.\nConvert the head again, or run eagle-verify to see all of it.",
-                path=str(folder),
-                problem=problem,
+            raise ArtifactError.at(
+                folder, f"{problem}.\nConvert the head again, or run eagle-verify to see all of it.", problem=problem
             )
         return cls(folder, replace(head, tap_layers=manifest.tap_layers), manifest)
 
@@ -208,11 +203,22 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
     return buffer.getvalue()
 
 
-@dataclass
-class ArtifactContents:
-    """Everything that goes into an artifact, before it is written.
+def write_artifact(
+    out: Path,
+    manifest: Manifest,
+    config: Mapping[str, Any],
+    plans: Sequence[TensorPlan],
+    gathered: GatheredRows | None,
+    kept: tuple[Sequence[TensorPlan], GatheredRows] | None,
+    side_files: Mapping[str, bytes],
+    card: Callable[[Manifest], str],
+    after_read: Callable[[], Mapping[str, Any]],
+    force: bool,
+) -> Manifest:
+    """Write an artifact folder: aside, flushed to the disk, renamed into place. Returns the manifest as written.
 
-    Attributes:
+    Args:
+        out: the folder.
         manifest: without `files` and `row_checksums`, which writing fills in.
         config: config.json.
         plans: the tensors.
@@ -221,20 +227,7 @@ class ArtifactContents:
         side_files: further files by name.
         card: given the manifest (complete but for `files`), the text of README.md.
         after_read: the parts of the manifest that are known only when the source has been read.
-    """
-
-    manifest: Manifest
-    config: Mapping[str, Any]
-    plans: Sequence[TensorPlan]
-    gathered: GatheredRows | None
-    card: Callable[[Manifest], str]
-    after_read: Callable[[], Mapping[str, Any]]
-    kept: tuple[Sequence[TensorPlan], GatheredRows] | None = None
-    side_files: dict[str, bytes] = field(default_factory=dict)
-
-
-def write_artifact(out: str | Path, contents: ArtifactContents, *, force: bool = False) -> Manifest:
-    """Write an artifact folder: aside, flushed to the disk, renamed into place. Returns the manifest as written.
+        force: replace an artifact that is there.
 
     Raises:
         OutputExistsError: `out` exists and `force` is not set, or `out` is not an artifact.
@@ -243,22 +236,20 @@ def write_artifact(out: str | Path, contents: ArtifactContents, *, force: bool =
     """
     with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
         files: dict[str, dict[str, Any]] = {}
-        files[WEIGHTS_NAME] = _record(write_safetensors(folder / WEIGHTS_NAME, contents.plans, _METADATA))
+        files[WEIGHTS_NAME] = _record(write_safetensors(folder / WEIGHTS_NAME, plans, _METADATA))
         kept_rows = None
-        if contents.kept is not None:
-            plans, gathered = contents.kept
-            files[KEPT_ROWS_NAME] = _record(write_safetensors(folder / KEPT_ROWS_NAME, plans, _METADATA))
-            kept_rows = KeptRows(gathered.target_ids, gathered.checksums)
+        if kept is not None:
+            files[KEPT_ROWS_NAME] = _record(write_safetensors(folder / KEPT_ROWS_NAME, kept[0], _METADATA))
+            kept_rows = KeptRows(kept[1].target_ids, kept[1].checksums)
         manifest = replace(
-            contents.manifest,
-            row_checksums=None if contents.gathered is None else contents.gathered.checksums,
+            manifest,
+            row_checksums=None if gathered is None else gathered.checksums,
             kept_rows=kept_rows,
             files=dict(files),
-            **contents.after_read(),
+            **after_read(),
         )
-        config = (json.dumps(contents.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()
-        small = {CONFIG_NAME: config, **contents.side_files}
-        small[CARD_NAME] = contents.card(manifest).encode()
+        text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        small = {CONFIG_NAME: text.encode(), **side_files, CARD_NAME: card(manifest).encode()}
         for name, data in small.items():
             (folder / name).write_bytes(data)
             files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}

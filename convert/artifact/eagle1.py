@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..engines.registry import flavoured_architecture
 from ..head.draft_head import DraftHead
 from ..weights import names
 from ..weights.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan, zero_output_bias
-from .engines import flavoured_architecture
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,115 +8,30 @@ rows 1, 2 and 3; and in both cases d2t is (1, 3, 3).
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_ids
 
-from ..errors import MismatchError
+from ..engines.registry import flavoured_architecture
 from ..head import config as head_config
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import KEPT_IDS
+from ..lm_head.lm_head import LmHead, all_ids
 from ..weights import names
-from ..weights.checkpoint import Checkpoint
 from ..weights.dtypes import LONG_NAMES
 from ..weights.rows import GatheredRows, refuse_nonfinite
 from ..weights.stream import Bytes
 from ..weights.writer import TensorPlan, array_plan, zeros_plan
-from .engines import flavoured_architecture
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
-@dataclass(frozen=True)
-class LmHeadSource:
-    """Where the rows of a slim head's LM head come from.
-
-    Attributes:
-        source: the checkpoint.
-        name: the matrix in it, [rows, hidden].
-        origin: "head" or "target".
-        where: in words, for messages.
-        warnings: what a user should know of it.
-    """
-
-    source: Checkpoint
-    name: str
-    origin: str
-    where: str
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def dtype_name(self) -> str:
-        """Dtype of the rows as they are stored, in safetensors' spelling."""
-        return self.source.info(self.name).dtype
-
-    def dtype_written(self, head: DraftHead) -> str:
-        """Dtype of the rows in the slim head: the head's own keep theirs, the target's become the head's."""
-        return head.dtype_name if self.origin == "target" else self.dtype_name
-
-
-def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The LM-head row of each target id, int64 [ids]; for a head with a map, the map's inverse.
-
-    Raises:
-        MismatchError: an id that the head was never trained on.
-    """
-    if head.draft_ids_to_target is None:
-        return target_ids
-    order = np.argsort(head.draft_ids_to_target, kind="stable")
-    trained = head.draft_ids_to_target[order]
-    place = np.searchsorted(trained, target_ids)
-    place = np.minimum(place, len(trained) - 1)
-    missing = target_ids[trained[place] != target_ids]
-    if len(missing):
-        raise MismatchError(
-            f"{head.location}: {len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
-            f"first is {int(missing[0])}.\nIt was trained on {len(trained)} ids, and a draft vocabulary must be among "
-            "them.",
-            path=head.location,
-            missing=len(missing),
-            trained=len(trained),
-        )
-    rows: NDArray[np.int64] = order[place].astype(np.int64)
-    return rows
-
-
-def all_ids(head: DraftHead) -> NDArray[np.int64]:
-    """Every target id, int64 [target_vocab], as a full vocabulary holds them.
-
-    Raises:
-        MismatchError: the head was trained on fewer.
-    """
-    if head.draft_vocab < head.target_vocab:
-        raise MismatchError(
-            f"{head.location}: was trained on {head.draft_vocab} of {head.target_vocab} ids, so there is no full "
-            f"vocabulary to write.\nUse --draft-vocab {head.draft_vocab} to normalise it as it is.",
-            path=head.location,
-            trained=head.draft_vocab,
-            rows=head.target_vocab,
-        )
-    return np.arange(head.target_vocab, dtype=np.int64)
-
-
-def gather_lm_head(head: DraftHead, lm_head: LmHeadSource, target_ids: NDArray[np.int64]) -> GatheredRows:
-    """The LM-head rows of `target_ids`, in that order, in the head's dtype. Raises as `rows_of_ids`."""
-    return GatheredRows(
-        lm_head.source,
-        lm_head.name,
-        rows_of_ids(head, target_ids),
-        lm_head.dtype_written(head),
-        lm_head.where,
-        target_ids,
-    )
-
-
 def plan_tensors(
-    head: DraftHead, lm_head: LmHeadSource, target_ids: NDArray[np.int64] | None
+    head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None
 ) -> tuple[list[TensorPlan], GatheredRows]:
     """The tensors of the slim head, and the gathered rows among them (for their checksums afterwards).
 
@@ -128,8 +43,7 @@ def plan_tensors(
     Raises:
         MismatchError: an id the head was not trained on; a head with a map asked for its full vocabulary.
     """
-    ids = all_ids(head) if target_ids is None else target_ids
-    gathered = gather_lm_head(head, lm_head, ids)
+    gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
     plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
     plans += zero_output_bias(head)
     plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
@@ -140,7 +54,7 @@ def plan_tensors(
 
 
 def plan_kept_rows(
-    head: DraftHead, lm_head: LmHeadSource, kept_ids: NDArray[np.int64]
+    head: DraftHead, lm_head: LmHead, kept_ids: NDArray[np.int64]
 ) -> tuple[list[TensorPlan], GatheredRows]:
     """The tensors of the file of kept rows (`head/kept_rows.py`), and the gathered rows among them.
 
@@ -150,7 +64,7 @@ def plan_kept_rows(
 
     Raises as `rows_of_ids`.
     """
-    gathered = gather_lm_head(head, lm_head, kept_ids)
+    gathered = lm_head.gather(head, kept_ids)
     rows = TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks)
     return [rows, array_plan(KEPT_IDS, kept_ids)], gathered
 

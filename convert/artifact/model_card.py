@@ -37,7 +37,7 @@ def model_card(
         bytes_before, bytes_after: weights that one draft step reads, LM head included.
         licence: the head's licence as the Hub spells it, or None where its files do not say.
         plot: file name of the coverage plot, if there is one.
-        refused: keys of the engines (`engines.ENGINES`) that cannot take the head; they get no command.
+        refused: keys of the engines (`engines.registry.ENGINES`) that cannot take the head; they get no command.
     """
     parts = [
         _front_matter(manifest, licence),

@@ -9,11 +9,11 @@ from ..errors import ConvertError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
+from ..lm_head.lm_head import rows_of_ids
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..sources.source import open_head_source
 from ..weights import names
-from .eagle3 import rows_of_ids
 
 
 def open_original(manifest: Manifest, given: str | None = None, offline: bool = True) -> DraftHead | None:

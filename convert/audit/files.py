@@ -9,10 +9,10 @@ from ..artifact.artifact import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..errors import ArtifactError
 from ..files import read_object
 from ..manifest import MANIFEST_NAME, Manifest
-from ..weights.checksums import sha256_file, sha256_of
+from ..weights.checksums import sha256_file
 from ..weights.paths import TORCH_SUFFIXES
 from ..weights.safetensors_file import SafetensorsFile
-from .findings import Doubt, Findings, join, refuse
+from .findings import Doubt, Findings, join, refuse, written_otherwise
 
 _WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", ".safetensors.index.json", ".bin.index.json", ".gguf")
 
@@ -87,20 +87,6 @@ class FileChecks:
 
     def tensors(self) -> str:
         """Size, header and tensors of the weights are those that the manifest records."""
-        manifest = self.found.need_manifest()
-        weights = self.found.need_weights()
-        entry = manifest.files.get(WEIGHTS_NAME, {})
-        with weights.path.open("rb") as file:
-            start = file.read(weights.header.data_offset)
-        problems = []
-        if weights.size_bytes != entry.get("size_bytes"):
-            problems.append(f"expected {entry.get('size_bytes')} bytes, found {weights.size_bytes}")
-        if sha256_of(start) != entry.get("header_sha256"):
-            problems.append("the header is not as it was written")
-        recorded = entry.get("tensors", {})
-        for name in sorted(weights.tensors):
-            if recorded.get(name) != self.found.digest(name):
-                problems.append(f"{name} is not as it was written" if name in recorded else f"{name} is not recorded")
-        problems += [f"{name} is missing" for name in sorted(set(recorded) - set(weights.tensors))]
-        join(problems)
-        return f"header and {len(recorded)} tensors"
+        entry = self.found.need_manifest().files.get(WEIGHTS_NAME, {})
+        join(written_otherwise(self.found.need_weights(), entry, self.found.digest))
+        return f"header and {len(entry.get('tensors', {}))} tensors"

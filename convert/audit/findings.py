@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from ..head.draft_head import DraftHead
 from ..head.open import head_from_checkpoint
 from ..manifest import Manifest
 from ..weights.checkpoint import Checkpoint
+from ..weights.checksums import sha256_of
 from ..weights.safetensors_file import SafetensorsFile
 
 if TYPE_CHECKING:
@@ -98,6 +100,22 @@ class Findings:
         if self.ids is None:
             raise SkipCheck("the map is not sound")
         return self.ids
+
+
+def written_otherwise(file: SafetensorsFile, entry: Mapping[str, Any], digest: Callable[[str], str]) -> list[str]:
+    """What of a safetensors file is not as `entry` of the manifest has it; `digest`: SHA-256 of a tensor by name."""
+    with file.path.open("rb") as opened:
+        start = opened.read(file.header.data_offset)
+    problems = []
+    if file.size_bytes != entry.get("size_bytes"):
+        problems.append(f"expected {entry.get('size_bytes')} bytes, found {file.size_bytes}")
+    if sha256_of(start) != entry.get("header_sha256"):
+        problems.append("the header is not as it was written")
+    recorded = entry.get("tensors", {})
+    for name in sorted(file.tensors):
+        if recorded.get(name) != digest(name):
+            problems.append(f"{name} is not as it was written" if name in recorded else f"{name} is not recorded")
+    return problems + [f"{name} is missing" for name in sorted(set(recorded) - set(file.tensors))]
 
 
 def refuse(condition: bool, message: str) -> None:

@@ -11,10 +11,10 @@ from ..head.kept_rows import KEPT_ROWS_NAME, layout_problem
 from ..manifest import KeptRows
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
-from ..weights.checksums import row_checksums, sha256_of
+from ..weights.checksums import row_checksums
 from ..weights.dtypes import all_finite
 from ..weights.safetensors_file import SafetensorsFile
-from .findings import Findings, SkipCheck, join, refuse
+from .findings import Findings, SkipCheck, join, refuse, written_otherwise
 from .source import SourceChecks
 
 
@@ -70,17 +70,8 @@ class KeptChecks:
         entry = self.found.need_manifest().files.get(KEPT_ROWS_NAME)
         refuse(entry is None, f"the manifest does not record {KEPT_ROWS_NAME}")
         assert entry is not None
-        with file.path.open("rb") as opened:
-            start = opened.read(file.header.data_offset)
-        problems = []
-        if file.size_bytes != entry["size_bytes"]:
-            problems.append(f"expected {entry['size_bytes']} bytes, found {file.size_bytes}")
-        if sha256_of(start) != entry.get("header_sha256"):
-            problems.append("the header is not as it was written")
         checkpoint = self._checkpoint
-        for name in sorted(file.tensors):
-            if checkpoint.sha256(name) != entry.get("tensors", {}).get(name):
-                problems.append(f"{name} is not as it was written")
+        problems = written_otherwise(file, entry, checkpoint.sha256)
         dtype, first, changed = file.tensors[names.LM_HEAD].dtype, 0, []
         for piece in checkpoint.pieces(names.LM_HEAD):
             expected = kept.row_checksums[first : first + len(piece)]

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
+from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
 from ..artifact.artifact import freq_name
 from ..artifact.eagle3 import ARCHITECTURE
-from ..artifact.engines import flavoured_architecture
+from ..engines.registry import flavoured_architecture
 from ..files import read_regular
 from ..head import config as head_config
 from ..weights import names
@@ -64,19 +65,12 @@ class RuleChecks:
         manifest = self.found.need_map()
         values = self._read("d2t")
         refuse(str(values.dtype) != "int64" or values.ndim != 1, f"expected int64 [draft_vocab], found {values.dtype}")
-        ids = values + np.arange(len(values))
-        vocab = manifest.target_vocab
-        if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
-            looks_absolute = len(np.unique(values)) == len(values) and values.min() >= 0 and values.max() < vocab
-            hint = "; these look like absolute ids, and offsets are wanted" if looks_absolute else ""
-            refuse(True, f"names ids from {ids.min()} to {ids.max()}, outside the vocabulary of {vocab}{hint}")
+        ids = ids_from_d2t(values, form="offset", target_vocab=manifest.target_vocab)
         steps = np.diff(ids)
-        if len(ids) != len(np.unique(ids)):
-            refuse(True, f"{len(ids) - len(np.unique(ids))} ids occur twice")
         if bool((steps <= 0).any()):
             refuse(True, f"ids do not ascend: row {int(np.argmax(steps <= 0)) + 1} is below the row before it")
         self.found.ids = ids
-        return f"{len(ids)} ascending ids of {vocab}"
+        return f"{len(ids)} ascending ids of {manifest.target_vocab}"
 
     def t2d(self) -> str:
         """t2d marks exactly the ids of d2t."""

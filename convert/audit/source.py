@@ -13,19 +13,18 @@ from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
-from ..artifact import eagle3
 from ..artifact.original import open_original
 from ..conversion import target as targets
 from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
+from ..lm_head.lm_head import fitting, own_lm_head
+from ..lm_head.target import open_target_lm_head
 from ..manifest import Manifest
-from ..sources.target_lm_head import open_target_lm_head
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import row_checksums
-from ..weights.rows import GatheredRows
 from .findings import Findings, SkipCheck, join, refuse
 
 if TYPE_CHECKING:
@@ -91,8 +90,7 @@ class SourceChecks:
             # An artifact that was slimmed again may have lent rows that it kept.
             source = with_kept_rows(self._source_head, self.offline or self.head_name is None)
             refuse(not source.has_lm_head, f"{source.location} has no LM head, and the rows came from a head's own")
-            stored = source.tensors.stored[names.LM_HEAD]
-            lm_head = eagle3.LmHeadSource(source.tensors.source, stored, "head", source.location)
+            lm_head = own_lm_head(source)
         else:
             if self._target is None:
                 raise SkipCheck("the target that the rows came from is not at hand; name it with --target")
@@ -103,9 +101,8 @@ class SourceChecks:
                 if not self._only_cache:
                     raise
                 raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
-            lm_head = targets.lm_head_rows(source, opened, f"target {self._target.name}")
-        rows = eagle3.rows_of_ids(source, ids) if lm_head.origin == "head" else ids
-        gathered = GatheredRows(lm_head.source, lm_head.name, rows, lm_head.dtype_written(source), lm_head.where, ids)
+            lm_head = fitting(opened, source, self._target.name)
+        gathered = lm_head.gather(source, ids)
         mine_raw = written.raw(names.LM_HEAD)
         start, different = 0, []
         for chunk in gathered.chunks():

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import EagleSlimError
 
-from ..artifact.engines import require_engines
+from ..engines.facts import HeadFacts
+from ..engines.registry import ENGINES, check_engine, require_engines
 from ..errors import ArtifactError
-from .engine import EngineChecks
 from .files import FileChecks
-from .findings import Doubt, Findings, SkipCheck
+from .findings import Doubt, Findings, SkipCheck, refuse
 from .kept import KeptChecks
 from .rules import RuleChecks
 from .source import SourceChecks
@@ -62,9 +63,7 @@ class Verification:
         """Raise ArtifactError naming every failed check."""
         if not self.ok:
             reasons = "; ".join(f"{check.name}: {check.detail}" for check in self.failed)
-            raise ArtifactError(
-                f"{self.folder}: {reasons}.", path=str(self.folder), checks=[check.name for check in self.failed]
-            )
+            raise ArtifactError.at(self.folder, f"{reasons}.", checks=[check.name for check in self.failed])
 
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-verify --json` prints it."""
@@ -92,7 +91,7 @@ def verify_artifact(
         target: folder or repository of the target; its LM head is compared where the rows came from it.
         tokenizer: folder, tokenizer.json or repository; default the target's.
         offline: fetch nothing for `head`, `target` and `tokenizer` either.
-        engines: also check that these engines take it (keys of `engines.ENGINES`).
+        engines: also check that these engines take it (keys of `engines.registry.ENGINES`).
         engine_version: the version that will serve it, for one engine; default the installed one.
 
     Raises:
@@ -101,7 +100,7 @@ def verify_artifact(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ArtifactError(f"{folder}: no such folder.\nExpected one that eagle-convert wrote.", path=str(folder))
+        raise ArtifactError.at(folder, "no such folder.\nExpected one that eagle-convert wrote.")
     require_engines(engines, engine_version)
     found = Findings(folder)
     checks: list[Check] = []
@@ -119,13 +118,30 @@ def verify_artifact(
     given = {name: None if value is None else str(value) for name, value in
              {"head": head, "target": target, "tokenizer": tokenizer}.items()}  # fmt: skip
     sources = SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline)
-    for group in (
-        FileChecks(found),
-        RuleChecks(found),
-        sources,
-        KeptChecks(found, sources),
-        EngineChecks(found, engines, engine_version),
-    ):
+    for group in (FileChecks(found), RuleChecks(found), sources, KeptChecks(found, sources)):
         for name, check in group.all():
             run(name, check)
+    for engine in engines:
+        run(f"engine {engine}", partial(_check_engine, found, engine, engine_version))
     return Verification(folder, tuple(checks))
+
+
+def _check_engine(found: Findings, engine: str, version: str | None) -> str:
+    """Whether an engine takes such a head, in a version that was tried; its notes come with the ok."""
+    manifest, head = found.need_manifest(), found.need_head("model.safetensors")
+    layers = manifest.target.get("num_hidden_layers")
+    facts = HeadFacts.of(
+        head,
+        config=found.need_config(),
+        draft_vocab=manifest.draft_vocab,
+        target_layers=layers if isinstance(layers, int) else None,
+    )
+    findings = check_engine(facts, engine, version=version)
+    texts = {
+        severity: "; ".join(str(finding) for finding in findings if finding.severity == severity)
+        for severity in ("error", "warning", "note")
+    }
+    refuse(bool(texts["error"]), texts["error"])
+    if texts["warning"]:
+        raise Doubt(texts["warning"])
+    return texts["note"] or f"{ENGINES[engine].title} takes it: {ENGINES[engine].proof}"

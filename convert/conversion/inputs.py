@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order
 from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
-from ..artifact import eagle3
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
-from ..head.vocab_map import D2tForm
-from ..manifest import Flavour
+from ..lm_head.lm_head import LmHead, all_ids, fitting
+from ..lm_head.target import open_target_lm_head
 from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
-from ..sources.source import ResolvedSource
-from ..sources.target_lm_head import open_target_lm_head
+from ..sources.source import ResolvedSource, open_head_source
 from . import target as targets
 from .doubts import doubts_about
+from .options import ConvertOptions, DraftVocabSize
 from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-
-    from ..sources.lm_head import TargetLMHead
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the head is read, and for which engine it is written.
-
-    Attributes:
-        flavour: the engine that config.json is written for.
-        d2t_form, tap_layers: what the user knows better than the head's files.
-        offline: use only local files and the Hub cache.
-    """
-
-    flavour: Flavour
-    d2t_form: D2tForm
-    tap_layers: tuple[int, ...] | None
-    offline: bool
-
-
-@dataclass(frozen=True)
-class Named:
-    """A target or a tokenizer as the user named it, if at all."""
-
-    name: str | Path | None
-    revision: str | None
-
-    @property
-    def text(self) -> str | None:
-        """The name as text."""
-        return None if self.name is None else str(self.name)
 
 
 @dataclass(frozen=True)
@@ -68,7 +34,7 @@ class Inputs:
     Attributes:
         head: the head.
         source: where it came from.
-        reading: how it was read.
+        options: of the conversion.
         choice: which target is meant, where that is known.
         target: the target, where it is needed or was named.
         lm_head: the target's LM head, where the rows come from it.
@@ -80,10 +46,10 @@ class Inputs:
 
     head: DraftHead
     source: ResolvedSource
-    reading: Reading
+    options: ConvertOptions
     choice: targets.TargetChoice | None
     target: targets.Target | None
-    lm_head: TargetLMHead | None
+    lm_head: LmHead | None
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     rows_before: int
@@ -95,42 +61,35 @@ class Inputs:
         return EMBEDDED_LICENCE if self.is_builtin else card.licence(self.source.card)
 
 
-def open_inputs(
-    source: ResolvedSource,
-    reading: Reading,
-    request: VocabRequest,
-    target: Named,
-    tokenizer: Named,
-    is_builtin: bool,
-    needs_kept: Callable[[DraftHead], bool],
-    say: Say,
-) -> Inputs:
-    """Open the head, and of target and tokenizer what the conversion needs.
-
-    `needs_kept` says of the opened head whether rows beyond its draft vocabulary may be wanted, where it has kept some.
+def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
+    """Open the head of this name, and of target and tokenizer what the conversion needs.
 
     Raises:
         UsageError: no target or tokenizer is known where one is needed, or a revision of something not named.
         SourceError, CheckpointError, UnsupportedHeadError, MismatchError: see convert/errors.py.
     """
+    source = open_head_source(
+        name, options.revision, options.offline, subfolder=options.subfolder, weights_file=options.weights_file
+    )
+    is_builtin, request, revision = name is None, options.vocabulary, options.target_revision
     if is_builtin:
         say(f"head: built-in {EMBEDDED_HEAD_NAME}")
-    head = open_head(source, d2t_form=reading.d2t_form, tap_layers=reading.tap_layers)
-    if head.kind == "eagle" and reading.flavour == "lmdeploy":
-        raise UnsupportedHeadError(
-            f"{head.location}: LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
-            path=head.location,
+    head = open_head(source, d2t_form=options.d2t_form, tap_layers=options.tap_layers)
+    if head.kind == "eagle" and options.flavour == "lmdeploy":
+        raise UnsupportedHeadError.at(
+            head.location,
+            "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
             option="--for",
         )
     rows_before = head.draft_vocab
-    if needs_kept(head):
-        head = with_kept_rows(head, reading.offline)
-    choice = targets.choose_target(target.text, head, is_builtin)
+    if _needs_kept_rows(head, options):
+        head = with_kept_rows(head, options.offline)
+    choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
-    if target.revision is not None and (choice is None or choice.name is None):
+    if revision is not None and (choice is None or choice.name is None):
         raise UsageError(
-            f"--target-revision {target.revision}: no target is named that it could be a revision of.\n"
+            f"--target-revision {revision}: no target is named that it could be a revision of.\n"
             "Name the repository with --target.",
             option="--target-revision",
         )
@@ -138,7 +97,7 @@ def open_inputs(
     # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
     ranked = ranked_manifest(head) if request.is_default else None
     is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"
-    needs_tokenizer = request.needs_tokenizer and tokenizer.name is None and not is_ranked
+    needs_tokenizer = request.needs_tokenizer and options.tokenizer is None and not is_ranked
     if choice is None and needs_rows:
         raise UsageError(
             f"{head.location}: has no LM head of its own, so its rows come from the target, and neither its files nor "
@@ -147,55 +106,62 @@ def open_inputs(
             option="--target",
         )
     opened = None
-    is_named = choice is not None and (choice.reason == "given" or target.revision is not None)
+    is_named = choice is not None and (choice.reason == "given" or revision is not None)
     if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or is_named):
-        opened = targets.open_target(choice, target.revision, reading.offline)
+        opened = targets.open_target(choice, revision, options.offline)
         targets.check_head_fits(head, opened)
-    loaded = targets.open_tokenizer(tokenizer.text, tokenizer.revision, opened, head.target_vocab, reading.offline)
+    loaded = targets.open_tokenizer(
+        options.tokenizer, options.tokenizer_revision, opened, head.target_vocab, options.offline
+    )
     lm_head = None
     if needs_rows:
         assert opened is not None
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
-        lm_head = open_target_lm_head(opened.source, offline=reading.offline)
-        targets.lm_head_rows(head, lm_head, f"target {opened.name}")
+        lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
     doubts = tuple(doubts_about(head, source))
-    return Inputs(head, source, reading, choice, opened, lm_head, loaded, is_builtin, rows_before, doubts)
+    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, doubts)
 
 
-def check_sizes(
-    inputs: Inputs, request: VocabRequest, sizes: Sequence[int | Literal["full"] | None]
-) -> dict[int | Literal["full"] | None, int | None]:
+def check_sizes(inputs: Inputs) -> dict[DraftVocabSize | None, int | None]:
     """Refuse a size that cannot be, before anything is counted.
 
     Returns:
         for each size the number of forced ids among it; None where only the ranking tells.
 
-    Raises as `rank_by_order` and `eagle3.all_ids`.
+    Raises as `rank_by_order` and `all_ids`.
     """
-    head = inputs.head
+    head, sizes = inputs.head, inputs.options.sizes
     if "full" in sizes:
-        eagle3.all_ids(head)
+        all_ids(head)
     trained = head.trained_ids
     numbers = [size for size in sizes if isinstance(size, int) and (trained is None or size != len(trained))]
-    num_forced: dict[int | Literal["full"] | None, int | None] = {size: 0 if size == "full" else None for size in sizes}
+    num_forced: dict[DraftVocabSize | None, int | None] = {size: 0 if size == "full" else None for size in sizes}
     if not numbers:
         return num_forced
-    forced = _forced(inputs, request)
+    forced = _forced(inputs)
     for size in numbers:
         num_forced[size] = rank_by_order(None, size, inputs.tokenizer, forced, head.target_vocab, trained).num_forced
     return num_forced
 
 
-def num_rankable(inputs: Inputs, request: VocabRequest) -> int:
+def num_rankable(inputs: Inputs) -> int:
     """How many ids a ranking of the head can hold at most: tokens that it was trained on."""
     head = inputs.head
-    return len(
-        rank_by_order(None, None, inputs.tokenizer, _forced(inputs, request), head.target_vocab, head.trained_ids)
-    )
+    return len(rank_by_order(None, None, inputs.tokenizer, _forced(inputs), head.target_vocab, head.trained_ids))
 
 
-def _forced(inputs: Inputs, request: VocabRequest) -> ForcedIds | tuple[int, ...]:
+def _needs_kept_rows(head: DraftHead, options: ConvertOptions) -> bool:
+    """Whether a conversion of a head may want rows that its artifact keeps beyond the draft vocabulary.
+
+    A prefix of the artifact's own ranks needs none; another ranking, or more rows, does.
+    """
+    is_prefix = all(isinstance(size, int) and size <= head.draft_vocab for size in options.sizes)
+    return options.keep_rows is not None or options.vocabulary != VocabRequest() or not is_prefix
+
+
+def _forced(inputs: Inputs) -> ForcedIds | tuple[int, ...]:
     """The ids that any size keeps, as far as they are known before ranking."""
+    request = inputs.options.vocabulary
     if inputs.tokenizer is not None:
         return forced_ids(inputs.tokenizer, request.force_added, request.force_ids)
     if request.is_default and (ranked := ranked_manifest(inputs.head)) is not None:

@@ -2,57 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError
 
-from ..head.draft_head import DraftHead
 from .inputs import Inputs
-from .vocab_choice import Ranking, VocabRequest, ranked_manifest
+from .options import KeepRows
+from .vocab_choice import Ranking, ranked_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
-KeepRows = int | Literal["full"]
-_OPTION = "--keep-rows"
 
-
-def check_keep_rows(
-    keep: Any, inputs: Inputs, sizes: Sequence[int | Literal["full"] | None], num_rankable: int
-) -> None:
+def check_keep_rows(keep: Any, inputs: Inputs, num_rankable: int) -> None:
     """Refuse a number of rows that cannot be kept, before anything is counted.
 
     Args:
         keep: rows that are to be at hand, those of the draft vocabulary among them; "full" for all.
         inputs: of the conversion.
-        sizes: draft vocabularies; None where a coverage or a cost finds the size.
         num_rankable: ids that any ranking of the head can hold.
 
     Raises:
         UsageError: an EAGLE-1/2 head, a full vocabulary, no more rows than a draft vocabulary has, or more than there
             are.
     """
-    head = inputs.head
+    head, sizes = inputs.head, inputs.options.sizes
     if head.kind == "eagle":
-        raise UsageError(
-            f"{head.location}: an EAGLE-1/2 head has no LM head of its own: every row comes from the target, which is "
-            f"there whenever it drafts, so nothing need be kept. Leave {_OPTION} out: this package's runtime follows a "
-            "text with such a head as it is.",
-            path=head.location,
-            option=_OPTION,
+        raise _refusal(
+            f": an EAGLE-1/2 head has no LM head of its own: every row of {head.location} comes from the target, which "
+            "is there whenever it drafts, so nothing need be kept. Leave the option out: this package's runtime "
+            "follows a text with such a head as it is."
         )
     if "full" in sizes:
-        raise UsageError(
-            f"--draft-vocab full holds every row already. Leave {_OPTION} out, or give a smaller --draft-vocab.",
-            option=_OPTION,
-        )
+        raise _refusal(": --draft-vocab full holds every row already. Leave it out, or give a smaller --draft-vocab.")
     if keep == "full":
         return
     if not isinstance(keep, int) or isinstance(keep, bool) or keep < 1:
-        raise UsageError(f"{_OPTION}: expected a number of rows or 'full', found {keep!r}.", option=_OPTION, found=keep)
+        raise _refusal(f": expected a number of rows or 'full', found {keep!r}.", found=keep)
     for size in sizes:
         if isinstance(size, int):
             _check_more(keep, size)
@@ -60,10 +48,9 @@ def check_keep_rows(
     is_all_trained = trained is not None and keep == len(trained)
     if keep > num_rankable and not is_all_trained:
         why = f"was trained on {len(trained)}" if trained is not None else f"has rows for {head.target_vocab}"
-        raise UsageError(
-            f"{_OPTION} {keep}: {head.location} {why} ids, {num_rankable} of which are tokens. Give at most "
+        raise _refusal(
+            f" {keep}: {head.location} {why} ids, {num_rankable} of which are tokens. Give at most "
             f"{num_rankable}, or full.",
-            option=_OPTION,
             found=keep,
             most=num_rankable,
         )
@@ -96,12 +83,11 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
     wanted = len(beyond) if keep == "full" else keep - len(vocab)
     if not 0 < wanted <= len(beyond):
         there = len(vocab) + len(beyond)
-        raise UsageError(
-            f"{_OPTION} {keep}: the ranking holds {there} ids, {len(vocab)} of them in the draft vocabulary. Give a "
+        raise _refusal(
+            f" {keep}: the ranking holds {there} ids, {len(vocab)} of them in the draft vocabulary. Give a "
             f"number from {len(vocab) + 1} to {there}, or rank by counts, which order every id."
             if len(beyond)
-            else f"{_OPTION} {keep}: the ranking holds the {len(vocab)} ids of the draft vocabulary and no others.",
-            option=_OPTION,
+            else f" {keep}: the ranking holds the {len(vocab)} ids of the draft vocabulary and no others.",
             found=keep,
             most=there,
         )
@@ -109,26 +95,15 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
     return kept
 
 
-def needs_kept_rows(
-    head: DraftHead,
-    request: VocabRequest,
-    sizes: Sequence[int | Literal["full"] | None],
-    keep: KeepRows | None,
-) -> bool:
-    """Whether a conversion of a head may want rows that its artifact keeps beyond the draft vocabulary.
-
-    A prefix of the artifact's own ranks needs none; another ranking, or more rows, does.
-    """
-    is_prefix = all(isinstance(size, int) and size <= head.draft_vocab for size in sizes)
-    return keep is not None or request != VocabRequest() or not is_prefix
-
-
 def _check_more(keep: int, size: int) -> None:
     if keep <= size:
-        raise UsageError(
-            f"{_OPTION} {keep} counts the rows of the draft vocabulary too, and that has {size}: none would be kept "
-            f"beside them. Give more than {size}, or leave {_OPTION} out.",
-            option=_OPTION,
+        raise _refusal(
+            f" {keep} counts the rows of the draft vocabulary too, and that has {size}: none would be kept "
+            f"beside them. Give more than {size}, or leave the option out.",
             found=keep,
             least=size + 1,
         )
+
+
+def _refusal(problem: str, **facts: Any) -> UsageError:
+    return UsageError(f"--keep-rows{problem}", option="--keep-rows", **facts)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ..artifact.eagle3 import LmHeadSource
-from ..artifact.engines import Finding, in_words
+from ..engines.registry import Finding, in_words
 from ..head.draft_head import DraftHead
+from ..lm_head.lm_head import LmHead
 from ..manifest import Manifest
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights import names
@@ -24,15 +24,13 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
-    from ..sources.lm_head import TargetLMHead
-
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
 
 def manifest_of(
     inputs: Inputs,
     head: DraftHead,
-    lm_head: LmHeadSource | None,
+    lm_head: LmHead | None,
     ranking: Ranking | None,
     vocab: DraftVocab | None,
     measured: tuple[CoverageReport, str] | None,
@@ -57,7 +55,7 @@ def manifest_of(
     warnings += in_words(findings)
     return Manifest(
         kind=head.kind,
-        flavour=inputs.reading.flavour,
+        flavour=inputs.options.flavour,
         tool={"name": "eagle-slim", "version": version("eagle-slim")},
         draft_vocab=head.target_vocab if vocab is None else len(vocab),
         target_vocab=head.target_vocab,
@@ -78,11 +76,11 @@ def manifest_of(
     )
 
 
-def what_was_read(manifest: Manifest, head: DraftHead, lm_head: TargetLMHead | None) -> dict[str, Any]:
+def what_was_read(manifest: Manifest, head: DraftHead, lm_head: LmHead | None) -> dict[str, Any]:
     """The parts of the manifest that are known only when everything has been read."""
     found = {"head": {**manifest.head, "files": _records(head.tensors.source.files)}}
-    if lm_head is not None:
-        records = [{**record, "name": lm_head.file} for record in _records(lm_head.files)]
+    if lm_head is not None and lm_head.origin == "target":
+        records = [{**record, "name": lm_head.file} for record in _records(lm_head.checkpoint.files)]
         found["target"] = {**manifest.target, "files": records}
     return found
 
@@ -95,7 +93,7 @@ def _head(inputs: Inputs) -> dict[str, Any]:
         found["subfolder"] = source.subfolder
     if source.weights_file:
         found["weights_file"] = source.weights_file
-    return found if inputs.reading.d2t_form == "auto" else {**found, "d2t_form": inputs.reading.d2t_form}
+    return found if inputs.options.d2t_form == "auto" else {**found, "d2t_form": inputs.options.d2t_form}
 
 
 def _target(inputs: Inputs) -> dict[str, Any]:
@@ -109,12 +107,12 @@ def _target(inputs: Inputs) -> dict[str, Any]:
     return {"repo_id": None if inputs.choice is None else inputs.choice.name, "revision": None}
 
 
-def _lm_head(head: DraftHead, lm_head: LmHeadSource) -> dict[str, Any]:
+def _lm_head(head: DraftHead, lm_head: LmHead) -> dict[str, Any]:
     found, written = lm_head.dtype_name, lm_head.dtype_written(head)
     return {
         "from": lm_head.origin,
         "tensor": lm_head.name,
-        "rows": lm_head.source.shape(lm_head.name)[0],
+        "rows": lm_head.shape[0],
         "source_dtype": LONG_NAMES[found],
         "dtype": LONG_NAMES[written],
         "rounded": found != written,

@@ -11,13 +11,11 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
 from eagle_slim.vocab_tools.tokenizer.load import LoadedTokenizer, load_tokenizer
 
-from ..artifact.eagle3 import LmHeadSource
 from ..errors import MismatchError, SourceError
 from ..files import read_object
 from ..head.draft_head import DraftHead
 from ..sources import card
 from ..sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder, embedded_target_provenance
-from ..sources.lm_head import TargetLMHead
 from ..sources.public_heads import known_target
 from ..sources.source import ResolvedSource, target_files
 
@@ -117,44 +115,6 @@ def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Ta
     return Target(choice.name, source, _config(source.folder, choice.name), provenance)
 
 
-def lm_head_rows(head: DraftHead, lm_head: TargetLMHead, where: str) -> LmHeadSource:
-    """The target's LM head as the source of the slim head's rows.
-
-    Raises:
-        MismatchError: its shape is not [vocab_size, hidden_size] of the head.
-    """
-    rows, hidden = lm_head.shape
-    if hidden != head.hidden_size:
-        raise MismatchError(
-            f"{where}: {lm_head.name} has rows of {hidden}, the head {head.location} needs rows of {head.hidden_size} "
-            f"(its hidden_size).\n{_OTHER_TARGET}",
-            tensor=lm_head.name,
-            expected=head.hidden_size,
-            found=hidden,
-        )
-    if rows != head.target_vocab:
-        raise MismatchError(
-            f"{where}: {lm_head.name} has {rows} rows, the head {head.location} was trained for a vocabulary of "
-            f"{head.target_vocab}.\n{_OTHER_TARGET}",
-            tensor=lm_head.name,
-            expected=head.target_vocab,
-            found=rows,
-        )
-    warnings: list[str] = []
-    if lm_head.unused is not None:
-        warnings.append(
-            f"{where} stores {lm_head.unused} beside an embedding that its config.json ties: the rows are the "
-            f"embedding's, as in vLLM and SGLang (transformers 5 takes {lm_head.unused} where the two differ). If that "
-            "is the right one, set tie_word_embeddings to false in a copy of the target"
-        )
-    if lm_head.bias is not None:
-        warnings.append(
-            f"{where} adds {lm_head.bias} to its logits, for which a draft head has no place: drafts are ranked "
-            "without it, so fewer may be accepted"
-        )
-    return LmHeadSource(lm_head.checkpoint, lm_head.name, "target", where, tuple(warnings))
-
-
 def check_head_fits(head: DraftHead, target: Target) -> None:
     """Compare a head with the configuration of a target.
 
@@ -185,7 +145,7 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
 
 
 def open_tokenizer(
-    given: str | None, revision: str | None, target: Target | None, target_vocab: int, offline: bool
+    given: str | Path | None, revision: str | None, target: Target | None, target_vocab: int, offline: bool
 ) -> LoadedTokenizer | None:
     """The tokenizer: as given, else the target's own; None where there is neither.
 
@@ -212,7 +172,7 @@ def open_tokenizer(
             f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
             f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
             "Leave --tokenizer out to use the target's own.",
-            tokenizer=given,
+            tokenizer=str(given),
             expected=own.tokenizer_hash,
             found=tokenizer.tokenizer_hash,
         )

@@ -8,28 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..artifact import eagle1, eagle3
-from ..artifact.artifact import PLOT_NAME, ArtifactContents, freq_bytes, freq_name, write_artifact
-from ..artifact.eagle3 import LmHeadSource
-from ..artifact.engines import Finding, HeadFacts, conversion_findings
+from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
 from ..artifact.model_card import model_card
 from ..atomic import require_space
+from ..engines.facts import HeadFacts
+from ..engines.registry import Finding, conversion_findings
 from ..head.draft_head import DraftHead
+from ..lm_head.lm_head import LmHead, fitting, own_lm_head
 from ..manifest import Manifest
 from ..weights import names
 from ..weights.dtypes import item_size
 from ..weights.writer import TensorPlan
-from . import target as targets
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
+from .result import Conversion
 from .vocab_choice import Ranking
 
 if TYPE_CHECKING:
     import numpy as np
-    from eagle_slim.vocab_tools.ranking.report import CoverageReport
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
-
-    from ..sources.lm_head import TargetLMHead
 
 
 def write_slim(
@@ -39,8 +37,7 @@ def write_slim(
     kept_ids: NDArray[np.int64] | None,
     folder: Path,
     title: str,
-    force: bool,
-) -> tuple[Path, Manifest, CoverageReport | None, int, int, int]:
+) -> Conversion:
     """Write one artifact.
 
     Args:
@@ -50,10 +47,6 @@ def write_slim(
         kept_ids: int64 [kept], further ids in rank order whose rows are kept in a file of their own; None for none.
         folder: where it goes.
         title: its name on the model card.
-        force: replace an artifact that is there.
-
-    Returns:
-        folder, manifest, coverage, rows of the LM head before, and the bytes that a draft step reads before and after.
 
     Raises:
         CheckpointError, MismatchError: the source turned out to hold NaN, or values that do not fit.
@@ -61,7 +54,7 @@ def write_slim(
     """
     # With a record of reads of its own, so that a manifest lists what was read for this size alone.
     head = inputs.head.forked()
-    lm_head, target_lm_head = _lm_head(head, inputs)
+    lm_head = _lm_head(head, inputs)
     rows = len(vocab) if vocab is not None else head.target_vocab
     rows_before = inputs.rows_before
     before, after = (bytes_per_draft_step(head, count) for count in (rows_before, rows))
@@ -98,18 +91,19 @@ def write_slim(
             refused={found.engine for found in findings if found.severity == "error"},
         )
 
-    contents = ArtifactContents(
-        manifest=manifest,
-        config=config,
-        plans=plans,
-        gathered=gathered,
-        card=card,
-        after_read=lambda: what_was_read(manifest, head, target_lm_head),
-        kept=kept,
-        side_files=side_files,
+    written = write_artifact(
+        folder,
+        manifest,
+        config,
+        plans,
+        gathered,
+        kept,
+        side_files,
+        card,
+        after_read=lambda: what_was_read(manifest, head, lm_head),
+        force=inputs.options.force,
     )
-    written = write_artifact(folder, contents, force=force)
-    return folder, written, report, rows_before, before, after
+    return Conversion(folder, written, report, rows_before, before, after)
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
@@ -130,21 +124,20 @@ def _row_bytes(head: DraftHead) -> int:
     return head.hidden_size * item_size(dtype)
 
 
-def _lm_head(head: DraftHead, inputs: Inputs) -> tuple[LmHeadSource | None, TargetLMHead | None]:
+def _lm_head(head: DraftHead, inputs: Inputs) -> LmHead | None:
     if head.kind == "eagle":
-        return None, None
+        return None
     if head.has_lm_head:
-        return LmHeadSource(head.tensors.source, head.tensors.stored[names.LM_HEAD], "head", head.location), None
+        return own_lm_head(head)
     assert inputs.target is not None
     assert inputs.lm_head is not None
-    found = inputs.lm_head.forked()
-    return targets.lm_head_rows(head, found, f"target {inputs.target.name}"), found
+    return fitting(inputs.lm_head, head, inputs.target.name)
 
 
 def _config(head: DraftHead, inputs: Inputs, rows: int) -> dict[str, Any]:
     if head.kind == "eagle3":
-        return eagle3.slim_config(head, rows, inputs.reading.flavour)
-    return eagle1.repaired_config(head, inputs.reading.flavour)
+        return eagle3.slim_config(head, rows, inputs.options.flavour)
+    return eagle1.repaired_config(head, inputs.options.flavour)
 
 
 def _findings(head: DraftHead, inputs: Inputs, config: dict[str, Any], rows: int) -> list[Finding]:

@@ -29,11 +29,8 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
                 if dtype == "F64"
                 else "A quantised head is not converted: convert the unquantised one, then quantise the result."
             )
-            raise UnsupportedHeadError(
-                f"{where}: {name} is {found}; expected bfloat16, float16 or float32.\n{advice}",
-                path=where,
-                tensor=name,
-                found=found,
+            raise UnsupportedHeadError.at(
+                where, f"{name} is {found}; expected bfloat16, float16 or float32.\n{advice}", tensor=name, found=found
             )
 
 
@@ -86,10 +83,10 @@ def settle_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> l
     _settle_intermediate(tensors, config, "midlayer.", where)
     _check_shapes(tensors, _eagle3_shapes(config), where)
     if target_hidden != hidden and names.EMBEDDING not in tensors:
-        raise MismatchError(
-            f"{where}: the head's width {hidden} differs from the target's {target_hidden}, so it needs an "
+        raise MismatchError.at(
+            where,
+            f"the head's width {hidden} differs from the target's {target_hidden}, so it needs an "
             "embed_tokens.weight of its own, which is missing.\nFetch the complete head.",
-            path=where,
             tensor=names.EMBEDDING,
         )
     warnings = []
@@ -116,45 +113,42 @@ def settle_taps(
     target_hidden = config.get("target_hidden_size") or hidden
     if not head_config.uses_aux_layers(config):
         if given is not None:
-            raise MismatchError(
-                f"{where}: --tap-layers for a head that reads only the target's last hidden state.\n"
-                "Leave the option out.",
-                path=where,
+            raise MismatchError.at(
+                where,
+                "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out.",
                 option="--tap-layers",
             )
         _check_shapes(tensors, {names.FC: (hidden, target_hidden)}, where)
         return (), None
     if names.FC not in tensors:
-        raise CheckpointError(
-            f"{where}: incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.",
-            path=where,
-            tensor=names.FC,
+        raise CheckpointError.at(
+            where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.", tensor=names.FC
         )
     taps, warning = head_config.tap_layers(config, None if given is None else _layer_numbers(given), where)
     rows, columns = tensors.shape(names.FC)
     if rows != hidden or columns % target_hidden:
-        raise MismatchError(
-            f"{where}: fc.weight: expected [{hidden}, taps * {target_hidden}], found {[rows, columns]}.\n"
+        raise MismatchError.at(
+            where,
+            f"fc.weight: expected [{hidden}, taps * {target_hidden}], found {[rows, columns]}.\n"
             "The hidden sizes of head and target disagree.",
-            path=where,
             tensor=names.FC,
             found=(rows, columns),
         )
     count = columns // target_hidden
     stated = config.get("num_aux_hidden_states") or (len(taps) if taps is not None else 3)
     if count != stated or (taps is not None and len(taps) != count):
-        raise MismatchError(
-            f"{where}: fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or stated}: "
+        raise MismatchError.at(
+            where,
+            f"fc.weight takes {count} captured layers, the configuration names {list(taps or ()) or stated}: "
             "expected the same number.\nSay which are right with --tap-layers.",
-            path=where,
             taps=count,
             found=list(taps or ()) or stated,
         )
     norms = [name for name in tensors if names.is_fc_norm(name)]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
-        raise MismatchError(
-            f"{where}: expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head.",
-            path=where,
+        raise MismatchError.at(
+            where,
+            f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head.",
             found=norms,
         )
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (target_hidden,))
@@ -204,10 +198,10 @@ def _settle_intermediate(tensors: LazyTensors, config: dict[str, Any], layer: st
     if config.get("intermediate_size") is None:
         config["intermediate_size"] = middle
     if config["intermediate_size"] != middle:
-        raise MismatchError(
-            f"{where}: intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows.\n"
+        raise MismatchError.at(
+            where,
+            f"intermediate_size is {config['intermediate_size']}, gate_proj has {middle} rows.\n"
             "Correct config.json, or fetch the head again.",
-            path=where,
             key="intermediate_size",
             expected=middle,
             found=config["intermediate_size"],
@@ -236,17 +230,17 @@ def _settle_biases(
         )
     else:
         return
-    raise MismatchError(f"{where}: {problem}.", path=where, key=flag, found=present)
+    raise MismatchError.at(where, f"{problem}.", key=flag, found=present)
 
 
 def _check_norm_flag(config: Mapping[str, Any], flag: str, tensor: str, is_there: bool, where: str) -> None:
     is_set = bool(config.get(flag))
     if is_set != is_there:
-        raise MismatchError(
-            f"{where}: {flag} is {str(is_set).lower()} in config.json, but {tensor} is "
+        raise MismatchError.at(
+            where,
+            f"{flag} is {str(is_set).lower()} in config.json, but {tensor} is "
             f"{'missing' if is_set else 'in the file'}; engines would load it wrongly.\n"
             "Correct config.json, or fetch the complete head.",
-            path=where,
             key=flag,
             found=is_set,
         )
@@ -255,10 +249,10 @@ def _check_norm_flag(config: Mapping[str, Any], flag: str, tensor: str, is_there
 def _check_shapes(tensors: LazyTensors, expected: Shapes, where: str) -> None:
     for name, shape in expected.items():
         if name in tensors and (found := tensors.shape(name)) != shape:
-            raise MismatchError(
-                f"{where}: {name}: expected shape {list(shape)}, found {list(found)}.\n"
+            raise MismatchError.at(
+                where,
+                f"{name}: expected shape {list(shape)}, found {list(found)}.\n"
                 "Correct config.json, or fetch the head again.",
-                path=where,
                 tensor=name,
                 expected=shape,
                 found=found,

@@ -147,11 +147,11 @@ def tap_layers(
     nested = _layer_ids(raw, where, f"eagle_config.{AUX_LAYER_KEY}", lowest=-1)
     shifted = None if nested is None else tuple(layer + 1 for layer in nested)
     if top is not None and shifted is not None and top != shifted:
-        raise MismatchError(
-            f"{where}: {AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
+        raise MismatchError.at(
+            where,
+            f"{AUX_LAYER_KEY} at top level names the inputs of layers {list(top)}, the one in eagle_config "
             f"those of {list(shifted)}.\nSay which is right with --tap-layers {','.join(map(str, shifted))} (or "
             "another list).",
-            path=where,
             option=_TAPS_FLAG,
             found=[list(top), list(shifted)],
         )
@@ -181,28 +181,27 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     architectures = source.get("architectures")
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
-            raise UnsupportedHeadError(
-                f"{where}: architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE "
-                "head.",
-                path=where,
+            raise UnsupportedHeadError.at(
+                where,
+                f"architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE head.",
                 found=name,
             )
         if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
-            raise UnsupportedHeadError(
-                f"{where}: architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.", path=where, found=name
+            raise UnsupportedHeadError.at(
+                where, f"architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.", found=name
             )
     kind = source.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise UnsupportedHeadError(
-            f"{where}: speculators_model_type {kind!r} is not converted; expected 'eagle3'.", path=where, found=kind
+        raise UnsupportedHeadError.at(
+            where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.", found=kind
         )
     quantisation = source.get("quantization_config")
     if isinstance(quantisation, Mapping) and any(quantisation.values()):
         method = quantisation.get("quant_method") or quantisation.get("quant_algo") or "unnamed"
-        raise UnsupportedHeadError(
-            f"{where}: the head is quantised ({method}); its rows are not defined without their scales.\n"
+        raise UnsupportedHeadError.at(
+            where,
+            f"the head is quantised ({method}); its rows are not defined without their scales.\n"
             "Convert the unquantised head, then quantise the result.",
-            path=where,
             found=method,
         )
 
@@ -217,9 +216,9 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
 
 
 def _wrong(where: str, key: str, expected: str, found: object) -> MismatchError:
-    return MismatchError(
-        f"{where}: {key}: expected {expected}, found {found!r}.\nCorrect config.json.",
-        path=where,
+    return MismatchError.at(
+        where,
+        f"{key}: expected {expected}, found {found!r}.\nCorrect config.json.",
         key=key,
         expected=expected,
         found=found,
@@ -271,10 +270,9 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
     if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
         raise _wrong(where, "sliding_window", f"a positive number of tokens, as layer_types says {_SLIDING}", window)
     if config.get("use_sliding_window") is False:
-        raise MismatchError(
-            f"{where}: layer_types says {_SLIDING}, use_sliding_window is false.\n"
-            "Correct the wrong one in config.json.",
-            path=where,
+        raise MismatchError.at(
+            where,
+            f"layer_types says {_SLIDING}, use_sliding_window is false.\nCorrect the wrong one in config.json.",
             key="use_sliding_window",
         )
     config["layer_types"] = [_SLIDING]
@@ -317,10 +315,10 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
         return by_type[first]
     values = list(by_type.values())
     if any(value != values[0] for value in values):
-        raise MismatchError(
-            f"{where}: RoPE is given for {' and '.join(by_type)} layers apart, and layer_types does not say which the "
+        raise MismatchError.at(
+            where,
+            f"RoPE is given for {' and '.join(by_type)} layers apart, and layer_types does not say which the "
             "head's layer is.\nPut the right parameters into config.json as rope_theta and rope_scaling.",
-            path=where,
             key="rope_parameters",
             found=sorted(by_type),
         )

@@ -67,10 +67,10 @@ def open_kept_rows(source: ResolvedSource, kept: KeptRows, offline: bool = False
         fetch(source.snapshot, [f"{source.subfolder}/{KEPT_ROWS_NAME}".lstrip("/")], offline)
     folder = source.folder
     if not (folder / KEPT_ROWS_NAME).is_file():
-        raise ArtifactError(
-            f"{folder}: {KEPT_ROWS_NAME} is missing, which holds {len(kept)} rows by the manifest.\n"
+        raise ArtifactError.at(
+            folder,
+            f"{KEPT_ROWS_NAME} is missing, which holds {len(kept)} rows by the manifest.\n"
             "Fetch the artifact again, or convert the head again with --keep-rows.",
-            path=str(folder),
             file=KEPT_ROWS_NAME,
         )
     file = SafetensorsFile(path_inside(folder, KEPT_ROWS_NAME))

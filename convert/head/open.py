@@ -109,7 +109,7 @@ def head_from_checkpoint(
     check_dtypes(tensors, location)
     settle_biases(tensors, flat, table.kind, location)
     settle = _eagle if table.kind == "eagle" else _eagle3
-    flat, ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)
+    ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)
     if table.kind == "eagle3" and names.FC_BIAS in tensors:
         table.dropped[table.stored[names.FC_BIAS]] = "all zero, and not part of EAGLE-3"
     kept = {
@@ -132,17 +132,16 @@ def head_from_checkpoint(
     )
 
 
-_Settled = tuple[dict[str, Any], "np.ndarray[Any, np.dtype[np.int64]] | None", "tuple[int, ...] | None", list[str]]
+_Settled = tuple["np.ndarray[Any, np.dtype[np.int64]] | None", "tuple[int, ...] | None", list[str]]
 
 
 def _eagle(
     tensors: LazyTensors, config: dict[str, Any], where: str, d2t_form: D2tForm, given_taps: Sequence[int] | None
 ) -> _Settled:
     if given_taps is not None:
-        raise MismatchError(
-            f"{where}: --tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\n"
-            "Leave the option out.",
-            path=where,
+        raise MismatchError.at(
+            where,
+            "--tap-layers for an EAGLE-1/2 head, which reads the last hidden state alone.\nLeave the option out.",
             option="--tap-layers",
         )
     config["vocab_size"] = vocab_size(config, None, where)
@@ -150,7 +149,7 @@ def _eagle(
     warnings = []
     if tensors.is_nonzero(names.FC_BIAS):
         warnings.append("fc.bias is not zero: vLLM drops it, so drafts there are worse than elsewhere")
-    return config, None, None, warnings
+    return None, None, warnings
 
 
 def _eagle3(
@@ -172,14 +171,14 @@ def _eagle3(
     if ids is not None and ids.size and not bool(np.all(np.diff(ids) > 0)):
         warnings.append("the map was not in ascending order; rows and map are sorted together")
     if tensors.is_nonzero(names.FC_BIAS):
-        raise UnsupportedHeadError(
-            f"{where}: fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
+        raise UnsupportedHeadError.at(
+            where,
+            "fc.bias is not zero; EAGLE-3 in vLLM, SafeAILab and LMDeploy has no such bias and would draft "
             "wrongly without an error.\nSGLang and TensorRT-LLM serve it as it is, with bias: true in config.json; "
             "only a head without it is converted.",
-            path=where,
             tensor=names.FC_BIAS,
         )
     taps, tap_warning = settle_taps(config, tensors, where, given_taps)
     if given_taps is not None and taps:
-        config = head_config.with_tap_layers(config, taps)
-    return config, ids, taps, warnings + ([tap_warning] if tap_warning else [])
+        config.update(head_config.with_tap_layers(config, taps))
+    return ids, taps, warnings + ([tap_warning] if tap_warning else [])

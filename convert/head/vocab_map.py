@@ -36,9 +36,9 @@ def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2t
     rows = tensors.shape(names.LM_HEAD)[0] if names.LM_HEAD in tensors else None
 
     def wrong(problem: str, advice: str = _COMPLETE) -> MismatchError:
-        return MismatchError(
-            f"{where}: {problem}.\n{advice}",
-            path=where,
+        return MismatchError.at(
+            where,
+            f"{problem}.\n{advice}",
             rows=rows,
             d2t=None if d2t is None else len(d2t),
             t2d=None if t2d is None else len(t2d),
@@ -84,7 +84,7 @@ def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2t
             target_vocab=vocab,
         )
     except VocabularyError as error:
-        raise MismatchError(f"{where}: {error}", path=where, **error.facts) from error
+        raise MismatchError.at(where, f"{error}", **error.facts) from error
     config["draft_vocab_size"] = rows
     return np.asarray(ids, dtype=np.int64)
 
@@ -118,10 +118,9 @@ def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] 
         return None
     info = tensors.info(name)
     if info.dtype not in _INTEGERS or len(info.shape) != 1:
-        raise MismatchError(
-            f"{where}: {name}: expected a vector of integers, found {info.dtype} {list(info.shape)}.\n"
-            "Fetch the head again.",
-            path=where,
+        raise MismatchError.at(
+            where,
+            f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}.\nFetch the head again.",
             tensor=name,
             found=info.dtype,
         )

@@ -1,4 +1,4 @@
-"""How every question goes to the Hub: with a limit to silence, asked again when the Hub is busy.
+"""How every question goes to the Hub: with a timeout, asked again when the Hub is busy.
 
 Files travel through the library, so its cache, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and its other variables work as
 everywhere.
@@ -42,11 +42,11 @@ def ask(call: Callable[[], _Answer], repo_id: str, revision: str | None = None, 
             with explained(repo_id, revision, purpose):
                 return call()
         except UnreachableError as error:
-            pause_s = pause_before_next(attempt, error.retry_after_s)
+            pause_s = pause_before_next(attempt, error.trouble.retry_after_s)
             late = time.monotonic() - began + pause_s > _PATIENCE_S
-            if not error.is_passing or attempt == _ATTEMPTS or late:
+            if not error.trouble.is_passing or attempt == _ATTEMPTS or late:
                 raise
-            notify_stderr(f"{error.headline}; trying again in {pause_s:.0f} s")
+            notify_stderr(f"{error.trouble.headline}; trying again in {pause_s:.0f} s")
             time.sleep(pause_s)
     raise AssertionError("the last attempt returns or raises")
 
@@ -56,9 +56,9 @@ def notify_stderr(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def pause_before_next(attempt: int, asked_s: float | None = None, first_s: float = 1.0) -> float:
+def pause_before_next(attempt: int, asked_s: float | None = None) -> float:
     """Seconds to wait after the failed `attempt` (the first is 1): doubling, and at least what the Hub asked for."""
-    return max(asked_s or 0.0, min(16.0, first_s * 2.0 ** (attempt - 1)))
+    return max(asked_s or 0.0, min(16.0, 2.0 ** (attempt - 1)))
 
 
 def silence_s() -> float:

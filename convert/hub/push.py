@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from eagle_slim.vocab_tools.hub_errors import plain
+
 from ..errors import SourceError
 from .client import api, ask
-from .errors import plain
 from .snapshot import check_repository_id
 
 

@@ -1,8 +1,8 @@
 """One tensor of a safetensors file that lies on a server, fetched by byte ranges and kept in a cache.
 
 Only the header of the file and the bytes of the tensor travel. A broken connection is taken up where it broke, in this
-process or, after a kill, in the next one. The result is itself a small safetensors file. No library of the Hub is used
-here: `remote_file.py` supplies the transport.
+process or, after a kill, in the next one. The result is itself a small safetensors file. `remote_file.py` is the
+transport.
 
 The cache folder of one remote file (one content, named by its etag) holds for each tensor:
 
@@ -24,10 +24,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 from urllib.parse import quote
 
-from ..atomic import atomic_file, require_space
+from eagle_slim.vocab_tools.files import write_file
+
+from ..atomic import require_space
 from ..errors import OutputError, SourceError
 from ..weights.checksums import sha256_from, sha256_of
 from ..weights.safetensors_file import SafetensorsFile
@@ -40,6 +42,7 @@ from ..weights.safetensors_header import (
     parse_header,
 )
 from .client import pause_before_next
+from .remote_file import ConnectionBrokenError, HubFile
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10
@@ -51,81 +54,25 @@ _MAX_WAIT_S = 60.0
 _MAX_FILE_NAME = 200
 
 
-class ConnectionBrokenError(Exception):
-    """A transfer ended early, or the server is busy: worth another attempt.
-
-    Attributes:
-        retry_after_s: how long the server asks to wait, in seconds, where it says so.
-    """
-
-    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
-
-
-class RemoteFile(Protocol):
-    """A file on a server whose content cannot change under its etag."""
-
-    @property
-    def label(self) -> str:
-        """How messages call it."""
-        ...
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the whole file."""
-        ...
-
-    @property
-    def etag(self) -> str:
-        """Identifies this content."""
-        ...
-
-    def stream(self, start: int, end: int) -> AbstractContextManager[Iterator[bytes]]:
-        """Open bytes [start, end) of the file.
-
-        Raises:
-            ConnectionBrokenError: on opening or while iterating, where another attempt may help.
-            SourceError: the server refuses, or ignores ranges.
-        """
-        ...
-
-
 Progress = Callable[[str, int, int], AbstractContextManager[Callable[[int], object]]]
 """`progress(label, done_bytes, total_bytes)` gives a function to call with the number of bytes of each piece."""
 
 
-@contextlib.contextmanager
-def no_progress(label: str, done_bytes: int, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show nothing; the `Progress` of library calls that did not ask for one."""
-    yield lambda count: None
-
-
-def read_remote_header(file: RemoteFile, wait_s: float = 1.0) -> SafetensorsHeader:
+def read_remote_header(file: HubFile) -> SafetensorsHeader:
     """Fetch and check the header of a remote safetensors file.
-
-    Args:
-        file: the file.
-        wait_s: the first pause, in seconds, after a broken connection; it doubles with each.
 
     Raises:
         SourceError: the server cannot be reached, refuses, or ignores ranges.
         CheckpointError: the header is false (`safetensors_file.parse_header`).
     """
     wanted = max(LENGTH_BYTES, min(_FIRST_BYTES, file.size_bytes // _FIRST_SHARE))
-    first = _fetch_bytes(file, 0, min(wanted, file.size_bytes), wait_s)
+    first = _fetch_bytes(file, 0, min(wanted, file.size_bytes))
     end = LENGTH_BYTES + header_length(first, file.size_bytes, file.label)
-    raw = first if end <= len(first) else first + _fetch_bytes(file, len(first), end, wait_s)
+    raw = first if end <= len(first) else first + _fetch_bytes(file, len(first), end)
     return parse_header(raw[LENGTH_BYTES:end], file.size_bytes, file.label)
 
 
-def fetch_tensor(
-    file: RemoteFile,
-    span: TensorSpan,
-    folder: Path,
-    progress: Progress = no_progress,
-    wait_s: float = 1.0,
-) -> Path:
+def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path, progress: Progress) -> Path:
     """Return a safetensors file that holds one tensor of a remote file, from the cache or fetched into it.
 
     Args:
@@ -133,7 +80,6 @@ def fetch_tensor(
         span: the tensor, from its header.
         folder: cache folder of this content of this file.
         progress: shows how far the transfer is.
-        wait_s: the first pause, in seconds, after a broken connection; it doubles with each.
 
     Raises:
         SourceError: the transfer failed for good; what has come so far is kept for the next call. Or the disk is full.
@@ -143,11 +89,11 @@ def fetch_tensor(
         return entry.whole
     with _explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with open(entry.lock, "ab") as lock:
+        with open(entry.path(".lock"), "ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have fetched it while this one waited.
             if not entry.checked():
-                _complete(file, span, entry, progress, wait_s)
+                _complete(file, span, entry, progress)
     return entry.whole
 
 
@@ -161,44 +107,30 @@ class CacheEntry:
     @property
     def whole(self) -> Path:
         """The finished file."""
-        return self._path(".safetensors")
-
-    @property
-    def partial(self) -> Path:
-        """What has come so far."""
-        return self._path(".partial")
-
-    @property
-    def lock(self) -> Path:
-        """Locked while a process fetches."""
-        return self._path(".lock")
-
-    @property
-    def checksum(self) -> Path:
-        """Size and sha256 of the finished file."""
-        return self._path(".json")
+        return self.path(".safetensors")
 
     def checked(self) -> bool:
         """Whether the finished file is there with the size and hash noted for it."""
         try:
-            noted = json.loads(self.checksum.read_bytes())
+            noted = json.loads(self.path(".json").read_bytes())
             with open(self.whole, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 return bool(size == noted["size_bytes"] and sha256_from(file).hexdigest() == noted["sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def _path(self, suffix: str) -> Path:
+    def path(self, suffix: str) -> Path:
+        """A file of the tensor, by its ending."""
         name = quote(self.tensor, safe="")
         if len(name) > _MAX_FILE_NAME:
             name = sha256_of(self.tensor.encode())
         return self.folder / (name + suffix)
 
 
-def _complete(file: RemoteFile, span: TensorSpan, entry: CacheEntry, progress: Progress, wait_s: float) -> None:
+def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry, progress: Progress) -> None:
     prefix = _one_tensor_header(span, {"etag": file.etag})
     total = len(prefix) + span.size_bytes
-    with open(entry.partial, "a+b") as partial:
+    with open(entry.path(".partial"), "a+b") as partial:
         done = _resume(partial, prefix, total)
         require_space(entry.folder, total - done)
         partial.seek(0)
@@ -211,13 +143,12 @@ def _complete(file: RemoteFile, span: TensorSpan, entry: CacheEntry, progress: P
         begin = span.offset - len(prefix)
         with progress(f"{file.label}: {span.name}", done - len(prefix), span.size_bytes) as advance:
             try:
-                _transfer(file, begin + done, begin + total, keep, advance, wait_s)
+                _transfer(file, begin + done, begin + total, keep, advance)
             finally:
                 partial.flush()
         os.fsync(partial.fileno())
-    with atomic_file(entry.checksum) as out:
-        out.write(json.dumps({"sha256": digest.hexdigest(), "size_bytes": total}).encode())
-    os.replace(entry.partial, entry.whole)
+    write_file(entry.path(".json"), json.dumps({"sha256": digest.hexdigest(), "size_bytes": total}).encode())
+    os.replace(entry.path(".partial"), entry.whole)
     SafetensorsFile(entry.whole)
 
 
@@ -234,12 +165,11 @@ def _resume(partial: BinaryIO, prefix: bytes, total: int) -> int:
 
 
 def _transfer(
-    file: RemoteFile,
+    file: HubFile,
     start: int,
     end: int,
     keep: Callable[[bytes], None],
     advance: Callable[[int], object],
-    wait_s: float,
 ) -> None:
     """Bring bytes [start, end) to `keep`, in order, over as many connections as it takes within reason."""
     at, attempts, mark = start, 0, start
@@ -248,11 +178,11 @@ def _transfer(
             with file.stream(at, end) as chunks:
                 for chunk in chunks:
                     if at + len(chunk) > end:
-                        raise SourceError(
-                            f"{file.label}: the server sent more than bytes {at:,} to {end:,} that were asked for.\n"
+                        raise SourceError.at(
+                            file.label,
+                            f"the server sent more than bytes {at:,} to {end:,} that were asked for.\n"
                             "It does not serve ranges correctly: fetch the whole repository with `hf download` "
                             "and give its folder.",
-                            path=file.label,
                             expected=end - start,
                         )
                     keep(chunk)
@@ -264,19 +194,19 @@ def _transfer(
             attempts = 1 if at - mark >= _PROGRESS_BYTES else attempts + 1
             mark = at
             if attempts >= _MAX_ATTEMPTS:
-                raise SourceError(
-                    f"{file.label}: the connection keeps breaking ({error}); {at - start:,} of {end - start:,} bytes "
+                raise SourceError.at(
+                    file.label,
+                    f"the connection keeps breaking ({error}); {at - start:,} of {end - start:,} bytes "
                     "came.\nWhat has come is kept: the same command goes on from there. Check the connection.",
-                    path=file.label,
                     came=at - start,
                     expected=end - start,
                 ) from error
-            time.sleep(min(_MAX_WAIT_S, pause_before_next(attempts, error.retry_after_s, wait_s)))
+            time.sleep(min(_MAX_WAIT_S, pause_before_next(attempts, error.retry_after_s)))
 
 
-def _fetch_bytes(file: RemoteFile, start: int, end: int, wait_s: float) -> bytes:
+def _fetch_bytes(file: HubFile, start: int, end: int) -> bytes:
     raw = bytearray()
-    _transfer(file, start, end, raw.extend, lambda count: None, wait_s)
+    _transfer(file, start, end, raw.extend, lambda count: None)
     return bytes(raw)
 
 
@@ -296,6 +226,4 @@ def _explained(folder: Path) -> Iterator[None]:
         raise SourceError(f"{headline}\n{advice}", **{**error.facts, "path": str(folder)}) from error
     except OSError as error:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
-        raise SourceError(
-            f"{folder}: the cache cannot be written: {reason}.\n{advice}", path=str(folder), errno=error.errno
-        ) from error
+        raise SourceError.at(folder, f"the cache cannot be written: {reason}.\n{advice}", errno=error.errno) from error

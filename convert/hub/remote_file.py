@@ -8,13 +8,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_slim.vocab_tools.hub_errors import BUSY, endpoint, not_the_hub, retry_after_s, transport_errors
+
 from ..errors import SourceError
 from .client import LIBRARY_NAME, ask
-from .errors import BUSY, endpoint, explained, not_the_hub, retry_after_s, transport_errors
-from .range_reads import ConnectionBrokenError
+from .errors import explained, source_error
 
 # requests loses what it holds back of a chunk when a connection breaks, so chunks are small.
 _READ_BYTES = 1 << 13
+
+
+class ConnectionBrokenError(Exception):
+    """A transfer ended early, or the server is busy: worth another attempt.
+
+    Attributes:
+        retry_after_s: how long the server asks to wait, in seconds, where it says so.
+    """
+
+    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,12 @@ class HubFile:
 
     @contextmanager
     def stream(self, start: int, end: int) -> Iterator[Iterator[bytes]]:
-        """Open bytes [start, end): see `range_reads.RemoteFile`."""
+        """Open bytes [start, end) of the file.
+
+        Raises:
+            ConnectionBrokenError: on opening or while iterating, where another attempt may help.
+            SourceError: the server refuses, or ignores ranges.
+        """
         from huggingface_hub import constants, get_session
 
         # Both are documented as public, though the module has no __all__.
@@ -79,7 +97,7 @@ class HubFile:
         if whole or (response.status_code == 206 and found == expected):
             return
         if "html" in response.headers.get("Content-Type", ""):
-            raise not_the_hub(self.repo_id, "an HTML page")
+            raise source_error(not_the_hub(self.repo_id, "an HTML page"))
         raise SourceError(
             f"{self.label}: the server does not serve byte ranges: asked for {expected}, it answered "
             f"{response.status_code} with {found or 'no range'}.\n"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import cast
 
+from eagle_slim.vocab_tools.hub_errors import at
+
 from ..errors import CheckpointError, SourceError
 from ..weights.paths import list_names
 from .client import LIBRARY_NAME, api, ask, is_offline, silence_s
-from .errors import UnreachableError, at, explained, not_an_id
+from .errors import UnreachableError, explained
 
 Choose = Callable[[Sequence[str], str], list[str]]
 """From the names of all files of a repository, and how messages call it, the names of those that are wanted."""
@@ -34,13 +36,10 @@ class Snapshot:
 
 def check_repository_id(text: str) -> None:
     """Raise SourceError unless `text` can be the id of a repository."""
-    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, not in __all__
 
-    try:
+    with explained(text):
         validate_repo_id(text)
-    except HFValidationError as error:
-        raise not_an_id(text, error) from error
 
 
 def find_snapshot(
@@ -74,7 +73,7 @@ def find_snapshot(
             cached = _cached(repo_id, revision, choose, hints, inside)
             if cached is None:
                 raise
-            notify(f"{error.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}")
+            notify(f"{error.trouble.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}")
             return cached
     cached = _cached(repo_id, revision, choose, hints, inside)
     if cached is None:

@@ -115,9 +115,7 @@ class _Gguf:
         try:
             reader = gguf.GGUFReader(str(path))
         except (ValueError, IndexError, OSError) as error:
-            raise SourceError(
-                f"{path}: cannot be read as GGUF ({error}).\nRun `{INSTALL_COMMAND}` again.", path=str(path)
-            ) from error
+            raise SourceError.at(path, f"cannot be read as GGUF ({error}).\nRun `{INSTALL_COMMAND}` again.") from error
         fields = {name: field.contents() for name, field in reader.fields.items()}
         return cls(fields, {tensor.name: tensor for tensor in reader.tensors})
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -54,7 +53,6 @@ class ResolvedSource:
     Attributes:
         folder: holds the files; a snapshot of the Hub's cache where `repo_id` is set.
         repo_id: repository on the Hub, or None for a folder of the user.
-        revision: branch, tag or commit as asked for, or None.
         commit: the commit that `folder` holds, or None for a folder of the user.
         files: names of the files in `folder`, or of all in the repository; those not asked for are not in `folder`.
         subfolder: where in the repository, or in the folder of the user, `folder` is; "" for all of it.
@@ -64,7 +62,6 @@ class ResolvedSource:
 
     folder: Path
     repo_id: str | None = None
-    revision: str | None = None
     commit: str | None = None
     files: tuple[str, ...] = ()
     subfolder: str = ""
@@ -101,28 +98,6 @@ class ResolvedSource:
         return card.front_matter(self.folder) or card.front_matter(self.root)
 
 
-def resolve(
-    source: str | Path,
-    revision: str | None = None,
-    offline: bool = False,
-    allow_patterns: Sequence[str] | None = None,
-    notify: Notify = notify_stderr,
-) -> ResolvedSource:
-    """Return a folder with the files of a folder or Hub repository that match.
-
-    Args:
-        source: an existing folder, or the id of a model repository on the Hub. A folder of that name comes first.
-        revision: branch, tag or commit of the repository; refused for a folder.
-        offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
-        allow_patterns: shell patterns of the files to fetch; all files, if None.
-        notify: called with notices for the user.
-
-    Raises:
-        SourceError: no such folder or repository or revision, no access, no connection, disk full.
-    """
-    return _resolve(source, revision, offline, lambda names, _: _matching(names, allow_patterns), notify)
-
-
 def open_head_source(
     head: str | Path | None,
     revision: str | None = None,
@@ -135,14 +110,14 @@ def open_head_source(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        revision, offline, notify: as `resolve`.
+        revision, offline, notify: as `target_files`.
         subfolder: where in the repository or folder the head is. The repository's card comes with it where the
             sub-folder has none.
         weights_file: name of the file with the weights, where there are several.
 
     Raises:
         UsageError: a sub-folder that would lead out.
-        SourceError: as `resolve`; or there is no such sub-folder.
+        SourceError: as `target_files`; or there is no such sub-folder.
         CheckpointError: the repository holds no weights, or an index that is damaged or unsafe.
         UnsupportedHeadError: the index names tensors that no head has.
     """
@@ -170,13 +145,25 @@ def open_head_source(
 
 
 def target_files(
-    target: str | Path, revision: str | None = None, offline: bool = False, notify: Notify = notify_stderr
+    target: str | Path,
+    revision: str | None = None,
+    offline: bool = False,
+    notify: Notify = notify_stderr,
+    names: Collection[str] = TARGET_FILES,
 ) -> ResolvedSource:
     """Return a folder with configuration and tokenizer of a target; its weights are not fetched.
 
-    Arguments and errors as `resolve`.
+    Args:
+        target: an existing folder, or the id of a model repository on the Hub. A folder of that name comes first.
+        revision: branch, tag or commit of the repository; refused for a folder.
+        offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
+        notify: called with notices for the user.
+        names: of the files.
+
+    Raises:
+        SourceError: no such folder or repository or revision, no access, no connection, disk full.
     """
-    return resolve(target, revision, offline, TARGET_FILES, notify)
+    return _resolve(target, revision, offline, lambda found, _: [name for name in found if name in names], notify)
 
 
 def _resolve(
@@ -185,10 +172,8 @@ def _resolve(
     folder = expand_home(source)
     if str(source) and folder.is_dir():
         if revision is not None:
-            raise SourceError(
-                f"{source}: is a folder and has no revision {revision!r}.\nLeave the revision out.",
-                path=str(source),
-                revision=revision,
+            raise SourceError.at(
+                source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.", revision=revision
             )
         return ResolvedSource(folder, files=tuple(list_names(folder)))
     repo_id = str(source)
@@ -202,13 +187,7 @@ def _resolve(
             found="file" if is_file else None,
         )
     found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside, notify)
-    return ResolvedSource(found.folder, repo_id, revision, found.commit, found.files)
-
-
-def _matching(names: Sequence[str], patterns: Sequence[str] | None) -> list[str]:
-    if patterns is None:
-        return list(names)
-    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 
 def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: str | None) -> list[str]:
@@ -219,7 +198,7 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
     _check_weights_file(beside, weights_file, where)
     try:
         chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
-        found = [*_matching(beside, HEAD_FILES), chosen]
+        found = [*(name for name in beside if name in HEAD_FILES), chosen]
     except CheckpointError as error:
         elsewhere = {folder_of[name] for name in names if name.endswith(".safetensors")} - {"", subfolder}
         if not elsewhere:
@@ -235,18 +214,18 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
 def _check_weights_file(names: Collection[str], weights_file: str | None, where: str) -> None:
     if weights_file is not None and weights_file not in names:
         weights = sorted(name for name in names if name.endswith((".safetensors", ".bin", ".index.json")))
-        raise SourceError(
-            f"{where}: no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
-            path=where,
+        raise SourceError.at(
+            where,
+            f"no file {weights_file!r}.\nIt holds {', '.join(weights[:8]) or 'no weights'}.",
             option="--weights-file",
             found=weights,
         )
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
-    return SourceError(
-        f"{where}: no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
-        path=where,
+    return SourceError.at(
+        where,
+        f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
         subfolder=subfolder,
         subfolders=sorted({folder for folder in folders if folder[:1] not in ("", ".")}),
     )

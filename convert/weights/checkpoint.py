@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,10 +52,6 @@ class Checkpoint:
         other._reads = {path: list(reads) for path, reads in self._reads.items()}
         return other
 
-    def file_of(self, name: str) -> WeightsFile:
-        """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
-        return self._file(name)
-
     def replaced(self, name: str, file: WeightsFile) -> Checkpoint:
         """The same open files, except that a tensor comes from another one; with a record of its own, as `fork`."""
         other = self.fork()
@@ -73,7 +68,7 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
-        return self._file(name).tensors[name]
+        return self.file_of(name).tensors[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor; nothing of its data is read."""
@@ -123,7 +118,7 @@ class Checkpoint:
             CheckpointError: as `rows`.
         """
         wanted = None if ids is None else self._row_ids(name, ids)
-        sha256 = yield from stream.pieces(self._file(name), name, wanted, piece_bytes)
+        sha256 = yield from stream.pieces(self.file_of(name), name, wanted, piece_bytes)
         self._record(name, wanted, sha256)
         return sha256
 
@@ -138,7 +133,7 @@ class Checkpoint:
 
     def path_of(self, name: str) -> Path:
         """Return the file that holds a tensor; CheckpointError where there is none of that name."""
-        return self._file(name).path
+        return self.file_of(name).path
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -148,14 +143,6 @@ class Checkpoint:
             FileRecord(path, file.size_bytes, tuple(self._reads.get(path, ()))) for path, file in files.items()
         )
 
-    @property
-    def metadata(self) -> Mapping[str, str]:
-        """The `__metadata__` strings of the first safetensors file; empty for other formats."""
-        for file in self._file_of.values():
-            if isinstance(file, SafetensorsFile):
-                return MappingProxyType(dict(file.header.metadata))
-        return MappingProxyType({})
-
     def _tensor(self, name: str, dtype: torch.dtype, ids: NDArray[np.int64] | None) -> torch.Tensor:
         import torch
 
@@ -164,7 +151,7 @@ class Checkpoint:
         return torch.from_numpy(self._read(name, ids).reshape(-1)).view(dtype).reshape(shape)
 
     def _read(self, name: str, ids: NDArray[np.int64] | None) -> Bytes:
-        value, sha256 = stream.read(self._file(name), name, ids)
+        value, sha256 = stream.read(self.file_of(name), name, ids)
         self._record(name, ids, sha256)
         return value
 
@@ -173,23 +160,23 @@ class Checkpoint:
         if wanted.size == 0:
             wanted = wanted.astype(np.int64)
         if wanted.ndim != 1 or wanted.dtype.kind not in "iu":
-            raise CheckpointError(
-                f"{self.where}: rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape "
-                f"{wanted.shape}.",
-                path=self.where,
+            raise CheckpointError.at(
+                self.where,
+                f"rows of {shorten(name)}: expected a list of integers, found {wanted.dtype} of shape {wanted.shape}.",
                 tensor=name,
                 found=str(wanted.dtype),
             )
         return np.ascontiguousarray(wanted, dtype=np.int64)
 
-    def _file(self, name: str) -> WeightsFile:
+    def file_of(self, name: str) -> WeightsFile:
+        """Return the open file that holds a tensor; CheckpointError where there is none of that name."""
         try:
             return self._file_of[name]
         except KeyError:
-            raise CheckpointError(
-                f"{self.where}: no tensor {shorten(name)}; it holds {len(self._file_of)}: "
+            raise CheckpointError.at(
+                self.where,
+                f"no tensor {shorten(name)}; it holds {len(self._file_of)}: "
                 f"{shorten(sorted(self._file_of)[:12], 400)}.",
-                path=self.where,
                 tensor=name,
             ) from None
 
@@ -197,7 +184,7 @@ class Checkpoint:
         info = self.info(name)
         rows = None if ids is None else len(ids)
         size_bytes = info.size_bytes if rows is None else rows * info.row_bytes
-        self._reads.setdefault(self._file(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
+        self._reads.setdefault(self.file_of(name).path, []).append(ReadRecord(name, rows, size_bytes, sha256))
 
 
 def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weights_file: str = "") -> Checkpoint:
@@ -218,7 +205,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     if path.is_file():
         return _single(path, open_weights_file(path))
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder or file.\nExpected a checkpoint.", path=str(path))
+        raise CheckpointError.at(path, "no such folder or file.\nExpected a checkpoint.")
     chosen = weights_file or _chosen(path)
     if not chosen.endswith(".index.json"):
         return _single(path, open_weights_file(path_inside(path, chosen)))
@@ -252,10 +239,10 @@ def _chosen(folder: Path) -> str:
         if not inside:
             raise
         found = [str(path.relative_to(folder)) for path in inside]
-        raise CheckpointError(
-            f"{folder}: no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
+        raise CheckpointError.at(
+            folder,
+            f"no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
             "Name one with --subfolder of eagle-convert, or --head-subfolder of eagle-generate and eagle-compare.",
-            path=str(folder),
             subfolders=found,
         ) from error
 

@@ -44,10 +44,10 @@ def torch_dtype(name: str, where: str) -> torch.dtype:
     import torch
 
     if name not in LONG_NAMES:
-        raise CheckpointError(
-            f"{where}: dtype {name} is packed below one byte and cannot be read as a tensor here.\n"
+        raise CheckpointError.at(
+            where,
+            f"dtype {name} is packed below one byte and cannot be read as a tensor here.\n"
             "Use a checkpoint that stores this tensor in bf16, fp16, fp32 or an 8-bit type.",
-            path=where,
             found=name,
         )
     return getattr(torch, LONG_NAMES[name])  # type: ignore[no-any-return]

@@ -32,10 +32,10 @@ class JoinedRows(WeightsFile):
         kinds = [(info.dtype, len(info.shape), *info.shape[1:]) for info in infos]
         if kinds[0] != kinds[1] or kinds[0][1] != 2:
             found = " and ".join(f"{info.dtype} {list(info.shape)}" for info in infos)
-            raise CheckpointError(
-                f"{self.where}: {name}: expected two matrices of one dtype and width, found {found}.\n"
+            raise CheckpointError.at(
+                self.where,
+                f"{name}: expected two matrices of one dtype and width, found {found}.\n"
                 "The files are of two heads: fetch them again.",
-                path=self.where,
                 tensor=name,
                 found=found,
             )

@@ -113,18 +113,17 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     for name, short in bare.items():
         for pattern, meaning in (*_FOREIGN, *several):
             if pattern.fullmatch(short):
-                raise UnsupportedHeadError(
-                    f"{where}: tensor {name} marks {meaning}, which is not converted.\n"
+                raise UnsupportedHeadError.at(
+                    where,
+                    f"tensor {name} marks {meaning}, which is not converted.\n"
                     "Expected an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama decoder layer.",
-                    path=where,
                     tensor=name,
                     found=meaning,
                 )
     if kind == "eagle" and FC not in bare.values():
-        raise UnsupportedHeadError(
-            f"{where}: neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight).\nFound "
-            f"{_some(ordered)}.",
-            path=where,
+        raise UnsupportedHeadError.at(
+            where,
+            f"neither an EAGLE-3 head (no hidden_norm) nor an EAGLE-1/2 head (no fc.weight).\nFound {_some(ordered)}.",
             found=ordered,
         )
 
@@ -139,16 +138,16 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
             continue
         canonical = _rename(short, kind)
         if not _known(canonical, kind):
-            raise UnsupportedHeadError(
-                f"{where}: tensor {name} has no place in an {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head.\n"
+            raise UnsupportedHeadError.at(
+                where,
+                f"tensor {name} has no place in an {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head.\n"
                 "A head of another kind is refused rather than guessed at.",
-                path=where,
                 tensor=name,
             )
         if canonical in stored:
-            raise CheckpointError(
-                f"{where}: tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them.",
-                path=where,
+            raise CheckpointError.at(
+                where,
+                f"tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them.",
                 tensor=canonical,
                 found=[stored[canonical], name],
             )
@@ -160,10 +159,9 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         advice = "Fetch the checkpoint again."
         if all(name.endswith("norm.weight") for name in missing):
             advice += " A head that was trained without these norms is not converted."
-        raise CheckpointError(
-            f"{where}: incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing.\n"
-            f"{advice}",
-            path=where,
+        raise CheckpointError.at(
+            where,
+            f"incomplete {'EAGLE-3' if kind == 'eagle3' else 'EAGLE-1/2'} head: {_some(missing)} missing.\n{advice}",
             missing=missing,
         )
     return NameTable(kind, stored, dropped)

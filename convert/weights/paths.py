@@ -54,10 +54,10 @@ def choose_weights(names: list[str], where: str) -> str:
             return preferred
     shards = [name for name in names if "-of-" in name and name.endswith((".safetensors", ".bin"))]
     if shards:
-        raise CheckpointError(
-            f"{where}: holds shards such as {shards[0]} but no index: expected {SAFETENSORS_INDEX} or {TORCH_INDEX}.\n"
+        raise CheckpointError.at(
+            where,
+            f"holds shards such as {shards[0]} but no index: expected {SAFETENSORS_INDEX} or {TORCH_INDEX}.\n"
             "Fetch the index file as well.",
-            path=where,
             found=shards[0],
         )
     others = sorted(name for name in names if name.endswith(".safetensors") and "/" not in name)
@@ -65,10 +65,10 @@ def choose_weights(names: list[str], where: str) -> str:
     if len(plain) == 1:
         return plain[0]
     if plain:
-        raise CheckpointError(
-            f"{where}: several files of weights and none with the usual name: {', '.join(plain[:5])}.\n"
+        raise CheckpointError.at(
+            where,
+            f"several files of weights and none with the usual name: {', '.join(plain[:5])}.\n"
             "Give a folder with the one that is meant and its config.json.",
-            path=where,
             found=plain,
         )
     raise CheckpointError(
@@ -95,7 +95,7 @@ def read_index(path: Path) -> WeightsIndex:
             raise damaged(str(path), f"an index of {path.stat().st_size:,} bytes is not an index")
         return parse_index(read_regular(path), str(path))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
+        raise CheckpointError.at(path, f"cannot be read: {error.strerror}.") from error
 
 
 def parse_index(raw: bytes, where: str) -> WeightsIndex:
@@ -175,16 +175,16 @@ def path_inside(folder: Path, name: str) -> Path:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:
         reason = "a link to nothing" if path.is_symlink() else "not there"
-        raise CheckpointError(
-            f"{path}: {reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again.",
-            path=str(path),
+        raise CheckpointError.at(
+            path,
+            f"{reason}. Expected a file of weights.\nFetch the missing file, or the whole repository again.",
             found=reason,
         ) from error
     if not any(real.is_relative_to(root) for root in allowed_roots(folder)):
-        raise CheckpointError(
-            f"{path}: a link that leads out of the checkpoint, to {real}.\n"
+        raise CheckpointError.at(
+            path,
+            f"a link that leads out of the checkpoint, to {real}.\n"
             "Expected a file in this folder; copy the file there if you trust it.",
-            path=str(path),
             found=str(real),
         )
     return path
@@ -206,4 +206,4 @@ def list_names(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not os.path.isdir(folder / name))
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be listed: {error.strerror}.", path=str(folder)) from error
+        raise CheckpointError.at(folder, f"cannot be listed: {error.strerror}.") from error

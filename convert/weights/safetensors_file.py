@@ -84,9 +84,8 @@ class SafetensorsFile(WeightsFile):
         try:
             count = os.preadv(fd, [into], offset)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.where}: cannot be read at offset {offset:,}: {error.strerror}.\nCheck the disk.",
-                path=self.where,
+            raise CheckpointError.at(
+                self.where, f"cannot be read at offset {offset:,}: {error.strerror}.\nCheck the disk."
             ) from error
         if count == 0:
             raise self._changed(offset)
@@ -102,10 +101,10 @@ class SafetensorsFile(WeightsFile):
             raise self._changed(size)
 
     def _changed(self, size_bytes: int) -> CheckpointError:
-        return CheckpointError(
-            f"{self.where}: had {self.size_bytes:,} bytes when it was opened and has {size_bytes:,} now.\n"
+        return CheckpointError.at(
+            self.where,
+            f"had {self.size_bytes:,} bytes when it was opened and has {size_bytes:,} now.\n"
             "Something has changed the file in the meantime: try again when it is complete.",
-            path=self.where,
             expected=self.size_bytes,
             found=size_bytes,
         )
@@ -114,8 +113,8 @@ class SafetensorsFile(WeightsFile):
         try:
             return open_regular(self.path)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.where}: cannot be opened: {error.strerror}.\nExpected a file of weights.", path=self.where
+            raise CheckpointError.at(
+                self.where, f"cannot be opened: {error.strerror}.\nExpected a file of weights."
             ) from error
 
 

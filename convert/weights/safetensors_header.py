@@ -51,10 +51,10 @@ class SafetensorsHeader:
 
 def lfs_pointer_error(where: str, size_bytes: int) -> CheckpointError:
     """The error for a file that Git LFS has not fetched yet."""
-    return CheckpointError(
-        f"{where}: this is a Git LFS pointer, a text of {size_bytes:,} bytes, not the weights.\n"
+    return CheckpointError.at(
+        where,
+        f"this is a Git LFS pointer, a text of {size_bytes:,} bytes, not the weights.\n"
         "Run `git lfs pull` in that folder, or fetch the repository with `hf download`.",
-        path=where,
         found="Git LFS pointer",
     )
 

@@ -180,9 +180,9 @@ def _allocate(file: WeightsFile, tensor: TensorInfo, rows: int) -> Bytes:
     try:
         return allocate(rows, tensor.row_bytes)
     except (MemoryError, ValueError) as error:
-        raise CheckpointError(
-            f"{file.where}: tensor {shorten(tensor.name)}: {rows * tensor.row_bytes:,} bytes do not fit into memory.",
-            path=file.where,
+        raise CheckpointError.at(
+            file.where,
+            f"tensor {shorten(tensor.name)}: {rows * tensor.row_bytes:,} bytes do not fit into memory.",
             tensor=tensor.name,
         ) from error
 
@@ -194,15 +194,15 @@ def allocate(rows: int, row_bytes: int) -> Bytes:
 
 def _check_ids(ids: NDArray[np.int64], tensor: TensorInfo, where: str) -> None:
     if not tensor.shape:
-        raise CheckpointError(
-            f"{where}: tensor {shorten(tensor.name)} is a scalar and has no rows.", path=where, tensor=tensor.name
+        raise CheckpointError.at(
+            where, f"tensor {shorten(tensor.name)} is a scalar and has no rows.", tensor=tensor.name
         )
     if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tensor.num_rows:
         wrong = int(ids.max()) if int(ids.max()) >= tensor.num_rows else int(ids.min())
-        raise CheckpointError(
-            f"{where}: tensor {shorten(tensor.name)}: row {wrong} was asked for, of {tensor.num_rows}.\n"
+        raise CheckpointError.at(
+            where,
+            f"tensor {shorten(tensor.name)}: row {wrong} was asked for, of {tensor.num_rows}.\n"
             "The vocabulary and this checkpoint do not belong together.",
-            path=where,
             tensor=tensor.name,
             row=wrong,
             rows=tensor.num_rows,

@@ -80,8 +80,8 @@ class TorchFile(WeightsFile):
                 self.size_bytes = os.fstat(file.fileno()).st_size
                 magic = file.read(64)
         except OSError as error:
-            raise CheckpointError(
-                f"{self.where}: cannot be opened: {error.strerror}.\nExpected a file of weights.", path=self.where
+            raise CheckpointError.at(
+                self.where, f"cannot be opened: {error.strerror}.\nExpected a file of weights."
             ) from error
         if magic.startswith(LFS_POINTER):
             raise lfs_pointer_error(self.where, self.size_bytes)
@@ -92,18 +92,25 @@ class TorchFile(WeightsFile):
         try:
             with zipfile.ZipFile(self.path) as archive:
                 records = archive.infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError) as error:
+                self._check_records(records)
+                # torch maps the file and never looks at the checksums.
+                broken = archive.testzip()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, RuntimeError) as error:
             raise damaged(self.where, f"truncated or damaged zip archive ({shorten(str(error))})") from error
+        if broken is not None:
+            raise damaged(self.where, f"damaged: the checksum of record {shorten(broken)} does not fit", record=broken)
+
+    def _check_records(self, records: Sequence[zipfile.ZipInfo]) -> None:
         names = [record.filename for record in records]
         if len(set(names)) != len(names):
             raise damaged(self.where, "damaged: the archive holds two records of one name")
         pickles = [record for record in records if record.filename.endswith("data.pkl")]
         if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
-            raise CheckpointError(
-                f"{self.where}: not a checkpoint of torch.save: expected one data.pkl of at most "
+            raise CheckpointError.at(
+                self.where,
+                f"not a checkpoint of torch.save: expected one data.pkl of at most "
                 f"{_MAX_PICKLE_BYTES:,} bytes, found {[record.file_size for record in pickles]}.\n"
                 "A TorchScript archive or an ordinary zip file cannot be converted.",
-                path=self.where,
                 found=len(pickles),
             )
         for record in records:
@@ -112,18 +119,6 @@ class TorchFile(WeightsFile):
                 raise damaged(self.where, f"damaged: record {name} is compressed, which torch.save never does")
             if record.header_offset < 0 or record.header_offset + record.file_size > self.size_bytes:
                 raise damaged(self.where, f"damaged: record {name} lies outside the file")
-        # torch maps the file and never looks at the checksums.
-        if (record_name := self._broken_record()) is not None:
-            raise damaged(
-                self.where, f"damaged: the checksum of record {shorten(record_name)} does not fit", record=record_name
-            )
-
-    def _broken_record(self) -> str | None:
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                return archive.testzip()
-        except (zipfile.BadZipFile, OSError, ValueError, RuntimeError) as error:
-            raise damaged(self.where, f"damaged zip archive ({shorten(str(error))})") from error
 
     def _load(self, is_zip: bool) -> dict[str, torch.Tensor]:
         import torch
@@ -144,10 +139,10 @@ class TorchFile(WeightsFile):
     def _refused(self, reason: str) -> CheckpointError:
         # torch names the function in one line, amid advice on how to switch the protection off.
         if code := re.search(r"(?:GLOBAL|Can only (?:build|create)[^\n]* got) (\S+)", reason):
-            return CheckpointError(
-                f"{self.where}: refused: expected tensors only, found a pickle that would call {shorten(code[1])} when "
+            return CheckpointError.at(
+                self.where,
+                f"refused: expected tensors only, found a pickle that would call {shorten(code[1])} when "
                 f"it is loaded.\nNothing of it was run. {SAFER}",
-                path=self.where,
                 found=code[1],
             )
         cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
@@ -157,18 +152,17 @@ class TorchFile(WeightsFile):
         import torch
 
         if not isinstance(loaded, Mapping) or not loaded:
-            raise CheckpointError(
-                f"{self.where}: expected tensors by name, found {type(loaded).__name__}.\n"
-                "Export the model's state_dict.",
-                path=self.where,
+            raise CheckpointError.at(
+                self.where,
+                f"expected tensors by name, found {type(loaded).__name__}.\nExport the model's state_dict.",
                 found=type(loaded).__name__,
             )
         for name, value in loaded.items():
             if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-                raise CheckpointError(
-                    f"{self.where}: expected tensors by name, found {shorten(name)} of type {type(value).__name__}.\n"
+                raise CheckpointError.at(
+                    self.where,
+                    f"expected tensors by name, found {shorten(name)} of type {type(value).__name__}.\n"
                     "A training checkpoint must be exported first: save the model's state_dict alone.",
-                    path=self.where,
                     tensor=name,
                     found=type(value).__name__,
                 )

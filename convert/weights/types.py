@@ -67,7 +67,7 @@ class FileRecord:
 
 def damaged(where: str, problem: str, **facts: Any) -> CheckpointError:
     """The error for a file that is not what it claims to be: fetch it again."""
-    return CheckpointError(f"{where}: {problem}.\n{FETCH_AGAIN}", path=where, **facts)
+    return CheckpointError.at(where, f"{problem}.\n{FETCH_AGAIN}", **facts)
 
 
 def shorten(value: object, limit: int = 80) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert import atomic
-from eagle_slim.convert.atomic import atomic_directory, atomic_file, check_output, clean_leftovers, require_space
+from eagle_slim.convert.atomic import atomic_directory, check_output, clean_leftovers, require_space
 from eagle_slim.convert.errors import OutputError, OutputExistsError
 from support.raising import raises
 
@@ -265,61 +265,16 @@ def test_two_writers_at_once(tmp_path: Path) -> None:
     assert tree(tmp_path) == {"out/a": "fast", "out/sub/b": "fast"}
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def test_file(tmp_path: Path) -> None:
-    path = tmp_path / "sub" / "counts.bin"
-    with atomic_file(path) as file:
-        file.write(b"one")
-        assert not path.exists()
-    with pytest.raises(OutputExistsError), atomic_file(path, force=False):
-        pytest.fail("the body must not run")
-
-    def broken_off() -> None:
-        with atomic_file(path) as file:
-            file.write(b"half")
-            file.flush()
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        broken_off()
-    assert path.read_bytes() == b"one"
-    with atomic_file(path) as file:
-        file.write(b"two")
-    assert path.read_bytes() == b"two"
-    assert os.listdir(path.parent) == ["counts.bin"]
-    with pytest.raises(OutputExistsError), atomic_file(path.parent) as file:
-        pytest.fail("the body must not run")
-
-
-def test_file_that_appears_in_the_meantime(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-
-    def overtaken() -> None:
-        with atomic_file(path, force=False) as file:
-            file.write(b"late")
-            path.write_bytes(b"early")
-
-    with pytest.raises(OutputExistsError):
-        overtaken()
-    assert path.read_bytes() == b"early"
-    assert os.listdir(tmp_path) == ["a"]
-
-
 def test_file_killed(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"old")
     script = (
-        "import os, signal, sys; from eagle_slim.convert.atomic import atomic_file\n"
-        "with atomic_file(sys.argv[1]) as f: f.write(b'new'); f.flush(); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from eagle_slim.vocab_tools import files\n"
+        "files.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "files.write_file(sys.argv[1], b'new')"
     )
-    subprocess.run([sys.executable, "-c", script, str(path)], check=False)
-    assert path.read_bytes() == b"old"
-    assert len(os.listdir(tmp_path)) == 2
-    with atomic_file(path) as file:
-        file.write(b"new")
-    assert os.listdir(tmp_path) == ["a"]
+    run = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
+    assert (run.returncode, path.read_bytes()) == (-signal.SIGKILL, b"old")
 
 
 def test_space(tmp_path: Path) -> None:

@@ -7,11 +7,11 @@ import sys
 import eagle_slim.convert as package
 
 NAMES = {
-    "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError", "DraftHead",
-    "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError", "Planned",
-    "PreparedConversion", "SourceError",
-    "UnsupportedHeadError", "Verification", "VocabRequest", "convert_head", "embedded_head", "embedded_target_folder",
-    "export_embedded_target", "open_checkpoint", "open_head", "prepare_conversion", "push_folder", "verify_artifact",
+    "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError",
+    "ConvertOptions", "DraftHead", "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError",
+    "Planned", "PreparedConversion", "SourceError", "UnsupportedHeadError", "Verification", "VocabRequest",
+    "convert_head", "embedded_head", "embedded_target_folder", "export_embedded_target", "open_checkpoint",
+    "open_head", "prepare_conversion", "push_folder", "verify_artifact",
 }  # fmt: skip
 
 
@@ -22,15 +22,16 @@ def test_names_are_pinned():
 
 
 def test_parameters_of_the_commands_functions():
-    convert = inspect.signature(package.convert_head).parameters
-    assert list(convert) == [
-        "head", "draft_vocab", "coverage", "cost", "keep_rows", "vocabulary", "target", "tokenizer", "weights_file",
+    assert list(inspect.signature(package.convert_head).parameters) == ["head", "options", "count", "say"]
+    options = inspect.signature(package.ConvertOptions).parameters
+    assert list(options) == [
+        "draft_vocab", "coverage", "cost", "keep_rows", "vocabulary", "target", "tokenizer", "weights_file",
         "revision", "subfolder", "target_revision", "tokenizer_revision", "out", "force", "flavour", "d2t_form",
-        "tap_layers", "offline", "count", "say",
+        "tap_layers", "offline",
     ]  # fmt: skip
     verify = inspect.signature(package.verify_artifact).parameters
     assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]
-    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in convert.values())
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in options.values())
 
 
 def test_importing_is_light():

@@ -1,23 +1,23 @@
-"""`convert/artifact/engines.py`: which heads an engine cannot take, and what is said instead."""
+"""`convert/engines/`: which heads an engine cannot take, and what is said instead."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert.artifact.engine_table import EAGLE1, EAGLE3, HEADS, head_table, with_config
-from eagle_slim.convert.artifact.engines import (
+from eagle_slim.convert.audit.verify import verify_artifact
+from eagle_slim.convert.engines.facts import HeadFacts
+from eagle_slim.convert.engines.registry import (
     ENGINES,
-    HeadFacts,
     check_engine,
     conversion_findings,
     flavoured_architecture,
     require_engines,
 )
-from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.vocab_tools.errors import UsageError
 from engines.artifacts import OracleFiles
+from engines.head_table import EAGLE1, EAGLE3, HEADS, head_table, with_config
 from support.raising import raises
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "engines.md"

@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from eagle_slim.convert import Artifact, VocabRequest, convert_head, verify_artifact
+from eagle_slim.convert import Artifact, verify_artifact
+from support.conversion import BY_ID, convert
 from support.tiny_models import write_pair
 from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM
 
@@ -54,7 +55,7 @@ def test_demo_replaces_an_artifact_and_keeps_what_is_not_its_own(tmp_path: Path)
     args = ("--out", "here", "--max-new-tokens", "6")
     slim = tmp_path / "here" / "smollm2-135m-instruct-eagle3-v32000"
     target, head = write_pair(tmp_path)
-    convert_head(head, draft_vocab=340, target=target, out=slim, vocabulary=VocabRequest(order="ids"))
+    convert(head, draft_vocab=340, target=target, out=slim, vocabulary=BY_ID)
     out = run("demo.py", *args, folder=tmp_path)
     assert re.search(r"rows of the LM head +49,152 → 32,000", out)
     assert re.search(r"coverage of self-chat +99\.\d\d% of [\d,]+ held-out tokens", out)

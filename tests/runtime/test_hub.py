@@ -7,8 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eagle_slim.convert.conversion.convert import convert_head
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+from support.conversion import BY_ID, convert
 from support.hub_server import HubServer
 from support.tiny_models import write_pair
 
@@ -19,7 +18,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_artifact_and_target_by_repository(tmp_path: Path) -> None:
     target, head = write_pair(tmp_path)
-    convert_head(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=VocabRequest(order="ids"))
+    convert(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=BY_ID)
     with HubServer() as hub:
         hub.add_model("someone/target", files(target))
         hub.add_model("someone/slim", files(tmp_path / "slim"))

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from eagle_slim.convert.conversion.convert import convert_head
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.open import open_head
 from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
@@ -20,6 +18,7 @@ from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
 from eagle_slim.runtime.target.wrapper import check_supported
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.conversion import BY_ID, convert
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import HIDDEN, VOCAB, tiny_target, write_head, write_pair
@@ -241,8 +240,8 @@ def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None
 
 def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     target, head = write_pair(tmp_path)
-    vocabulary = VocabRequest(order="ids")
-    slim = convert_head(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=vocabulary)[0].folder
+    vocabulary = BY_ID
+    slim = convert(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=vocabulary).folder
     loaded = transformers.AutoModelForCausalLM.from_pretrained(target)
     own = transformers.AutoTokenizer.from_pretrained(target)
     assert SpeculativeModel.from_pretrained(loaded, slim, tokenizer=own).draft_vocab == 340

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.convert import convert_head
 from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel
@@ -30,6 +29,7 @@ from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.wrapper import default_tap_layers
 from safetensors.torch import load_file, save_file
+from support.conversion import convert
 from support.heads import random, write_freq
 from support.naive_drafter import Naive
 from support.tiny_models import HIDDEN, LAYERS, VOCAB, plain_greedy, random_prompts, tiny_target, write_head
@@ -239,9 +239,7 @@ def converted(tmp_path: Path, folder: Path, target: nn.Module) -> Path:
     """The head over the best ``KEPT`` of `IDS`, in that order."""
     target.save_pretrained(tmp_path / "target")  # type: ignore[operator]
     request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", IDS))
-    (done,) = convert_head(
-        folder, draft_vocab=KEPT, vocabulary=request, target=tmp_path / "target", out=tmp_path / "slim"
-    )
+    done = convert(folder, draft_vocab=KEPT, vocabulary=request, target=tmp_path / "target", out=tmp_path / "slim")
     assert verify_artifact(done.folder, head=folder, target=str(tmp_path / "target")).ok
     return done.folder
 

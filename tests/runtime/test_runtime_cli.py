@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.convert import Manifest
-from eagle_slim.convert.conversion.convert import convert_head
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
 from eagle_slim.runtime.options_cli import load_heads
 from eagle_slim.runtime.requests.streaming import StopTextStreamer
 from eagle_slim.vocab_tools import TokenCounts, load_tokenizer
+from support.conversion import BY_ID, convert
 from support.tiny_models import write_head, write_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
@@ -41,7 +40,7 @@ class Pair(NamedTuple):
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("pair")
     target, head = write_pair(folder)
-    convert_head(head, draft_vocab=340, target=target, out=folder / "slim", vocabulary=VocabRequest(order="ids"))
+    convert(head, draft_vocab=340, target=target, out=folder / "slim", vocabulary=BY_ID)
     return Pair(str(target), str(head), str(folder / "slim"))
 
 
@@ -153,7 +152,7 @@ def test_a_head_in_a_sub_folder(generate: Run, pair: Pair) -> None:
 def test_a_converted_eagle_1_head_is_slimmed_at_load(generate: Run, pair: Pair, tmp_path: Path) -> None:
     vocab = json.loads((Path(pair.target) / "config.json").read_text())["vocab_size"]
     head, slim = write_head(tmp_path / "eagle", kind="eagle", vocab=vocab), tmp_path / "slim"
-    convert_head(head, draft_vocab=340, target=Path(pair.target), out=slim, vocabulary=VocabRequest(order="ids"))
+    convert(head, draft_vocab=340, target=Path(pair.target), out=slim, vocabulary=BY_ID)
     for size, options in ((340, ()), (300, ("--draft-vocab", "300"))):
         args = ("--prompt", "hello", "--max-new-tokens", "8", *options, "--json", "--check")
         ended = generate(*args, head=str(slim))

@@ -21,7 +21,7 @@ EVENTS = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.scandir"
 def main() -> None:
     head, token_map, out, name = sys.argv[1:5]
     os.environ["OMP_NUM_THREADS"] = "1"
-    from eagle_slim.convert import Artifact, VocabRequest, convert_head, verify_artifact
+    from eagle_slim.convert import Artifact, ConvertOptions, VocabRequest, convert_head, verify_artifact
     from eagle_slim.convert.cli import main as command
 
     request = VocabRequest(token_map=token_map)
@@ -65,7 +65,7 @@ def main() -> None:
     stride = 1 if name == "SIGKILL" else 3
     lost = False
     while True:
-        convert_head(head, draft_vocab=5, vocabulary=request, out=out, force=True)
+        convert_head(head, ConvertOptions(draft_vocab=5, vocabulary=request, out=out, force=True))
         at += stride
         sent[0] = 0
         child = os.fork()

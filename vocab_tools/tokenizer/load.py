@@ -6,12 +6,13 @@ the small text files are fetched, never weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
 from ..files import expand_home, read_json, regular_file
+from ..hub_errors import NOT_ASKED, HubTrouble, not_cached, transfer_errors, trouble_of
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer
 
@@ -32,19 +33,7 @@ _SIDE_FILES = (
 _TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _TEMPLATE_FOLDER = "additional_chat_templates"
 
-_NOT_CACHED = "LocalEntryNotFoundError"
 _WHAT_TO_GIVE = "Give a tokenizer.json, its folder, or a Hub id."
-
-# What to do, by the class name of the Hub's error: huggingface_hub itself is not imported here.
-_HUB_ADVICE = {
-    "GatedRepoError": "the repository is gated: accept its terms on its page, then set HF_TOKEN or run `hf auth login`",
-    "RepositoryNotFoundError": "no such repository, or it is private: check the spelling, or set HF_TOKEN",
-    "RevisionNotFoundError": "the repository has no such revision: check --revision",
-    "HFValidationError": "it is neither an existing path nor a valid Hub id (`owner/name`)",
-    "OfflineModeIsEnabled": "not in the cache, and offline mode is on: run once online, or give a local folder",
-    _NOT_CACHED: "not in the cache, and the Hub was not asked or cannot be reached: check the network "
-    "and HF_ENDPOINT, unset HF_HUB_OFFLINE, or give a local folder",
-}
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None, offline: bool = False) -> LoadedTokenizer:
@@ -117,16 +106,14 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
     def fetch(name: str) -> Path | None:
         try:
             found = cached_file(source, name, revision=revision, local_files_only=only_cache)
-        except OSError as error:
+        except transfer_errors() as error:
             # The error for a file that the Hub does not have has no cause; where the Hub gave no answer, it has one.
-            is_absent = type(error) is OSError and error.errno is None and error.__cause__ is None
-            if is_absent or _was_not_asked(error, only_cache):
+            if type(error) is OSError and error.errno is None and error.__cause__ is None:
                 return None
-            raise _hub_error(source, revision, error, name) from error
-        except Exception as error:
-            if not _is_broken_connection(error):
-                raise
-            raise _hub_error(source, revision, error, name) from error
+            trouble = trouble_of(error, source, revision)
+            if trouble.reason in NOT_ASKED:
+                return None
+            raise _hub_error(trouble, name) from error
         return None if found is None else Path(found)
 
     try:
@@ -137,52 +124,18 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
             name = listed.removesuffix(".jinja")
             if (file := fetch(f"{_TEMPLATE_FOLDER}/{name}.jinja")) is not None:
                 side[f"{_TEMPLATE_FOLDER}/{name}"] = file
-    except Exception as error:
-        if not isinstance(error, OSError | ValueError) and not _is_broken_connection(error):
-            raise
-        raise _hub_error(source, revision, error, _TEMPLATE_FOLDER) from error
+    except transfer_errors() as error:
+        raise _hub_error(trouble_of(error, source, revision), _TEMPLATE_FOLDER) from error
     if tokenizer_file is None and not side:
-        raise TokenizerError(
-            f"{source}: there is no tokenizer: {_HUB_ADVICE[_NOT_CACHED]}.", repo=source, reason=_NOT_CACHED
-        )
+        raise _hub_error(not_cached(source), _TOKENIZER)
     any_file = tokenizer_file or next(iter(side.values()))
     commit = extract_commit_hash(str(any_file), None)
     return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
 
 
-def _was_not_asked(error: BaseException, only_cache: bool) -> bool:
-    """Whether a file is not in the cache, and the Hub was not to be asked for it."""
-    kinds = [type(cause).__name__ for cause in _causes(error)]
-    return _NOT_CACHED in kinds and (only_cache or "OfflineModeIsEnabled" in kinds)
-
-
-def _is_broken_connection(error: BaseException) -> bool:
-    """Whether an error comes from the HTTP library below `huggingface_hub`, whichever its version takes."""
-    return type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests")
-
-
-def _hub_error(source: str, revision: str | None, error: BaseException, name: str) -> TokenizerError:
-    """Return an error that says what to do, from the first known class in the chain of causes."""
-    kind = ""
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
-    for cause in _causes(error):
-        kind = type(cause).__name__
-        if kind in _HUB_ADVICE:
-            reason = f"{name}: {_HUB_ADVICE[kind]}" if kind == _NOT_CACHED else _HUB_ADVICE[kind]
-            break
-        if _is_broken_connection(cause):
-            kind = "connection"
-            reason = f"{name} could not be fetched ({cause}). Run the same command again, or give a local folder"
-            break
-    at = f"{source} (revision {revision})" if revision else source
-    return TokenizerError(f"{at}: cannot load the tokenizer: {reason}.", repo=source, file=name, reason=kind)
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__ or cause.__context__
+def _hub_error(trouble: HubTrouble, name: str) -> TokenizerError:
+    facts = {**trouble.facts, "repo": trouble.facts["repo_id"], "file": name, "reason": trouble.reason}
+    return TokenizerError(f"{name} of {trouble}", **facts)
 
 
 def _load(

@@ -5,7 +5,8 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import Artifact, ArtifactError, VocabRequest, convert_head, verify_artifact
+from eagle_slim.convert import Artifact, ArtifactError, verify_artifact
+from support.conversion import BY_ID, convert, convert_all
 from support.heads import HIDDEN, VOCAB, write_eagle1, write_eagle3, write_freq, write_target
 from support.raising import raises
 from support.tampering import change_config, change_manifest, change_tensors, sign_file
@@ -17,7 +18,7 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
     target = write_target(root / "target")
     head = write_eagle3(root / "head", lm_head=False, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    convert_head(head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=root / "slim")
+    convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=root / "slim")
     return root
 
 
@@ -254,13 +255,13 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
 
 def test_sound_artifacts_of_every_kind(made, tmp_path):
     target = made / "target"
-    by_id = VocabRequest(order="ids")
+    by_id = BY_ID
     heads = {
         "own": write_eagle3(tmp_path / "own", ids=np.arange(330)[::-1].copy()),
         "eagle1": write_eagle1(tmp_path / "eagle1"),
     }
     for name, head in heads.items():
-        (done,) = convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / f"{name}-slim")
+        done = convert(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / f"{name}-slim")
         result = verify_artifact(done.folder, head=head, target=target)
         assert result.ok, result.failed
     change_tensors(tmp_path / "eagle1-slim", lambda tensors: tensors.pop("fc.bias"))
@@ -271,9 +272,7 @@ def test_sound_artifacts_of_every_kind(made, tmp_path):
 
 def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_path):
     full = write_eagle3(tmp_path / "full", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
-    done = convert_head(
-        full, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=made / "target", out=tmp_path / "out"
-    )
+    done = convert_all(full, draft_vocab=320, vocabulary=BY_ID, target=made / "target", out=tmp_path / "out")
     result = verify_artifact(done[0].folder, head=made / "head", target=made / "target")
     assert [check.name for check in result.checks if check.status == "failed"] == ["lm_head rows of the source"]
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.manifest import Manifest
 from eagle_slim.vocab_tools.errors import UsageError
+from support.conversion import convert
 from support.raising import raises
 
 
@@ -29,7 +29,7 @@ def comparison(folder: Path, per_row_s: float) -> Path:
 
 
 def test_dear_rows_give_a_small_head_and_the_manifest_says_why(tmp_path: Path) -> None:
-    (done,) = convert_head(draft_vocab="auto", cost=comparison(tmp_path, 2e-6), out=tmp_path / "slim", offline=True)
+    done = convert(draft_vocab="auto", cost=comparison(tmp_path, 2e-6), out=tmp_path / "slim", offline=True)
     assert 238 <= done.draft_vocab < 20000
     assert done.draft_vocab % 64 == 0
     why = Manifest.load(tmp_path / "slim").vocabulary["size_from_cost"]
@@ -47,6 +47,6 @@ def test_dear_rows_give_a_small_head_and_the_manifest_says_why(tmp_path: Path) -
 )  # fmt: skip
 def test_what_contradicts(tmp_path: Path, arguments: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        convert_head(**arguments, out=tmp_path / "slim", offline=True)
+        convert(**arguments, out=tmp_path / "slim", offline=True)
     with raises(UsageError, option="--cost"):
-        convert_head(draft_vocab="auto", out=tmp_path / "slim", offline=True)
+        convert(draft_vocab="auto", out=tmp_path / "slim", offline=True)

@@ -17,7 +17,6 @@ from eagle_slim.convert import (
     OutputError,
     SourceError,
     VocabRequest,
-    convert_head,
     open_head,
     verify_artifact,
 )
@@ -25,31 +24,16 @@ from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
+from support.conversion import BY_ID, convert
 from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
 from support.hub_server import HubServer, connected
 from support.raising import raises
 from support.token_counts import token_counts
 
-BY_ID = VocabRequest(order="ids")
-
 
 @pytest.fixture
 def target(tmp_path):
     return write_target(tmp_path / "target")
-
-
-@pytest.fixture
-def run(capsys, monkeypatch, tmp_path):
-    """Run eagle-convert in-process in `tmp_path`; returns exit code, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            convert_command([str(argument) for argument in arguments])
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return call
 
 
 @pytest.fixture
@@ -67,21 +51,16 @@ def never(*_):
 
 
 class TestCheapChecks:
-    def test_weights_of_the_target_that_are_not_there(self, tmp_path, target):
+    def test_weights_of_the_target_that_are_damaged_or_missing_or_of_another_width(self, tmp_path, target):
         head = write_eagle3(tmp_path / "head", lm_head=False)
-        (target / "model.safetensors").unlink()
-        with pytest.raises(CheckpointError):
-            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
-
-    def test_weights_of_the_target_that_are_damaged_or_of_another_width(self, tmp_path, target):
-        head = write_eagle3(tmp_path / "head", lm_head=False)
-        data = (target / "model.safetensors").read_bytes()
-        (target / "model.safetensors").write_bytes(data[:-8])
-        with pytest.raises(CheckpointError):
-            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+        weights = target / "model.safetensors"
+        for damage in (lambda: weights.write_bytes(weights.read_bytes()[:-8]), weights.unlink):
+            damage()
+            with pytest.raises(CheckpointError):
+                convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
         save_file({"lm_head.weight": random((VOCAB, 8), 0)}, target / "model.safetensors")
         with raises(MismatchError, tensor="lm_head.weight", found=8):
-            convert_head(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
+            convert(head, draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
     def test_a_disk_that_is_too_small(self, tmp_path, target, monkeypatch):
         from eagle_slim.convert import atomic
@@ -89,9 +68,7 @@ class TestCheapChecks:
         usage = shutil.disk_usage(tmp_path)
         monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
         with raises(OutputError, free=1000):
-            convert_head(
-                write_eagle3(tmp_path / "head"), draft_vocab=300, target=target, out=tmp_path / "out", count=never
-            )
+            convert(write_eagle3(tmp_path / "head"), draft_vocab=300, target=target, out=tmp_path / "out", count=never)
 
     @pytest.mark.parametrize(
         ("token", "name"),
@@ -100,7 +77,8 @@ class TestCheapChecks:
     def test_a_repository_that_may_not_be_written(self, run, tmp_path, target, chats, token, name):
         head = write_eagle3(tmp_path / "head")
         with HubServer() as hub, connected(hub, tmp_path / "home", token=token):
-            code, _, err = run(head, "--draft-vocab", "300", "--target", target, *chats, "--push-to-hub", name)
+            arguments = (head, "--draft-vocab", "300", "--target", target, *chats, "--push-to-hub", name)
+            code, _, err = run(convert_command, *arguments)
         assert code == 1
         assert name in err
         assert not (tmp_path / "head-v300").exists()
@@ -110,21 +88,19 @@ class TestCheapChecks:
         head = write_eagle3(tmp_path / "head", lm_head=False)
         before = sorted(tmp_path.iterdir())
         arguments = (head, "--draft-vocab", "270,300", "--target", target, *chats, "--dry-run")
-        code, out, err = run(*arguments)
+        code, out, err = run(convert_command, *arguments)
         assert code == 0, err
         for words in ("would write head-v270", "384 → 300", "forced ids", "free", "lm_head.weight of target", "chats"):
             assert words in out
-        code, out, _ = run(*arguments, "--json")
+        code, out, _ = run(convert_command, *arguments, "--json")
         plans = json.loads(out)
         assert [plan["draft_vocab"] for plan in plans] == [270, 300]
         assert plans[0]["num_forced"] == 259
         assert sorted(tmp_path.iterdir()) == before
-        convert_head(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "done")
+        convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "done")
         assert (
             plans[1]["bytes_after"]
-            == convert_head(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again")[
-                0
-            ].bytes_after
+            == convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again").bytes_after
         )
 
 
@@ -133,7 +109,7 @@ class TestAdvice:
         for path in target.glob("tokenizer*"):
             path.unlink()
         with raises(UsageError, option="--tokenizer", target=str(target)) as caught:
-            convert_head(
+            convert(
                 write_eagle3(tmp_path / "head"), draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / "o"
             )
         assert "--target" not in str(caught.value)
@@ -145,7 +121,7 @@ class TestAdvice:
         (target / "tokenizer_config.json").write_text(json.dumps(config))
         with HubServer() as hub, connected(hub, tmp_path / "home"):
             hub.add_model("org/target", {path.name: path.read_bytes() for path in target.iterdir()})
-            (done,) = convert_head(
+            done = convert(
                 write_eagle3(tmp_path / "head", lm_head=False), draft_vocab=300, vocabulary=BY_ID, target="org/target",
                 out=tmp_path / "o",
             )  # fmt: skip
@@ -187,13 +163,13 @@ class TestCountsAreKept:
 
         with monkeypatch.context() as patch:
             patch.setattr(convert, "write_slim", full)
-            code, _, err = run(*arguments, *chats)
+            code, _, err = run(convert_command, *arguments, *chats)
         assert code == 1
         kept = tmp_path / ".head-v300.counts.safetensors"
         assert f"--counts {kept.name}" in err
-        assert run(*arguments, "--counts", kept)[0] == 0
+        assert run(convert_command, *arguments, "--counts", kept)[0] == 0
         # The next run that counts for the same name leaves none.
-        assert run(*arguments, *chats, "--force")[0] == 0
+        assert run(convert_command, *arguments, *chats, "--force")[0] == 0
         assert not kept.exists()
 
     def test_when_counting_ends(self, run, tmp_path, target, chats, monkeypatch):
@@ -210,12 +186,12 @@ class TestCountsAreKept:
 
             with monkeypatch.context() as patch:
                 patch.setattr(count, "count_tokens", ended)
-                code, _, err = run(*arguments)
+                code, _, err = run(convert_command, *arguments)
             assert code == 1
             assert words in err
         # A state that is of another count, or none, does not stand in the way of this one.
         assert count.count_tokens is real
-        code, _, err = run(*arguments)
+        code, _, err = run(convert_command, *arguments)
         assert code == 0, err
         assert "starting over" in err
         assert not list(tmp_path.glob(".head-v300*"))
@@ -236,20 +212,20 @@ class TestPush:
         with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
             with monkeypatch.context() as patch:
                 patch.setattr(push, "push_folder", broken)
-                code, _, err = run(*arguments)
+                code, _, err = run(convert_command, *arguments)
             assert code == 1
             assert "eagle-convert --push head-v8 --push-to-hub tester/slim" in err
             assert verify_artifact(tmp_path / "head-v8").ok
-            code, out, err = run("--push", "head-v8", "--push-to-hub", "tester/slim")
+            code, out, err = run(convert_command, "--push", "head-v8", "--push-to-hub", "tester/slim")
             assert code == 0, err
             assert "uploaded to" in out
             assert set(hub.repo("tester/slim").files) == {path.name for path in (tmp_path / "head-v8").iterdir()}
 
     def test_pushing_needs_an_artifact_and_a_name(self, run, tmp_path):
         head = write_eagle3(tmp_path / "head")
-        assert run("--push", head, "--push-to-hub", "tester/slim")[0] == 1
-        assert run("--push", head)[0] == 2
-        assert run(head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
+        assert run(convert_command, "--push", head, "--push-to-hub", "tester/slim")[0] == 1
+        assert run(convert_command, "--push", head)[0] == 2
+        assert run(convert_command, head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
 
 
 class TestNeverCounted:
@@ -259,7 +235,16 @@ class TestNeverCounted:
         token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
         head = write_eagle3(tmp_path / "head")
         code, out, err = run(
-            head, "--draft-vocab", "320", "--target", target, "--counts", "few.safetensors", "--out", "o"
+            convert_command,
+            head,
+            "--draft-vocab",
+            "320",
+            "--target",
+            target,
+            "--counts",
+            "few.safetensors",
+            "--out",
+            "o",
         )
         assert code == 0, err
         missing = 320 - 259 - 4
@@ -274,7 +259,7 @@ class TestNeverCounted:
     def test_a_vocabulary_that_was_counted_is_not_doubted(self, tmp_path, target):
         counts = token_counts([5] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
         request = VocabRequest(counts=(counts,))
-        (done,) = convert_head(
+        done = convert(
             write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=request, target=target, out=tmp_path / "o"
         )
         assert done.to_json()["never_counted"] == 0
@@ -283,7 +268,7 @@ class TestNeverCounted:
     @pytest.mark.parametrize("held_out", [None, [[300, 301] * 9]])
     def test_a_coverage_of_the_text_that_ranked(self, tmp_path, target, held_out):
         counts = token_counts([5] * TOKENS, held_out, load_tokenizer(str(target)).tokenizer_hash)
-        (done,) = convert_head(
+        done = convert(
             write_eagle3(tmp_path / "head"), coverage=0.5, vocabulary=VocabRequest(counts=(counts,)), target=target,
             out=tmp_path / "o",
         )  # fmt: skip
@@ -293,7 +278,7 @@ class TestNeverCounted:
 class TestDoubts:
     def convert(self, tmp_path, head, **options):
         request = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", range(10)))
-        (done,) = convert_head(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
+        done = convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out", force=True, **options)
         return done
 
     def test_two_sets_of_weights(self, tmp_path):
@@ -325,7 +310,7 @@ class TestDoubts:
         tensors = load_file(target / "model.safetensors")
         save_file(tensors | {"lm_head.bias": random((VOCAB,), 3)}, target / "model.safetensors", {"format": "pt"})
         head = write_eagle3(tmp_path / "head", lm_head=False)
-        (done,) = convert_head(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+        done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
         assert any("lm_head.bias" in warning for warning in done.warnings)
 
     def test_a_head_in_a_sub_folder_that_was_not_named(self, tmp_path):
@@ -341,7 +326,7 @@ class TestDoubts:
     def test_a_map_of_fr_specs_script_with_a_second_bos(self, run, tmp_path):
         chosen = write_freq(tmp_path / "freq_10.pt", [7, 5, 9, 1, 4, 8, 300, 2, 1, 2])
         head = write_eagle3(tmp_path / "head")
-        code, _, err = run(head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
+        code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
         assert code == 0, err
         assert Artifact.load(tmp_path / "o").rank_order_ids.tolist() == [7, 5, 9, 1, 4, 8, 300, 2]
         assert len([line for line in err.splitlines() if line.startswith("warning:") and "BOS" in line]) == 1

@@ -15,17 +15,17 @@ from eagle_slim.convert import (
     SourceError,
     UnsupportedHeadError,
     VocabRequest,
-    convert_head,
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert.conversion import convert as conversion
+from eagle_slim.convert.conversion.options import ConvertOptions
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.conversion import BY_ID, convert, convert_all
 from support.heads import (
     HIDDEN,
     TOKENS,
@@ -73,7 +73,7 @@ RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_own_full_head(tmp_path, container, dtype):
     head = write_eagle3(tmp_path / "head", container=container, dtype=dtype, spelling="layers.0")
-    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     tensors, source = written(done.folder), eagle3_tensors(rows=VOCAB, dtype=dtype)
     ids = sorted(RANKED[:8])
     assert target_ids(tensors).tolist() == ids
@@ -101,7 +101,7 @@ def test_config_has_what_engines_demand(tmp_path):
         tie_word_embeddings=True, torch_dtype="float32", num_hidden_layers=40, _name_or_path="/home/someone",
         rope_theta=5e5, norm_output=True, head_dim=None, custom=[1, {"kept": True}],
     )  # fmt: skip
-    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     expected = eagle3_config() | {
         "draft_vocab_size": 8,
         "rope_theta": 5e5,
@@ -111,9 +111,7 @@ def test_config_has_what_engines_demand(tmp_path):
         "custom": [1, {"kept": True}],
     }
     assert config_of(done.folder) == expected
-    (other,) = convert_head(
-        head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "lm", flavour="lmdeploy"
-    )
+    other = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "lm", flavour="lmdeploy")
     assert config_of(other.folder) == expected | {"architectures": ["LlamaForCausalLM"]}
     assert written(other.folder).keys() == written(done.folder).keys()
     assert verify_artifact(other.folder).ok
@@ -125,7 +123,7 @@ def test_map_composed_with_map(tmp_path, ascending, d2t_dtype):
     old = trained_ids(120, ascending=ascending)
     head = write_eagle3(tmp_path / "head", ids=old, d2t_dtype=d2t_dtype)
     chosen = [int(token_id) for token_id in np.random.default_rng(0).permutation(old)[:64]]
-    (done,) = convert_head(head, draft_vocab=64, vocabulary=by_map(tmp_path, chosen), out=tmp_path / "out")
+    done = convert(head, draft_vocab=64, vocabulary=by_map(tmp_path, chosen), out=tmp_path / "out")
     tensors, source = written(done.folder), eagle3_tensors(rows=120)["lm_head.weight"]
     for row, token in enumerate(sorted(chosen)):
         assert torch.equal(tensors["lm_head.weight"][row], source[old.tolist().index(token)])
@@ -143,9 +141,9 @@ def test_pruning_twice_is_pruning_once(tmp_path, data):
     if not head.exists():
         write_eagle3(head)
     request = by_map(tmp_path, order)
-    (first,) = convert_head(head, draft_vocab=large, vocabulary=request, out=tmp_path / "first", force=True)
-    (twice,) = convert_head(first.folder, draft_vocab=small, vocabulary=request, out=tmp_path / "twice", force=True)
-    (once,) = convert_head(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
+    first = convert(head, draft_vocab=large, vocabulary=request, out=tmp_path / "first", force=True)
+    twice = convert(first.folder, draft_vocab=small, vocabulary=request, out=tmp_path / "twice", force=True)
+    once = convert(head, draft_vocab=small, vocabulary=request, out=tmp_path / "once", force=True)
     for name in ("model.safetensors", "config.json", f"freq_{small}.pt"):
         assert (twice.folder / name).read_bytes() == (once.folder / name).read_bytes()
     rows, ids = Artifact.load(first.folder).prefix(small)
@@ -157,14 +155,14 @@ def test_same_size_normalises_and_more_is_refused(tmp_path):
     old = trained_ids(100, ascending=False)
     head = write_eagle3(tmp_path / "head", ids=old, t2d=False, spelling="layers.0")
     request = by_map(tmp_path, range(TOKENS))
-    (done,) = convert_head(head, draft_vocab=100, vocabulary=request, out=tmp_path / "out")
+    done = convert(head, draft_vocab=100, vocabulary=request, out=tmp_path / "out")
     tensors, source = written(done.folder), eagle3_tensors(rows=100)["lm_head.weight"]
     assert target_ids(tensors).tolist() == sorted(old.tolist())
     assert torch.equal(tensors["lm_head.weight"], source[np.argsort(old)])
     with pytest.raises(UsageError, match="trained on 100 ids"):
-        convert_head(head, draft_vocab=101, vocabulary=request, out=tmp_path / "more")
+        convert(head, draft_vocab=101, vocabulary=request, out=tmp_path / "more")
     with raises(MismatchError, rows=384, trained=100):
-        convert_head(head, draft_vocab="full", out=tmp_path / "full")
+        convert(head, draft_vocab="full", out=tmp_path / "full")
     assert not (tmp_path / "more").exists()
     assert not (tmp_path / "full").exists()
 
@@ -172,9 +170,7 @@ def test_same_size_normalises_and_more_is_refused(tmp_path):
 def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
     old = np.array([*range(300), TOKENS + 3, VOCAB - 1])
     head = write_eagle3(tmp_path / "head", ids=old)
-    (done,) = convert_head(
-        head, draft_vocab=302, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=302, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert target_ids(written(done.folder)).tolist() == old.tolist()
     assert any("belong to no token" in warning for warning in done.warnings)
     assert verify_artifact(done.folder, head=head, target=target).ok
@@ -183,9 +179,7 @@ def test_same_size_keeps_rows_of_padding_ids(tmp_path, target):
 def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
     old = np.array([0, 1, *range(100, 340)])
     head = write_eagle3(tmp_path / "head", ids=old)
-    (done,) = convert_head(
-        head, draft_vocab=240, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=240, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert 2 not in target_ids(written(done.folder))
     assert any("never trained" in warning for warning in done.warnings)
     assert 2 in done.manifest.vocabulary["forced_but_untrained"]
@@ -197,9 +191,7 @@ def test_untrained_forced_ids_are_listed_not_added(tmp_path, target):
 def test_rows_from_the_target(tmp_path, tied, shards):
     target = write_target(tmp_path / "target", tied=tied, shards=shards)
     head = write_eagle3(tmp_path / "head", lm_head=False, draft_vocab_size=None)
-    (done,) = convert_head(
-        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     tensors = written(done.folder)
     assert torch.equal(tensors["lm_head.weight"], target_lm_head(target)[target_ids(tensors)])
     assert done.manifest.lm_head == {
@@ -222,9 +214,7 @@ def test_rows_of_a_tied_target_that_stores_an_lm_head_too(tmp_path, stale):
     tensors["lm_head.weight"] = embedding.flip(0).contiguous() if stale else embedding.clone()
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     head = write_eagle3(tmp_path / "head", lm_head=False)
-    (done,) = convert_head(
-        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     rows = written(done.folder)
     assert torch.equal(rows["lm_head.weight"], embedding[target_ids(rows)])
     assert done.manifest.lm_head["tensor"] == "model.embed_tokens.weight"
@@ -236,9 +226,7 @@ def test_rows_of_a_tied_target_that_stores_an_lm_head_too(tmp_path, stale):
 def test_rows_of_another_dtype_are_rounded_to_even(tmp_path):
     target = write_target(tmp_path / "target", dtype=torch.float32)
     head = write_eagle3(tmp_path / "head", lm_head=False)
-    (done,) = convert_head(
-        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     tensors = written(done.folder)
     expected = target_lm_head(target)[target_ids(tensors)]
     # Round to nearest even, done by hand on the bits.
@@ -256,16 +244,16 @@ def test_rows_too_large_for_the_heads_dtype(tmp_path):
     save_file(tensors, target / "model.safetensors", {"format": "pt"})
     head = write_eagle3(tmp_path / "head", lm_head=False, dtype=torch.float16)
     with raises(MismatchError, tensor="lm_head.weight", found="bfloat16", expected="float16"):
-        convert_head(head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out")
+        convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_full_writes_no_map(tmp_path):
     head = write_eagle3(tmp_path / "head", ids=np.arange(VOCAB), spelling="layers.0")
-    (done,) = convert_head(head, draft_vocab="full", out=tmp_path / "out")
+    done = convert(head, draft_vocab="full", out=tmp_path / "out")
     said = []
-    by_id = VocabRequest(order="ids")
-    convert_head(head, draft_vocab="full", vocabulary=by_id, out=tmp_path / "out", force=True, say=said.append)
+    by_id = BY_ID
+    convert(head, draft_vocab="full", vocabulary=by_id, out=tmp_path / "out", force=True, say=said.append)
     assert said[0].startswith("--draft-vocab full keeps every row")
     tensors = written(done.folder)
     assert set(tensors) == set(eagle3_tensors(rows=VOCAB))
@@ -278,7 +266,7 @@ def test_full_writes_no_map(tmp_path):
 def test_an_embedding_that_was_trained_is_kept(tmp_path):
     tensors = eagle3_tensors(rows=VOCAB, embedding=True)
     head = write_eagle3(tmp_path / "head", tensors=tensors, spelling="speculators", embed_requires_grad=True)
-    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert torch.equal(written(done.folder)["embed_tokens.weight"], tensors["embed_tokens.weight"])
     assert config_of(done.folder)["embed_requires_grad"] is True
     assert verify_artifact(done.folder, head=head).ok
@@ -296,8 +284,8 @@ def test_embedding_is_kept_only_where_widths_differ(tmp_path):
         target_hidden_size=48,
     )
     request = by_map(tmp_path, RANKED)
-    (dropped,) = convert_head(same, draft_vocab=8, vocabulary=request, out=tmp_path / "a")
-    (kept,) = convert_head(other, draft_vocab=8, vocabulary=request, out=tmp_path / "b")
+    dropped = convert(same, draft_vocab=8, vocabulary=request, out=tmp_path / "a")
+    kept = convert(other, draft_vocab=8, vocabulary=request, out=tmp_path / "b")
     assert "embed_tokens.weight" not in written(dropped.folder)
     assert "embed_tokens.weight" in dropped.manifest.dropped
     assert written(kept.folder)["embed_tokens.weight"].shape == (VOCAB, HIDDEN)
@@ -311,9 +299,7 @@ def test_norms_over_the_taps_are_carried(tmp_path):
         tmp_path / "head", tensors=tensors, spelling="legacy-norms", fc_norm=True, norm_before_fc=True,
         eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
     )  # fmt: skip
-    (done,) = convert_head(
-        head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", tap_layers=(2, 4, 5)
-    )
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", tap_layers=(2, 4, 5))
     found = written(done.folder)
     for name in ("fc_norm.0.weight", "fc_norm.1.weight", "fc_norm.2.weight", "input_norm.weight"):
         assert torch.equal(found[name], tensors[name])
@@ -331,7 +317,7 @@ def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_pat
         "output": {"norm_output": True},
     }.items():
         head = write_eagle3(tmp_path / name, **changes)
-        (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"{name}-slim")
+        done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"{name}-slim")
         card = (done.folder / "README.md").read_text()
         found[name] = [command for command in commands if command in card]
         assert ("Not with SGLang or TensorRT-LLM" in card) == (name == "before")
@@ -340,16 +326,9 @@ def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_pat
     assert found["output"] == ["vllm serve", "sglang.launch_server", "trtllm-serve", "eagle-generate HEAD"]
 
 
-def test_a_target_in_float64_is_refused(tmp_path):
-    target = write_target(tmp_path / "target", dtype=torch.float64)
-    head = write_eagle3(tmp_path / "head", lm_head=False)
-    with raises(CheckpointError, tensor="lm_head.weight", found="F64"):
-        convert_head(head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out")
-
-
 @pytest.mark.parametrize("sizes", [np.int64(8), np.array([8, 8]), range(8, 9)])
 def test_sizes_of_any_integer_type(tmp_path, sizes):
-    done = convert_head(
+    done = convert_all(
         write_eagle3(tmp_path / "head"), draft_vocab=sizes, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out"
     )
     assert [(conversion.draft_vocab, type(conversion.draft_vocab)) for conversion in done] == [(8, int)]
@@ -367,7 +346,7 @@ def test_sizes_of_any_integer_type(tmp_path, sizes):
 def test_words_that_mean_nothing_are_refused(tmp_path, arguments, facts):
     head = write_eagle3(tmp_path / "head", ids=trained_ids())
     with raises(UsageError, **facts):
-        convert_head(head, **({"draft_vocab": 6, "vocabulary": VocabRequest(order="ids")} | arguments))
+        convert(head, **({"draft_vocab": 6, "vocabulary": BY_ID} | arguments))
 
 
 def test_what_a_request_cannot_have_is_refused(tmp_path):
@@ -376,16 +355,18 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
     with raises(UsageError, option="--weights"):
         replace(ranked, weights={"chat": 2.0})
     with raises(UsageError, option="--tokenizer", target=None):
-        convert_head(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
+        convert(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
     with raises(UsageError, option="--tokenizer-revision"):
-        convert_head(head, draft_vocab=8, vocabulary=ranked, tokenizer_revision="main", out=tmp_path / "out")
+        convert(head, draft_vocab=8, vocabulary=ranked, tokenizer_revision="main", out=tmp_path / "out")
     with raises(UsageError, option="--target-revision"):
-        convert_head(head, draft_vocab=8, vocabulary=ranked, target_revision="main", out=tmp_path / "out")
+        convert(head, draft_vocab=8, vocabulary=ranked, target_revision="main", out=tmp_path / "out")
     with raises(UsageError, option="--out", found=""):
-        convert_head(head, draft_vocab=8, vocabulary=ranked, out="", force=True)
+        convert(head, draft_vocab=8, vocabulary=ranked, out="", force=True)
 
 
 def test_requests_that_mean_nothing_are_refused():
+    with raises(UsageError, options=["--counts", "--order"]):
+        VocabRequest(counts=("a",), order="ids")
     with raises(UsageError, option="--order", found="frequency"):
         VocabRequest(order="frequency")
     with raises(UsageError, option="counts", found="str"):
@@ -398,15 +379,13 @@ def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
     row_of_id = np.argsort(ids)
     source = eagle3_tensors(rows=VOCAB)["lm_head.weight"]
     for size, kept in ((8, sorted(RANKED[:8])), ("full", list(range(VOCAB)))):
-        (done,) = convert_head(
-            head, draft_vocab=size, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"out-{size}"
-        )
+        done = convert(head, draft_vocab=size, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / f"out-{size}")
         found = written(done.folder)
         assert torch.equal(found["lm_head.weight"], source[row_of_id[kept]])
         assert ("d2t" in found) == (size == 8)
         assert verify_artifact(done.folder, head=head).ok
     with raises(UsageError, size=384, real=384):
-        convert_head(head, draft_vocab=VOCAB, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+        convert(head, draft_vocab=VOCAB, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("target_hidden", [HIDDEN, 2 * HIDDEN])
@@ -417,7 +396,7 @@ def test_tied_head_gives_rows_of_its_own_embedding(tmp_path, target, target_hidd
         draft_vocab_size=None,
     )  # fmt: skip
     assert target_hidden != HIDDEN or not torch.equal(target_lm_head(target), tensors["embed_tokens.weight"])
-    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     found = written(done.folder)
     assert torch.equal(found["lm_head.weight"], tensors["embed_tokens.weight"][sorted(RANKED[:8])])
     assert ("embed_tokens.weight" in found) == (target_hidden != HIDDEN)
@@ -433,7 +412,7 @@ def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
     biases = {f"midlayer.self_attn.{name}_proj.bias": random((size,), 70 + size) for name, size in sizes.items()}
     tensors = eagle3_tensors(rows=VOCAB) | biases
     head = write_eagle3(tmp_path / "head", tensors=tensors, attention_bias=..., **said)
-    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     found = written(done.folder)
     assert all(torch.equal(found[name], bias) for name, bias in biases.items())
     output = found["midlayer.self_attn.o_proj.bias"]
@@ -447,9 +426,7 @@ def test_one_switch_for_all_attention_biases(tmp_path, output_bias, said):
 
 def test_eagle1_is_repaired_and_otherwise_unchanged(tmp_path, target):
     head = write_eagle1(tmp_path / "head", container="bin")
-    (done,) = convert_head(
-        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     source = torch.load(head / "pytorch_model.bin", weights_only=True)
     found = written(done.folder)
     assert torch.equal(found.pop("fc.bias"), torch.zeros(HIDDEN, dtype=torch.bfloat16))
@@ -473,9 +450,7 @@ def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said
     sizes = {"self_attn.q": HIDDEN, "self_attn.k": 16, "self_attn.v": 16, "mlp.gate": 48, "mlp.up": 48, "mlp.down": 32}
     biases = {f"layers.0.{name}_proj.bias": random((size,), size) for name, size in sizes.items()}
     head = write_eagle1(tmp_path / "head", extra=biases, **said)
-    (done,) = convert_head(
-        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "out"
-    )
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
     found, config = written(done.folder), config_of(done.folder)
     assert all(torch.equal(found[name], bias) for name, bias in biases.items())
     # vLLM and SGLang build one with those of q, k and v, and leave uninitialised what the file lacks.
@@ -487,20 +462,20 @@ def test_eagle1_with_biases_has_the_flags_of_every_engine(tmp_path, target, said
 
 def test_eagle1_with_its_full_vocabulary(tmp_path):
     head = write_eagle1(tmp_path / "head")
-    (done,) = convert_head(head, draft_vocab="full", out=tmp_path / "out")
-    assert done.load().rank_order_ids is None
-    assert done.load().head.draft_vocab == VOCAB
+    done = convert(head, draft_vocab="full", out=tmp_path / "out")
+    artifact = Artifact.load(done.folder)
+    assert (artifact.rank_order_ids, artifact.head.draft_vocab) == (None, VOCAB)
     assert verify_artifact(done.folder, head=head).ok
 
 
 def test_eagle1_keeps_its_own_bias(tmp_path):
     bias = random((HIDDEN,), 77)
     head = write_eagle1(tmp_path / "head", bias=bias)
-    (done,) = convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert torch.equal(written(done.folder)["fc.bias"], bias)
     assert any("vLLM drops it" in warning for warning in done.warnings)
     with raises(UnsupportedHeadError, option="--for"):
-        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
+        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "b", flavour="lmdeploy")
 
 
 def test_counts_rank_and_coverage_is_measured(tmp_path, target):
@@ -510,7 +485,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     )
     head = write_eagle3(tmp_path / "head")
     request = VocabRequest(counts=(counts,))
-    done = convert_head(
+    done = convert_all(
         head, draft_vocab=[270, 320], vocabulary=request, target=target, out=tmp_path / "many", say=lambda text: None
     )
     assert [conversion.folder.name for conversion in done] == ["head-v270", "head-v320"]
@@ -526,7 +501,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
     assert f"{entry['covered']:.2%}" in card
     assert verify_artifact(large.folder, head=head, target=target).ok
 
-    (found,) = convert_head(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
+    found = convert(head, coverage=0.02, vocabulary=request, target=target, out=tmp_path / "found")
     assert found.draft_vocab == 320
     assert found.to_json()["coverage"][0]["covered"] >= 0.02
 
@@ -534,7 +509,7 @@ def test_counts_rank_and_coverage_is_measured(tmp_path, target):
 @pytest.mark.parametrize("ids", [None, np.arange(330)], ids=["full", "with a map"])
 def test_a_ranking_that_loses_to_the_first_ids_is_warned_about_at_its_own_size(tmp_path, target, ids):
     counts = token_counts([1] * 300 + [9] * 60, [[297, 298, 299]], load_tokenizer(str(target)).tokenizer_hash)
-    (done,) = convert_head(
+    done = convert(
         write_eagle3(tmp_path / "head", ids=ids), draft_vocab=310, vocabulary=VocabRequest(counts=(counts,)),
         target=target, out=tmp_path / "out",
     )  # fmt: skip
@@ -548,34 +523,26 @@ def test_counts_of_another_tokenizer_are_refused(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
     other = token_counts([1] * TOKENS, tokenizer_hash="sha256:other")
     with raises(TokenizerError, expected="sha256:other"):
-        convert_head(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
+        convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(other,)), target=target, out=tmp_path / "o")
     longer = token_counts([1] * (VOCAB + 9))
     with raises(MismatchError, found=393, expected=384):
-        convert_head(
-            head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o"
-        )
+        convert(head, draft_vocab=300, vocabulary=VocabRequest(counts=(longer,)), target=target, out=tmp_path / "o")
 
 
 def test_wrong_targets_and_tokenizers_are_refused(tmp_path, target):
     head = write_eagle3(tmp_path / "head", lm_head=False)
-    by_id = VocabRequest(order="ids")
+    by_id = BY_ID
     wide = write_target(tmp_path / "wide", hidden=48)
     with raises(MismatchError, key="hidden_size", found=48, expected=32):
-        convert_head(head, draft_vocab=300, vocabulary=by_id, target=wide, out=tmp_path / "o")
+        convert(head, draft_vocab=300, vocabulary=by_id, target=wide, out=tmp_path / "o")
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps(config | {"vocab_size": VOCAB + 64}))
     with raises(MismatchError, key="vocab_size", found=448, expected=384):
-        convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
-    (target / "config.json").write_text(json.dumps({"num_hidden_layers": 8}))
-    tensors = load_file(target / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :16].contiguous()
-    save_file(tensors, target / "model.safetensors")
-    with raises(MismatchError, tensor="lm_head.weight", found=16, expected=32):
-        convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
+        convert(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
     (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
     tapped = write_eagle3(tmp_path / "tapped", eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     with raises(MismatchError, found=(2, 4, 5), layers=3):
-        convert_head(tapped, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
+        convert(tapped, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / "o")
     assert not (tmp_path / "o").exists()
 
 
@@ -584,12 +551,12 @@ def test_tokenizer_that_is_not_the_targets(tmp_path, target):
 
     head = write_eagle3(tmp_path / "head")
     other = write_folder(tmp_path / "other", byte_level_bpe(340))
-    by_id = VocabRequest(order="ids")
+    by_id = BY_ID
     with pytest.raises(MismatchError, match="not that of the target"):
-        convert_head(head, draft_vocab=300, vocabulary=by_id, target=target, tokenizer=other, out=tmp_path / "o")
+        convert(head, draft_vocab=300, vocabulary=by_id, target=target, tokenizer=other, out=tmp_path / "o")
     large = write_folder(tmp_path / "large", byte_level_bpe(400, ["<a>", *(f"<{n}>" for n in range(200))]))
     with raises(MismatchError, found=457, expected=384):
-        convert_head(head, draft_vocab=300, vocabulary=by_id, tokenizer=large, out=tmp_path / "o")
+        convert(head, draft_vocab=300, vocabulary=by_id, tokenizer=large, out=tmp_path / "o")
 
 
 def test_nan_rows_and_tensors_are_refused(tmp_path):
@@ -597,25 +564,25 @@ def test_nan_rows_and_tensors_are_refused(tmp_path):
     tensors["lm_head.weight"][300, 1] = float("nan")
     head = write_eagle3(tmp_path / "head", tensors=tensors)
     with pytest.raises(CheckpointError, match="row of token 300"):
-        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    (fine,) = convert_head(head, draft_vocab=3, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "fine")
+        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    fine = convert(head, draft_vocab=3, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "fine")
     assert verify_artifact(fine.folder, head=head).ok
     tensors = eagle3_tensors(rows=VOCAB)
     tensors["midlayer.mlp.up_proj.weight"][2, 1] = float("inf")
     head = write_eagle3(tmp_path / "other", tensors=tensors)
     with raises(CheckpointError, tensor="midlayer.mlp.up_proj.weight", row=2):
-        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+        convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out*"))
 
 
 def test_sizes_that_do_not_fit(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
-    by_id = VocabRequest(order="ids")
+    by_id = BY_ID
     counted = []
 
     def attempt(**arguments):
-        convert_head(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
+        convert(head, target=target, out=tmp_path / "out", count=lambda *_: counted.append(1), **arguments)  # type: ignore[arg-type]
 
     with pytest.raises(UsageError, match=r"100 is smaller than the \d+ forced ids"):
         attempt(draft_vocab=100, vocabulary=by_id)
@@ -646,46 +613,37 @@ def test_sizes_that_do_not_fit(tmp_path, target):
 def test_of_several_sizes_none_is_written_where_one_does_not_fit(tmp_path, sizes, error, facts):
     head = write_eagle3(tmp_path / "head", ids=trained_ids())
     with raises(error, **facts):
-        convert_head(head, draft_vocab=sizes, vocabulary=by_map(tmp_path, trained_ids()[:10]), out=tmp_path / "out")
+        convert(head, draft_vocab=sizes, vocabulary=by_map(tmp_path, trained_ids()[:10]), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_no_target_and_no_tokenizer_is_a_usage_error(tmp_path):
     full = write_eagle3(tmp_path / "full")
     with raises(UsageError, option="--tokenizer"):
-        convert_head(full, draft_vocab=300, vocabulary=VocabRequest(order="ids"), out=tmp_path / "o")
+        convert(full, draft_vocab=300, vocabulary=BY_ID, out=tmp_path / "o")
     bare = write_eagle3(tmp_path / "bare", lm_head=False)
     with raises(UsageError, option="--target"):
-        convert_head(bare, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "o")
+        convert(bare, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "o")
     with raises(UsageError, option="--offline"):
-        convert_head(full, draft_vocab=300, target=write_target(tmp_path / "t"), offline=True, out=tmp_path / "o")
-
-
-def test_vocabulary_sources_exclude_each_other(tmp_path):
-    with raises(UsageError, options=["--counts", "--order"]):
-        VocabRequest(counts=("a",), order="ids")
+        convert(full, draft_vocab=300, target=write_target(tmp_path / "t"), offline=True, out=tmp_path / "o")
 
 
 def test_existing_output_is_refused_before_anything_is_read(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(OutputExistsError):
-        convert_head("no/such-head", draft_vocab=8, out=tmp_path / "out")
+        convert("no/such-head", draft_vocab=8, out=tmp_path / "out")
     with raises(OutputExistsError, marker="eagle_slim.json"):
-        convert_head("no/such-head", draft_vocab=8, out=tmp_path / "out", force=True)
+        convert("no/such-head", draft_vocab=8, out=tmp_path / "out", force=True)
     assert (tmp_path / "out" / "mine.txt").read_text() == "mine"
 
 
 def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path, target):
     head = write_eagle3(tmp_path / "head")
-    (first,) = convert_head(
-        head, draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "first"
-    )
-    (alone,) = convert_head(first.folder, draft_vocab=280, out=tmp_path / "alone")
-    (helped,) = convert_head(first.folder, draft_vocab=280, target=target, out=tmp_path / "helped")
-    (direct,) = convert_head(
-        head, draft_vocab=280, vocabulary=VocabRequest(order="ids"), target=target, out=tmp_path / "direct"
-    )
+    first = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "first")
+    alone = convert(first.folder, draft_vocab=280, out=tmp_path / "alone")
+    helped = convert(first.folder, draft_vocab=280, target=target, out=tmp_path / "helped")
+    direct = convert(head, draft_vocab=280, vocabulary=BY_ID, target=target, out=tmp_path / "direct")
     for name in ("model.safetensors", "config.json", "freq_280.pt"):
         assert (alone.folder / name).read_bytes() == (direct.folder / name).read_bytes()
         assert (alone.folder / name).read_bytes() == (helped.folder / name).read_bytes()
@@ -694,17 +652,17 @@ def test_an_artifact_is_cut_again_by_its_own_ranks_without_a_tokenizer(tmp_path,
     assert not any("tokenizer" in warning for warning in alone.warnings)
     assert verify_artifact(alone.folder, head=first.folder, target=target).ok
     with raises(UsageError, size=200, forced=259):
-        convert_head(first.folder, draft_vocab=200, out=tmp_path / "less")
+        convert(first.folder, draft_vocab=200, out=tmp_path / "less")
 
 
 def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, target):
-    (first,) = convert_head(
-        write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=VocabRequest(order="ids"), target=target,
+    first = convert(
+        write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=BY_ID, target=target,
         out=tmp_path / "first",
     )  # fmt: skip
     named = {"repo_id": "org/nowhere", "revision": "0123abc", "vocab_size": VOCAB}
     change_manifest(first.folder, lambda manifest: manifest.update(target=named))
-    (again,) = convert_head(first.folder, draft_vocab=280, out=tmp_path / "again")
+    again = convert(first.folder, draft_vocab=280, out=tmp_path / "again")
     assert again.manifest.target == named
     assert again.manifest.tokenizer == first.manifest.tokenizer
     assert again.manifest.rank_order_ids.tolist() == first.manifest.rank_order_ids[:280].tolist()
@@ -712,20 +670,20 @@ def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, t
     # What is forced besides is looked for without the target, too; added tokens are not.
     last = int(first.manifest.rank_order_ids[-1])
     more = VocabRequest(force_ids=(last,))
-    (forced,) = convert_head(first.folder, draft_vocab=280, vocabulary=more, out=tmp_path / "forced")
+    forced = convert(first.folder, draft_vocab=280, vocabulary=more, out=tmp_path / "forced")
     assert last in forced.manifest.rank_order_ids
     assert forced.manifest.num_forced == first.manifest.num_forced + 1
     with raises(UsageError, size=259, forced=260):
-        convert_head(first.folder, draft_vocab=259, vocabulary=more, out=tmp_path / "less")
+        convert(first.folder, draft_vocab=259, vocabulary=more, out=tmp_path / "less")
     with raises(SourceError, repo_id="org/nowhere", cause="ConnectError"):
-        convert_head(first.folder, draft_vocab=280, vocabulary=VocabRequest(force_added="all"), out=tmp_path / "all")
+        convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(force_added="all"), out=tmp_path / "all")
 
 
 def test_force_replaces_an_artifact(tmp_path):
     head = write_eagle3(tmp_path / "head")
     request = by_map(tmp_path, RANKED)
-    convert_head(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out")
-    (done,) = convert_head(head, draft_vocab=5, vocabulary=request, out=tmp_path / "out", force=True)
+    convert(head, draft_vocab=8, vocabulary=request, out=tmp_path / "out")
+    done = convert(head, draft_vocab=5, vocabulary=request, out=tmp_path / "out", force=True)
     assert sorted(path.name for path in done.folder.iterdir()) == [
         "README.md", "config.json", "eagle_slim.json", "freq_5.pt", "model.safetensors",
     ]  # fmt: skip
@@ -736,7 +694,7 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
     counts = token_counts([3] * TOKENS, [[7, 8], [300]], hash_of)
     head = write_eagle3(tmp_path / "head", lm_head=False)
     for name in ("one", "two"):
-        convert_head(
+        convert(
             head, draft_vocab=300, vocabulary=VocabRequest(counts=(counts,)), target=target, out=tmp_path / name / "x"
         )
     first, second = tmp_path / "one" / "x", tmp_path / "two" / "x"
@@ -759,7 +717,7 @@ def test_defaults_are_named(tmp_path, target, monkeypatch):
         return counts
 
     head = write_eagle3(tmp_path / "head")
-    (done,) = convert_head(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
+    done = convert(head, draft_vocab=300, out=tmp_path / "out", count=count, say=said.append)
     assert any("from the table of public heads" in line for line in said)
     assert any("ultrachat_200k (MIT" in line for line in said)
     assert (asked[0].location, asked[0].split, asked[0].roles) == (
@@ -788,15 +746,6 @@ def test_target_named_by_the_head(tmp_path):
 
 
 def test_default_names():
-    assert conversion.default_name(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
-    assert conversion.default_name("yuhuili/EAGLE3-X", "full", flavour="lmdeploy") == "EAGLE3-X-full-lmdeploy"
-    assert conversion.default_name("org/head", None, 0.99) == "head-coverage0.99"
-
-
-def test_corrupted_weights(tmp_path):
-    head = write_eagle3(tmp_path / "head")
-    data = (head / "model.safetensors").read_bytes()
-    (head / "model.safetensors").write_bytes(data[:-100])
-    with pytest.raises(CheckpointError, match="truncated"):
-        convert_head(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert ConvertOptions(32000).name_of(None, 32000) == "smollm2-135m-instruct-eagle3-v32000"
+    assert ConvertOptions("full", flavour="lmdeploy").name_of("hub/EAGLE3-X", "full") == "EAGLE3-X-full-lmdeploy"
+    assert ConvertOptions(coverage=0.99, subfolder="a/b").name_of("org/head", None) == "head-a-b-coverage0.99"

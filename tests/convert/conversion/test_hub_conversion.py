@@ -4,15 +4,13 @@ import json
 
 import pytest
 import torch
-from eagle_slim.convert import Artifact, SourceError, VocabRequest, convert_head, open_head, verify_artifact
+from eagle_slim.convert import Artifact, open_head, verify_artifact
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.convert.sources.source import open_head_source
 from safetensors.torch import load_file
+from support.conversion import BY_ID, convert
 from support.heads import HIDDEN, VOCAB, random, target_lm_head, write_eagle3, write_target, write_tensors
 from support.hub_server import HubServer, connected
-from support.raising import raises
-
-BY_ID = VocabRequest(order="ids")
 
 
 def files(folder):
@@ -40,7 +38,7 @@ def hub(tmp_path):
 def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
     said = []
     with connected(hub, tmp_path / "home"):
-        (done,) = convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim", say=said.append)
+        done = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim", say=said.append)
         needed = VOCAB * HIDDEN * 2
         sent = hub.bytes_sent("of-00002.safetensors")
         assert needed <= sent < needed + 20_000
@@ -57,7 +55,7 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
 
         # A second run asks for no weights again, and neither does verification, which finds everything in the cache.
         hub.reset_counts()
-        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "again")
+        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "again")
         assert hub.bytes_sent(".safetensors") == hub.bytes_sent(".bin") == 0
         assert files(tmp_path / "again") == files(tmp_path / "slim") | {
             "README.md": (tmp_path / "again" / "README.md").read_bytes()
@@ -68,19 +66,8 @@ def test_only_the_needed_bytes_are_fetched(hub, tmp_path):
         assert result["tensors of the source head"].status == "ok"
         assert hub.bytes_sent(".safetensors") == 0
     with connected(hub, tmp_path / "home", offline=True):
-        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "offline", offline=True)
+        convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "offline", offline=True)
         assert files(tmp_path / "offline").keys() == files(tmp_path / "slim").keys()
-
-
-def test_existing_output_is_refused_before_the_first_request(hub, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "head-v320").mkdir()
-    (tmp_path / "head-v320" / "mine.txt").touch()
-    with connected(hub, tmp_path / "home"), pytest.raises(SystemExit) as stop:
-        convert_command(["org/head", "--draft-vocab", "320", "--order", "ids"])
-    assert stop.value.code == 2
-    assert "exists already" in capsys.readouterr().err
-    assert not hub.requests
 
 
 def test_revisions(hub, tmp_path):
@@ -88,14 +75,12 @@ def test_revisions(hub, tmp_path):
     other = write_eagle3(tmp_path / "other", ids=None)
     hub.add_model("org/head", files(other) | {"README.md": b"without a target"})
     with connected(hub, tmp_path / "home"):
-        (done,) = convert_head(
+        done = convert(
             "org/head", draft_vocab=320, vocabulary=BY_ID, revision=first, target="org/target", out=tmp_path / "slim"
         )
         assert done.manifest.head["revision"] == first
         assert done.manifest.lm_head["from"] == "target"
-        (newer,) = convert_head(
-            "org/head", draft_vocab=320, vocabulary=BY_ID, target="org/target", out=tmp_path / "newer"
-        )
+        newer = convert("org/head", draft_vocab=320, vocabulary=BY_ID, target="org/target", out=tmp_path / "newer")
         assert newer.manifest.lm_head["from"] == "head"
 
 
@@ -116,7 +101,7 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
         card = (made / "README.md").read_text()
         assert "license: mit" in card
         assert f"- head: org/heads/heads/eagle3, revision {commit}\n" in card
-        plain = convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "plain")[0].folder
+        plain = convert("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "plain").folder
         assert (made / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
         for named in (None, "org/heads"):
             assert verify_artifact(made, head=named)["tensors of the source head"].status == "ok"
@@ -128,17 +113,6 @@ def test_a_head_in_a_sub_folder(hub, tmp_path, capsys, monkeypatch):
         assert (check.status, "expected the name of a folder" in check.detail) == ("failed", True)
 
 
-def test_gated_target_says_what_to_do(hub, tmp_path):
-    hub.repo("org/target").gated = True
-    with connected(hub, tmp_path / "home"), raises(SourceError, status=401, gated=True, repo_id="org/target"):
-        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
-    assert not (tmp_path / "slim").exists()
-    with connected(hub, tmp_path / "home", token="hf_good"):
-        convert_head("org/head", draft_vocab=320, vocabulary=BY_ID, out=tmp_path / "slim")
-    assert not hub.leaked_tokens
-
-
-# huggingface_hub uploads with an argument that its HTTP library calls old.
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_pushed_and_loaded_again(hub, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -171,7 +145,7 @@ def test_default_dataset_is_streamed_and_named(hub, tmp_path):
     import datasets  # noqa: F401  (before `connected`, which turns its constants too)
 
     with connected(hub, tmp_path / "home"):
-        (done,) = convert_head("org/head", draft_vocab=320, out=tmp_path / "slim", say=said.append)
+        done = convert("org/head", draft_vocab=320, out=tmp_path / "slim", say=said.append)
     assert any("no corpus was named" in line and DEFAULT_DATASET in line for line in said)
     (source,) = done.manifest.vocabulary["sources"]
     assert source["provenance"]["dataset"] == DEFAULT_DATASET

@@ -11,9 +11,9 @@ from eagle_slim.convert import (
     Artifact,
     ArtifactError,
     CheckpointError,
+    ConvertOptions,
     Manifest,
     VocabRequest,
-    convert_head,
     open_head,
     prepare_conversion,
     push_folder,
@@ -22,6 +22,7 @@ from eagle_slim.convert import (
 from eagle_slim.convert.head.kept_rows import KEPT_ROWS_NAME, with_kept_rows
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load, load_file, save
+from support.conversion import BY_ID, convert
 from support.heads import (
     HIDDEN,
     VOCAB,
@@ -55,7 +56,7 @@ def made(tmp_path_factory):
     """A full head, slimmed to 5 rows with 10 at hand."""
     root = tmp_path_factory.mktemp("kept")
     head = write_eagle3(root / "head")
-    (done,) = convert_head(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(root), out=root / "slim")
+    done = convert(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(root), out=root / "slim")
     assert (done.num_kept, done.kept_bytes) == (5, (root / "slim" / KEPT_ROWS_NAME).stat().st_size)
     return root
 
@@ -73,11 +74,13 @@ def test_rows_and_ids_are_written_in_rank_order_and_engines_see_what_they_saw(ma
     assert manifest.ranks.target_ids.tolist() == RANKED[:5]
     assert manifest.ranks_with_kept.target_ids.tolist() == RANKED[:10]
     # All that an engine reads is what it is without kept rows.
-    convert_head(made / "head", draft_vocab=5, vocabulary=by_map(tmp_path), out=tmp_path / "alone")
+    convert(made / "head", draft_vocab=5, vocabulary=by_map(tmp_path), out=tmp_path / "alone")
     for name in ("model.safetensors", "config.json", "freq_5.pt"):
         assert (made / "slim" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert "kept_rows" not in json.loads((tmp_path / "alone" / "eagle_slim.json").read_text())
     assert Artifact.load(made / "slim").head.draft_vocab == 5
+    assert f"`{KEPT_ROWS_NAME}`" in (card := (made / "slim" / "README.md").read_text())
+    assert "the next 5 tokens by rank" in card
 
 
 def test_no_engine_looks_for_a_file_of_that_name():
@@ -85,25 +88,12 @@ def test_no_engine_looks_for_a_file_of_that_name():
         assert [pattern for pattern in ENGINE_PATTERNS if fnmatch.fnmatch(name, pattern)] == []
 
 
-def test_the_same_inputs_give_the_same_bytes_and_the_card_tells_of_the_rows(made, tmp_path):
-    convert_head(made / "head", draft_vocab=5, keep_rows=10, vocabulary=by_map(tmp_path), out=tmp_path / "slim")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "slim").iterdir()} == {
-        path.name: path.read_bytes() for path in (made / "slim").iterdir()
-    }
-    card = (made / "slim" / "README.md").read_text()
-    assert KEPT_ROWS_NAME in card
-    assert "the next 5 tokens by rank" in card
-
-
 def test_a_plan_says_what_they_add(made, tmp_path):
-    plan, other = prepare_conversion(
-        made / "head", draft_vocab=[5, 8], keep_rows=10, vocabulary=by_map(tmp_path), out=tmp_path / "out"
-    ).plans
+    common = {"vocabulary": by_map(tmp_path), "out": tmp_path / "out"}
+    plan, other = prepare_conversion(made / "head", ConvertOptions([5, 8], keep_rows=10, **common)).plans
     assert (plan.num_kept, plan.kept_bytes) == (5, 5 * (2 * HIDDEN + 8))
     assert (other.num_kept, other.kept_bytes) == (2, 2 * (2 * HIDDEN + 8))
-    (unknown,) = prepare_conversion(
-        made / "head", draft_vocab=5, keep_rows="full", vocabulary=by_map(tmp_path), out=tmp_path / "out"
-    ).plans
+    (unknown,) = prepare_conversion(made / "head", ConvertOptions(5, keep_rows="full", **common)).plans
     assert unknown.num_kept is unknown.kept_bytes is None
 
 
@@ -111,10 +101,7 @@ def test_a_plan_says_what_they_add(made, tmp_path):
 def test_rows_of_a_target_are_rounded_as_the_others_are(tmp_path, dtype):
     target = write_target(tmp_path / "target", dtype=dtype)
     head = write_eagle3(tmp_path / "head", lm_head=False)
-    (done,) = convert_head(
-        head, draft_vocab=320, keep_rows="full", target=target, out=tmp_path / "slim",
-        vocabulary=VocabRequest(order="ids"),
-    )  # fmt: skip
+    done = convert(head, draft_vocab=320, keep_rows="full", target=target, out=tmp_path / "slim", vocabulary=BY_ID)
     kept = load((done.folder / KEPT_ROWS_NAME).read_bytes())
     ids = kept["target_ids"]
     assert len(ids) == 360 - 320
@@ -129,11 +116,11 @@ def test_a_mapped_head_keeps_all_that_it_was_trained_on_and_no_more(tmp_path, as
     ids = trained_ids(ascending=ascending)
     head = write_eagle3(tmp_path / "head", ids=ids)
     request = by_map(tmp_path, [2, 0, 1, *[i for i in range(3, 360) if i in ids]])
-    (done,) = convert_head(head, draft_vocab=20, keep_rows=200, vocabulary=request, out=tmp_path / "slim")
+    done = convert(head, draft_vocab=20, keep_rows=200, vocabulary=request, out=tmp_path / "slim")
     assert sorted(done.manifest.ranks_with_kept.target_ids.tolist()) == sorted(ids.tolist())
     assert verify_artifact(done.folder, head=head)["kept rows of the source"].status == "ok"
     with raises(UsageError, option="--keep-rows", most=200):
-        convert_head(head, draft_vocab=20, keep_rows=201, vocabulary=request, out=tmp_path / "more")
+        convert(head, draft_vocab=20, keep_rows=201, vocabulary=request, out=tmp_path / "more")
     assert not (tmp_path / "more").exists()
 
 
@@ -141,8 +128,8 @@ def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
     direct = by_map(tmp_path)
     said = []
     for size in (3, 5, 8, 10):
-        (again,) = convert_head(made / "slim", draft_vocab=size, out=tmp_path / f"again{size}", say=said.append)
-        convert_head(made / "head", draft_vocab=size, vocabulary=direct, out=tmp_path / f"direct{size}")
+        again = convert(made / "slim", draft_vocab=size, out=tmp_path / f"again{size}", say=said.append)
+        convert(made / "head", draft_vocab=size, vocabulary=direct, out=tmp_path / f"direct{size}")
         both = [load_file(tmp_path / f"{how}{size}" / "model.safetensors") for how in ("again", "direct")]
         assert all(torch.equal(both[0][name], both[1][name]) for name in both[1])
         assert again.manifest.rank_order_ids.tolist() == RANKED[:size]
@@ -151,15 +138,15 @@ def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
     assert any("not kept again without --keep-rows" in message for message in said)
     assert "grown from 5 to 8" in (tmp_path / "again8" / "README.md").read_text()
     with raises(UsageError, size=11):
-        convert_head(made / "slim", draft_vocab=11, out=tmp_path / "eleven")
-    (passed_on,) = convert_head(made / "slim", draft_vocab=4, keep_rows=10, out=tmp_path / "passed")
+        convert(made / "slim", draft_vocab=11, out=tmp_path / "eleven")
+    passed_on = convert(made / "slim", draft_vocab=4, keep_rows=10, out=tmp_path / "passed")
     assert passed_on.manifest.kept_rows.rank_order_ids.tolist() == RANKED[4:10]
     # Another ranking chooses among all rows that are there.
     other = by_map(tmp_path, [9, 359, 2, 0, 1])
-    (ranked,) = convert_head(made / "slim", draft_vocab=2, vocabulary=other, out=tmp_path / "other")
+    ranked = convert(made / "slim", draft_vocab=2, vocabulary=other, out=tmp_path / "other")
     assert ranked.manifest.rank_order_ids.tolist() == [9, 359]
     # What it leaves out keeps the order that it had.
-    (all_kept,) = convert_head(made / "slim", draft_vocab=2, keep_rows=9, vocabulary=other, out=tmp_path / "kept")
+    all_kept = convert(made / "slim", draft_vocab=2, keep_rows=9, vocabulary=other, out=tmp_path / "kept")
     assert all_kept.manifest.kept_rows.rank_order_ids.tolist() == [2, 0, 1, 300, 17, 44, 4]
 
 
@@ -176,14 +163,14 @@ def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
 )
 def test_numbers_that_cannot_be(made, tmp_path, arguments, facts):
     with raises(UsageError, option="--keep-rows", **facts):
-        convert_head(made / "head", vocabulary=by_map(tmp_path), out=tmp_path / "out", **arguments)
+        convert(made / "head", vocabulary=by_map(tmp_path), out=tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_eagle_1_head_needs_none(tmp_path):
     head = write_eagle1(tmp_path / "eagle1")
     with raises(UsageError, option="--keep-rows"):
-        convert_head(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(tmp_path), out=tmp_path / "out")
+        convert(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(tmp_path), out=tmp_path / "out")
 
 
 def rewritten(folder, change):
@@ -300,8 +287,8 @@ def test_from_the_hub_they_are_fetched_when_they_are_wanted(made, tmp_path):
         push_folder(made / "slim", "tester/slim")
         assert hub.repo("tester/slim").files[KEPT_ROWS_NAME] == (made / "slim" / KEPT_ROWS_NAME).read_bytes()
         hub.reset_counts()
-        convert_head("tester/slim", draft_vocab=4, out=tmp_path / "four")
+        convert("tester/slim", draft_vocab=4, out=tmp_path / "four")
         assert hub.bytes_sent(KEPT_ROWS_NAME) == 0
-        (done,) = convert_head("tester/slim", draft_vocab=8, out=tmp_path / "eight")
+        done = convert("tester/slim", draft_vocab=8, out=tmp_path / "eight")
         assert hub.bytes_sent(KEPT_ROWS_NAME) > 0
         assert done.manifest.rank_order_ids.tolist() == RANKED[:8]

@@ -58,14 +58,6 @@ def test_absolute_map_is_refused_unless_said(tmp_path):
     assert open_head(folder, d2t_form="absolute").draft_ids_to_target.tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name"), [(torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")]
-)
-def test_dtypes(tmp_path, dtype, name):
-    head = open_head(write_eagle3(tmp_path / "head", dtype=dtype))
-    assert str(head.dtype) == f"torch.{name}"
-
-
 def test_full_vocabulary_with_and_without_trivial_map(tmp_path):
     plain = open_head(write_eagle3(tmp_path / "plain"))
     trivial = open_head(write_eagle3(tmp_path / "trivial", ids=np.arange(VOCAB)))
@@ -390,11 +382,7 @@ def ones(*shape):
         ),
         ({"vocab_size": VOCAB + 1}, MismatchError, {"key": "vocab_size", "found": 385, "t2d": 384}),
         ({"draft_vocab_size": 199}, MismatchError, {"rows": 200, "d2t": 200, "t2d": 384}),
-        (
-            {"intermediate_size": 47},
-            MismatchError,
-            {"key": "intermediate_size", "found": 47, "expected": 48},
-        ),
+        ({"intermediate_size": 47}, MismatchError, {"key": "intermediate_size", "found": 47, "expected": 48}),
         (
             {"num_attention_heads": 2},
             MismatchError,
@@ -406,35 +394,15 @@ def ones(*shape):
             {"tensor": "midlayer.self_attn.q_proj.weight", "found": (32, 64), "expected": (32, 66)},
         ),
         ({"hidden_size": "32"}, MismatchError, {"key": "hidden_size", "found": "32"}),
-        (
-            {"num_key_value_heads": "2"},
-            MismatchError,
-            {"key": "num_key_value_heads", "found": "2"},
-        ),
+        ({"num_key_value_heads": "2"}, MismatchError, {"key": "num_key_value_heads", "found": "2"}),
         ({"vocab_size": True}, MismatchError, {"key": "vocab_size", "found": True}),
-        (
-            {"draft_vocab_size": 0},
-            MismatchError,
-            {"key": "draft_vocab_size", "found": 0},
-        ),
-        (
-            {"rope_scaling": "yarn"},
-            MismatchError,
-            {"key": "rope_parameters", "found": "yarn"},
-        ),
+        ({"draft_vocab_size": 0}, MismatchError, {"key": "draft_vocab_size", "found": 0}),
+        ({"rope_scaling": "yarn"}, MismatchError, {"key": "rope_parameters", "found": "yarn"}),
         ({"rope_theta": float("inf")}, CheckpointError, {"file": "config.json"}),
         ({"rope_theta": -1.0}, MismatchError, {"key": "rope_theta", "found": -1.0}),
-        (
-            {"rms_norm_eps": "1e-05"},
-            MismatchError,
-            {"key": "rms_norm_eps", "found": "1e-05"},
-        ),
+        ({"rms_norm_eps": "1e-05"}, MismatchError, {"key": "rms_norm_eps", "found": "1e-05"}),
         ({"hidden_act": 3}, MismatchError, {"key": "hidden_act", "found": 3, "expected": "a name, such as 'silu'"}),
-        (
-            {"max_position_embeddings": "2048"},
-            MismatchError,
-            {"key": "max_position_embeddings", "found": "2048"},
-        ),
+        ({"max_position_embeddings": "2048"}, MismatchError, {"key": "max_position_embeddings", "found": "2048"}),
         ({"layer_types": True}, MismatchError, {"key": "layer_types", "found": True}),
         ({"eagle_config": []}, MismatchError, {"key": "eagle_config", "found": []}),
         (

@@ -8,11 +8,12 @@ import torch
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.hub import client
 from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.lm_head.target import open_target_lm_head
 from eagle_slim.convert.sources.source import open_head_source
-from eagle_slim.convert.sources.target_lm_head import open_target_lm_head
 from huggingface_hub import constants
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
+from support.lm_heads import values
 from support.raising import raises
 
 API = "/api/models/org/head"
@@ -75,7 +76,7 @@ def test_a_hub_in_short_trouble_is_asked_again(
     assert (found.folder / "model.safetensors").is_file()
     # The metadata of a file that is read by ranges, too.
     hub.inject(path, Fault(times=2, any_status=fault.any_status, unanswered=fault.unanswered))
-    assert torch.equal(open_target_lm_head("org/head").tensor(), WEIGHTS["lm_head.weight"])
+    assert torch.equal(values(open_target_lm_head("org/head")), WEIGHTS["lm_head.weight"])
 
 
 def test_the_hub_says_how_long_to_wait(hub: HubServer, home: Path, pauses: list[float]) -> None:

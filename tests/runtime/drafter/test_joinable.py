@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import Artifact, VocabRequest, convert_head, open_head
+from eagle_slim.convert import Artifact, VocabRequest, open_head
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.head.kept_rows import KEPT_ROWS_NAME
 from eagle_slim.runtime import SpeculativeModel
@@ -15,6 +15,7 @@ from eagle_slim.runtime.drafter.joinable import load_joinable_rows
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.target.wrapper import TargetModel
 from safetensors.torch import load_file
+from support.conversion import convert
 from support.heads import write_freq
 from support.hub_server import HubServer, connected
 from support.raising import raises
@@ -31,7 +32,7 @@ def target() -> TargetModel:
 
 def converted(folder: Path, head: Path, **options: object) -> Artifact:
     request = VocabRequest(token_map=write_freq(folder / "freq.pt", RANKED))
-    (done,) = convert_head(head, vocabulary=request, out=folder / "slim", **options)
+    done = convert(head, vocabulary=request, out=folder / "slim", **options)
     return done.load()
 
 

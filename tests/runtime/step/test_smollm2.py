@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from support.conversion import convert
 from support.raising import raises
 
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
@@ -78,7 +78,7 @@ def test_chain(full: SpeculativeModel, prompts: list[list[int]], plain: list[lis
 def test_a_converted_head_drafts_as_its_rows_do_unconverted(
     full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]], tmp_path: Path
 ) -> None:
-    folder = convert_head(draft_vocab=2048, out=tmp_path / "slim")[0].folder
+    folder = convert(draft_vocab=2048, out=tmp_path / "slim").folder
     converted = SpeculativeModel.from_pretrained(full.target.model, folder, tokenizer=full.tokenizer)
     assert converted.draft_vocab == 2048
     before = full.with_draft_vocab(2048)

@@ -7,13 +7,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-from eagle_slim.convert.conversion.convert import convert_head
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.runtime import PairingError, SpeculativeModel
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import HeadWarning, TargetWarning, UsageError
 from eagle_slim.runtime.target.location import given_target
+from support.conversion import BY_ID, convert
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import tiny_target, write_head, write_pair
@@ -23,8 +22,8 @@ from support.tiny_models import tiny_target, write_head, write_pair
 def slim(tmp_path: Path) -> Path:
     target, head = write_pair(tmp_path / "parts")
     own = target.rename(tmp_path / "parts" / "my-target")
-    order = VocabRequest(order="ids")
-    return convert_head(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=order)[0].folder
+    order = BY_ID
+    return convert(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=order).folder
 
 
 def test_a_local_target_is_found_beside_the_head_or_among_the_models(

@@ -68,7 +68,7 @@ def test_gated_private_and_missing(hub: HubServer, folder: Path, tmp_path: Path)
     hub.add_model("org/gated", files(folder), gated=True)
     hub.add_model("org/private", files(folder), private=True)
     with connected(hub, tmp_path / "home"):
-        with pytest.raises(TokenizerError, match=r"org/gated: .*accept its terms.*HF_TOKEN"):
+        with pytest.raises(TokenizerError, match=r"org/gated: .*a gated repository(.|\n)*HF_TOKEN"):
             load_tokenizer("org/gated")
         for name in ("org/private", "org/none"):
             with raises(TokenizerError, repo=name, reason="RepositoryNotFoundError"):

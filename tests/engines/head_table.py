@@ -1,16 +1,15 @@
 """Which engine takes which kind of head: the table of docs/engines.md.
 
-    python -m eagle_slim.convert.artifact.engine_table
-
-Nothing is stated here but the kinds of heads; what an engine makes of each comes from its rules in `engines.py`.
+Nothing is stated here but the kinds of heads; what an engine makes of each comes from its rules in `convert/engines/`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ..weights import names
-from .engines import ENGINES, HeadFacts, check_engine, flavoured_architecture
+from eagle_slim.convert.engines.facts import HeadFacts
+from eagle_slim.convert.engines.registry import ENGINES, check_engine, flavoured_architecture
+from eagle_slim.convert.weights import names
 
 _CONFIG = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64}
 EAGLE3 = HeadFacts("eagle3", _CONFIG, frozenset({names.FC}), 640, 2048, num_taps=3, target_layers=8)
@@ -86,7 +85,3 @@ def head_table() -> str:
         for words, facts in HEADS.items()
     ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-if __name__ == "__main__":
-    print(head_table(), end="")

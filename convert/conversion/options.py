@@ -1,0 +1,144 @@
+"""How a head is converted: the options of `eagle-convert`, once for the command, the call and what they call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.files import expand_home
+from eagle_slim.vocab_tools.ranking.rank import check_coverage
+
+from ..head.vocab_map import D2tForm
+from ..manifest import Flavour
+from ..sources.builtin import EMBEDDED_HEAD_NAME
+from ..weights.paths import clean_subfolder
+from .vocab_choice import VocabRequest
+
+DraftVocabSize = int | Literal["full"]
+KeepRows = int | Literal["full"]
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options of a conversion.
+
+    Attributes:
+        draft_vocab: rows to keep, or several sizes; "full" normalises the head without cutting it; "auto" takes the
+            size that is fastest by ``cost`` and the coverage of the ranking.
+        coverage: instead of a size, the share of the counted text that must be covered.
+        cost: for "auto", the compare.json of a comparison on the device that will serve the head.
+        keep_rows: rows to have in total, those of the draft vocabulary among them, or "full" for all: the ones
+            beyond it are kept in a file of their own that engines do not read, so that they may join the draft
+            vocabulary while a text is followed, or a larger one be made without the original head. None keeps none.
+        vocabulary: where the ranking comes from; by default the built-in counts for the built-in head, else
+            `vocab_choice.DEFAULT_DATASET_NOTE`.
+        target: folder or Hub repository of the target model. Default: what the head's files name, else the table of
+            public heads.
+        tokenizer: folder, tokenizer.json or Hub repository; default the target's.
+        weights_file: name of the file with the head's weights, where its folder holds several.
+        revision, target_revision, tokenizer_revision: branch, tag or commit on the Hub.
+        subfolder: where in the folder or repository the head is, such as "eagle3".
+        out: folder to write (for several sizes, the folder to write them in); default a name made of head and size.
+        force: replace an artifact that is there.
+        flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
+        d2t_form: form of the head's own map, where it cannot be told.
+        tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
+        offline: use only local files and the Hub cache.
+
+    Raises:
+        UsageError: options that contradict each other, or a value that means nothing.
+    """
+
+    draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize | Literal["auto"]] | None = None
+    coverage: float | None = None
+    cost: str | Path | None = None
+    keep_rows: KeepRows | None = None
+    vocabulary: VocabRequest = field(default_factory=VocabRequest)
+    target: str | Path | None = None
+    tokenizer: str | Path | None = None
+    weights_file: str | None = None
+    revision: str | None = None
+    subfolder: str | None = None
+    target_revision: str | None = None
+    tokenizer_revision: str | None = None
+    out: str | Path | None = None
+    force: bool = False
+    flavour: Flavour = "default"
+    d2t_form: D2tForm = "auto"
+    tap_layers: Sequence[int] | None = None
+    offline: bool = False
+
+    def __post_init__(self) -> None:
+        if self.flavour not in get_args(Flavour):
+            known = ", ".join(get_args(Flavour))
+            raise UsageError(
+                f"--for: expected one of {known}, found {self.flavour!r}.", option="--for", found=self.flavour
+            )
+        if self.draft_vocab is not None and self.coverage is not None:
+            raise UsageError(
+                "--draft-vocab and --coverage exclude each other: give a size, or let it be found.",
+                options=["--draft-vocab", "--coverage"],
+            )
+        if self.is_auto != (self.cost is not None):
+            raise UsageError(
+                "--draft-vocab auto and --cost go together: run eagle-compare with --out DIR on the device that will "
+                "serve the head, and give --cost DIR/compare.json.",
+                option="--cost",
+            )
+        if self.coverage is not None:
+            check_coverage(self.coverage)
+        if self.out == "":
+            raise UsageError("--out: the name is empty. Name the folder to write.", option="--out", found="")
+        clean_subfolder(self.subfolder)
+        if not self.sizes:
+            raise UsageError("--draft-vocab: no size given.", option="--draft-vocab")
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the measured cost finds the size."""
+        return isinstance(self.draft_vocab, str | tuple | list) and self.draft_vocab in (AUTO, (AUTO,), [AUTO])
+
+    @property
+    def sizes(self) -> tuple[DraftVocabSize | None, ...]:
+        """Rows of each artifact, in the order given; None where a coverage or a cost finds them."""
+        if self.coverage is not None or self.is_auto:
+            return (None,)
+        if self.draft_vocab is None:
+            raise UsageError(
+                "Give the size of the draft vocabulary with --draft-vocab, or a --coverage to find one.",
+                option="--draft-vocab",
+            )
+        several = isinstance(self.draft_vocab, Iterable) and not isinstance(self.draft_vocab, str)
+        sizes: list[Any] = list(self.draft_vocab) if several else [self.draft_vocab]  # type: ignore[arg-type]  # not a size
+        return tuple(dict.fromkeys("full" if size == "full" else _number_of_ids(size) for size in sizes))
+
+    def name_of(self, head: str | None, size: DraftVocabSize | None) -> str:
+        """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
+        base = EMBEDDED_HEAD_NAME if head is None else expand_home(head).resolve().name
+        base = "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts])
+        found = AUTO if self.coverage is None else f"coverage{self.coverage}"
+        endings: dict[DraftVocabSize | None, str] = {None: found, "full": "full"}
+        return f"{base}-{endings.get(size, f'v{size}')}" + ("" if self.flavour == "default" else f"-{self.flavour}")
+
+    def folder_of(self, name: str) -> Path:
+        """Where an artifact goes."""
+        if self.out is None:
+            return Path(name)
+        return Path(self.out) / name if len(self.sizes) > 1 else Path(self.out)
+
+
+def _number_of_ids(size: Any) -> int:
+    try:
+        number = operator.index(size)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(size, bool):
+        raise UsageError(
+            f"--draft-vocab: expected a number of ids or 'full', found {size!r}.", option="--draft-vocab", found=size
+        )
+    return number

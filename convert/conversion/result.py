@@ -1,0 +1,118 @@
+"""What a conversion will write, and what it has written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..head.kept_rows import KEPT_ROWS_NAME
+from ..manifest import Manifest
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.ranking.report import CoverageReport
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One artifact as far as it is known before anything is counted or written.
+
+    Attributes:
+        folder: where it will be.
+        draft_vocab: rows it will have; None where a coverage finds the size.
+        num_forced: ids that are in whatever their rank; None where only the ranking tells.
+        rows_before: rows of the LM head that the draft model has.
+        bytes_before, bytes_after: weights that one draft step reads, LM head included; the latter is about the disk
+            space that is needed, too, and None where the size is not known.
+        num_kept: rows that are kept beyond them; None where only the ranking tells.
+        kept_bytes: bytes of these, which take disk space and no time of a draft step; None as `num_kept`.
+        free_bytes: free on the disk of `folder`.
+    """
+
+    folder: Path
+    draft_vocab: int | None
+    num_forced: int | None
+    rows_before: int
+    bytes_before: int
+    bytes_after: int | None
+    num_kept: int | None
+    kept_bytes: int | None
+    free_bytes: int
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `eagle-convert --dry-run --json` prints it."""
+        return {**asdict(self), "folder": str(self.folder)}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One artifact that was written.
+
+    Attributes:
+        folder: where it is.
+        manifest: as written.
+        coverage: on held-out text, or None where there was none.
+        rows_before: rows of the LM head that the draft model had.
+        bytes_before, bytes_after: weights that one draft step reads, LM head included.
+    """
+
+    folder: Path
+    manifest: Manifest
+    coverage: CoverageReport | None
+    rows_before: int
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def draft_vocab(self) -> int:
+        """Rows of the LM head now."""
+        return self.manifest.draft_vocab
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a user should know."""
+        return self.manifest.warnings
+
+    @property
+    def num_kept(self) -> int:
+        """Rows that are kept beyond the draft vocabulary."""
+        return 0 if self.manifest.kept_rows is None else len(self.manifest.kept_rows)
+
+    @property
+    def kept_bytes(self) -> int:
+        """What they add to the artifact: bytes of their file, 0 without one."""
+        return int(self.manifest.files.get(KEPT_ROWS_NAME, {}).get("size_bytes", 0))
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as `eagle-convert --json` prints it."""
+        return {
+            "folder": str(self.folder),
+            "kind": self.manifest.kind,
+            "draft_vocab": self.draft_vocab,
+            "target_vocab": self.manifest.target_vocab,
+            "rows": {"before": self.rows_before, "after": self.draft_vocab},
+            "bytes_per_draft_step": {"before": self.bytes_before, "after": self.bytes_after},
+            "kept_rows": {"rows": self.num_kept, "size_bytes": self.kept_bytes},
+            "never_counted": self.manifest.num_uncounted,
+            "coverage": None if self.manifest.coverage is None else coverage_summary(self.manifest),
+            "warnings": list(self.warnings),
+        }
+
+
+def coverage_summary(manifest: Manifest) -> list[dict[str, Any]]:
+    """Coverage at the artifact's own size, one entry per source: name, part, covered, interval, first ids instead."""
+    report = manifest.coverage
+    if report is None:
+        return []
+    at = report["sizes"].index(report["draft_vocab"])
+    return [
+        {
+            "source": source["name"],
+            "part": source["part"],
+            "tokens": source["tokens"],
+            "covered": source["coverage"][at],
+            "interval": None if source["low"] is None else [source["low"][at], source["high"][at]],
+            "first_ids_instead": source["baseline_first_ids"][at],
+        }
+        for source in report["sources"]
+    ]

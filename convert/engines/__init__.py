@@ -1,0 +1,1 @@
+"""What each serving engine and trainer can take of a draft head: one file an engine."""

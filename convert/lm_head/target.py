@@ -1,0 +1,173 @@
+"""The LM head of a target, from a folder, from the Hub's cache, or as the bytes of one tensor from the Hub."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from eagle_slim.vocab_tools.files import write_file
+
+from ..errors import CheckpointError
+from ..hub.client import is_offline, notify_stderr
+from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
+from ..hub.remote_file import HubFile, progress_bar
+from ..hub.snapshot import cache_folder, fetch, not_cached
+from ..sources.source import Notify, ResolvedSource, target_files
+from ..weights.checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
+from ..weights.dtypes import FLOATS
+from ..weights.paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
+from ..weights.safetensors_header import SafetensorsHeader
+from .lm_head import LmHead
+from .names import find_lm_head, lm_head_bias, ties_embedding, unused_lm_head
+
+
+def open_target_lm_head(
+    target: str | Path | ResolvedSource,
+    revision: str | None = None,
+    offline: bool = False,
+    notify: Notify = notify_stderr,
+) -> LmHead:
+    """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
+
+    From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
+    header of one shard and the bytes of this tensor are fetched, and kept under `HF_HOME/assets/eagle-slim`, where
+    `HF_ASSETS_CACHE` may point elsewhere. Of a repository that has only `pytorch_model.bin`, whose layout does not
+    allow it, the whole file or shard is fetched, after a notice.
+
+    Args:
+        target: folder or Hub repository, or what `target_files` returned for it.
+        revision: branch, tag or commit of a repository.
+        offline: use only what the caches hold.
+        notify: called with notices for the user.
+
+    Raises:
+        SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.
+        CheckpointError: the weights are damaged, or have no LM head in floating point.
+    """
+    if not isinstance(target, ResolvedSource):
+        target = target_files(target, revision, offline, notify, names=("config.json",))
+    if target.repo_id is None:
+        return open_local_lm_head(target.folder, target.label)
+    if (cached := _cached(target)) is not None:
+        return cached
+    if offline or is_offline():
+        raise not_cached(target.label, " (its LM head)", "Or give a folder with --target.")
+    return _fetch(target, notify)
+
+
+def open_local_lm_head(folder: Path, label: str) -> LmHead:
+    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
+
+    Raises:
+        CheckpointError: the weights are damaged, or no tensor is an LM head.
+    """
+    chosen = choose_weights(list_names(folder), str(folder))
+    shards = read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
+    checkpoint = open_checkpoint(folder) if shards is None else None
+    stored = checkpoint.names if checkpoint is not None else tuple(shards or ())
+    name = find_lm_head(stored, label, ties_embedding(folder))
+    if checkpoint is None:
+        checkpoint = open_checkpoint(folder, {name})
+    unused = unused_lm_head(stored, name)
+    if unused is not None and (shards is None or (folder / shards[unused]).is_file()):
+        # Opened anew: what is read for this comparison is not what the conversion read.
+        both = open_checkpoint(folder, {name, unused})
+        unused = None if same_tensors(both, name, both, unused) else unused
+    file = checkpoint.path_of(name).name
+    return _checked(LmHead(checkpoint, name, label, "target", unused, lm_head_bias(stored, name), file))
+
+
+def _checked(lm_head: LmHead) -> LmHead:
+    """The LM head, if it is a matrix of floating-point numbers (and not quantised to integers, say)."""
+    info = lm_head.checkpoint.info(lm_head.name)
+    if len(info.shape) != 2 or info.dtype not in FLOATS:
+        raise CheckpointError.at(
+            lm_head.where,
+            f"{info.name}: expected a matrix of bf16, fp16 or fp32, found {info.dtype} "
+            f"{list(info.shape)}.\nGive the unquantised target with --target.",
+            tensor=lm_head.name,
+            found=info.dtype,
+        )
+    return lm_head
+
+
+def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
+    snapshot = target.snapshot
+    chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
+    header: SafetensorsHeader | None = None
+    stored: Collection[str] = ()
+    name, said = "", ties_embedding(target.folder)
+    if chosen.endswith(".index.json"):
+        fetch(snapshot, [chosen], offline=False)
+        index = read_index(target.folder / chosen)
+        stored = index.shard_of
+        name = find_lm_head(stored, target.label, said)
+        chosen = index.shard_of[name]
+    if chosen.endswith(TORCH_SUFFIXES):
+        notify(
+            f"{target.label}: has no safetensors, so that one tensor cannot be fetched alone: fetching {chosen} whole"
+        )
+        fetch(snapshot, [chosen], offline=False)
+        return open_local_lm_head(target.folder, target.label)
+    file = HubFile.open(snapshot.repo_id, snapshot.commit, chosen, f"{target.label}/{chosen}")
+    header = read_remote_header(file)
+    if not stored:
+        stored = header.tensors
+        name = find_lm_head(stored, target.label, said)
+    if name not in header.tensors:
+        raise CheckpointError.at(
+            target.label,
+            f"the index says that {chosen} holds {name}, but it does not.\n"
+            "Index and shards come from different versions: give another --revision, or tell the author.",
+            tensor=name,
+            shard=chosen,
+        )
+    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder, progress_bar)
+    note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said}
+    note |= {"unused": unused_lm_head(stored, name), "bias": lm_head_bias(stored, name)}
+    with contextlib.suppress(OSError):
+        # Only a shortcut for the next time, and the way without a connection; a full disk need not stop this one.
+        write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
+    return _noted(target, note)
+
+
+def _cached(target: ResolvedSource) -> LmHead | None:
+    """Return the LM head from the caches, checked, or None; touches no network."""
+    names = list_names(target.folder)
+    with contextlib.suppress(CheckpointError):
+        chosen = choose_weights([name for name in names if "/" not in name], target.label)
+        if chosen.endswith(".index.json"):
+            index = read_index(target.folder / chosen)
+            chosen = index.shard_of[find_lm_head(index.shard_of, target.label, ties_embedding(target.folder))]
+        if (target.folder / chosen).exists():
+            return open_local_lm_head(target.folder, target.label)
+    try:
+        note = json.loads(_commit_note(target).read_bytes())
+        if note["said"] == ties_embedding(target.folder) and _entry(target, note["etag"], note["tensor"]).checked():
+            return _noted(target, note)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _noted(target: ResolvedSource, note: dict[str, Any]) -> LmHead:
+    """The LM head that was fetched, as it was noted then."""
+    name = note["tensor"]
+    checkpoint = Checkpoint(target.label, {name: open_weights_file(_entry(target, note["etag"], name).whole)})
+    return _checked(LmHead(checkpoint, name, target.label, "target", note["unused"], note["bias"], note["file"]))
+
+
+def _entry(target: ResolvedSource, etag: str, tensor: str) -> CacheEntry:
+    return CacheEntry(cache_folder(target.snapshot.repo_id) / _safe_name(etag), tensor)
+
+
+def _commit_note(target: ResolvedSource) -> Path:
+    return cache_folder(target.snapshot.repo_id) / f"{_safe_name(target.snapshot.commit)}.json"
+
+
+def _safe_name(etag: str) -> str:
+    return quote(etag, safe="").replace(".", "%2E")

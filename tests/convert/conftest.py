@@ -1,0 +1,17 @@
+"""What the tests of this package share."""
+
+import pytest
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    """Run a command in-process in `tmp_path`; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(command, *arguments):
+        with pytest.raises(SystemExit) as stop:
+            command([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return call

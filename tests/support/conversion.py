@@ -1,0 +1,26 @@
+"""A conversion in one call: options as keywords."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from eagle_slim.convert.conversion.convert import convert_head
+from eagle_slim.convert.conversion.options import ConvertOptions
+from eagle_slim.convert.conversion.result import Conversion
+from eagle_slim.convert.conversion.vocab_choice import VocabRequest
+
+BY_ID = VocabRequest(order="ids")
+
+
+def convert_all(
+    head: str | Path | None = None, *, count: Any = None, say: Any = lambda message: None, **options: Any
+) -> tuple[Conversion, ...]:
+    """`convert_head` with the fields of `ConvertOptions` as keywords."""
+    return convert_head(head, ConvertOptions(**options), count=count, say=say)
+
+
+def convert(head: str | Path | None = None, **options: Any) -> Conversion:
+    """The one conversion of `convert_all`."""
+    (done,) = convert_all(head, **options)
+    return done

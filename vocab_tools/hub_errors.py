@@ -1,0 +1,259 @@
+"""What goes wrong with the Hub, in the words of a user: errors of its library and of the network, described.
+
+Each package puts the description into an error class of its own. Where the Hub is unreachable, a copy in the cache may
+do instead; where that is passing, the same call may succeed a moment later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BUSY = (408, 429, 500, 502, 503, 504)
+"""Statuses that say: not now."""
+# Broken off in the middle is an accident; refused or silent is a state.
+_ACCIDENTS = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectionError", "ChunkedEncodingError")
+NOT_ASKED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
+"""Reasons that say: fetching is off."""
+_LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
+
+
+@dataclass(frozen=True)
+class HubTrouble:
+    """One error of the Hub, explained.
+
+    Attributes:
+        headline: what happened, beginning with the repository, without advice.
+        advice: what to do about it.
+        reason: class of the error that says most, or "connection".
+        facts: for programs: `repo_id`, and `status`, `errno` and others where they are known.
+        is_unreachable: the Hub gave no answer of its own.
+        is_passing: the same call may succeed a moment later.
+        retry_after_s: how long the Hub asks to wait, in seconds, where it says so.
+    """
+
+    headline: str
+    advice: str = ""
+    reason: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+    is_unreachable: bool = False
+    is_passing: bool = False
+    retry_after_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.headline}.\n{self.advice}".rstrip()
+
+
+def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubTrouble:
+    """Describe an error of `huggingface_hub`, of its HTTP library or of the cache's disk, or one caused by such.
+
+    Args:
+        error: what was raised.
+        repo_id: the repository in question.
+        revision: of it.
+        purpose: "read", or "write" for uploads, where a refusal means another thing.
+    """
+    from huggingface_hub import errors
+
+    known = (
+        errors.HfHubHTTPError,
+        errors.EntryNotFoundError,
+        errors.HFValidationError,
+        errors.OfflineModeIsEnabled,
+        *transport_errors(),
+    )
+    found = [cause for cause in _causes(error) if isinstance(cause, known)] or [error]
+    # That a file is not in the cache says least: what kept the library from fetching it is behind.
+    cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
+    name = type(cause).__name__
+    facts = {"repo_id": repo_id}
+    if isinstance(cause, errors.LocalEntryNotFoundError):
+        return not_cached(repo_id)
+    if isinstance(cause, errors.HfHubHTTPError):
+        return _refusal(cause, repo_id, revision, purpose)
+    if isinstance(cause, errors.EntryNotFoundError):
+        return HubTrouble(f"{repo_id}: a file is missing{at(revision)} ({plain(cause)})", "", name, facts)
+    if isinstance(cause, errors.HFValidationError):
+        advice = "Expected a folder, or a repository such as name/model."
+        return HubTrouble(f"{repo_id}: not the id of a repository ({plain(cause)})", advice, name, facts)
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return HubTrouble(f"{repo_id}: fetching is off: HF_HUB_OFFLINE is set", "Unset it.", name, facts)
+    if isinstance(cause, transport_errors()):
+        return _no_connection(repo_id, cause)
+    if isinstance(cause, ValueError):
+        # What should be JSON is not.
+        return not_the_hub(repo_id, "a page that is not the Hub's")
+    return _disk_trouble(cause, repo_id)
+
+
+def not_cached(repo_id: str) -> HubTrouble:
+    """What is not in the cache while fetching is off."""
+    return HubTrouble(
+        f"{repo_id}: not in the cache, and the Hub was not asked",
+        "Run the same command once with a connection, unset HF_HUB_OFFLINE, or give a local folder.",
+        "LocalEntryNotFoundError",
+        {"repo_id": repo_id},
+        is_unreachable=True,
+    )
+
+
+def not_the_hub(repo_id: str, found: str) -> HubTrouble:
+    """An answer that comes from somebody else than the Hub, such as a login page of the network."""
+    return HubTrouble(
+        f"{repo_id}: {endpoint()} cannot be reached: {found} came back",
+        "A network that wants a login first answers so: open a page in a browser, then try again.",
+        "connection",
+        {"repo_id": repo_id, "found": found},
+        is_unreachable=True,
+    )
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """The errors of the HTTP library below huggingface_hub, whichever it is: what a broken connection raises."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    library = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+    names = ("RequestException", "TransportError", "StreamError", "InvalidURL")
+    return tuple(getattr(library, name) for name in names if hasattr(library, name))
+
+
+def transfer_errors() -> tuple[type[Exception], ...]:
+    """Everything that asking the Hub can raise: what `trouble_of` describes."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    return (OSError, ValueError, EntryNotFoundError, *transport_errors())
+
+
+def retry_after_s(response: Any) -> float | None:
+    """Seconds that an answer asks to wait before the next request, where it says so as a number."""
+    value = getattr(response, "headers", {}).get("Retry-After", "")
+    return float(value) if value.isdigit() else None
+
+
+def at(revision: str | None) -> str:
+    """The revision as part of a sentence, if there is one."""
+    return f" at revision {revision!r}" if revision else ""
+
+
+def plain(text: object, limit: int = 200) -> str:
+    """What a library or server says, on one line and without its full stop, cut to `limit` characters."""
+    line = " ".join(str(text).split()).rstrip(".")
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def endpoint() -> str:
+    """Address of the Hub (HF_ENDPOINT)."""
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> HubTrouble:
+    from huggingface_hub import errors
+
+    page, address = f"{endpoint()}/{repo_id}", endpoint()
+    response = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+
+    def trouble(what: str, advice: str, **facts: Any) -> HubTrouble:
+        facts = {"repo_id": repo_id, "status": status, **facts}
+        busy = status in BUSY
+        wait_s = retry_after_s(response) if busy else None
+        return HubTrouble(f"{repo_id}: {what}", advice, type(error).__name__, facts, busy, busy, wait_s)
+
+    if isinstance(error, errors.GatedRepoError):
+        advice = f"Ask for access at {page}. Then: {_LOGIN}"
+        return trouble("a gated repository, and this account has no access to it", advice, gated=True)
+    if isinstance(error, errors.DisabledRepoError):
+        return trouble("the Hub has disabled this repository", f"See {page}.")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return trouble(f"has no revision {revision or 'main'!r}", _revisions(repo_id), revision=revision)
+    if isinstance(error, errors.EntryNotFoundError):
+        return trouble(f"a file is missing{at(revision)}: {plain(error)}", f"See {page}.")
+    if purpose == "write" and status in (401, 403):
+        advice = f"{_LOGIN} The token needs the right to write to this name."
+        return trouble(f"may not be written with this account (status {status})", advice)
+    if isinstance(error, errors.RepositoryNotFoundError):
+        if (kind := _other_kind(repo_id)) is not None:
+            advice = "Check the id. A dataset is given with --dataset."
+            return trouble(f"is a {kind} on the Hub; a model repository is expected", advice, found=kind)
+        advice = f"Check the spelling. For a private one: {_LOGIN}"
+        return trouble(f"no such folder here, and no such model at {address}, or a private one", advice)
+    if status == 401:
+        return trouble("the token is not accepted (status 401)", _LOGIN)
+    if status == 429:
+        wait_s = retry_after_s(response)
+        soon = "in a few minutes" if wait_s is None else f"in {wait_s:.0f} seconds"
+        advice = f"Try again {soon}. The limit is higher for those who are logged in: {_LOGIN}"
+        return trouble(f"the rate limit of {address} is reached (status 429)", advice)
+    if status in BUSY:
+        return trouble(f"{address} is in trouble (status {status})", "Try again in a few minutes, or give a folder.")
+    if "html" in getattr(response, "headers", {}).get("Content-Type", ""):
+        return not_the_hub(repo_id, f"an HTML page with status {status}")
+    return trouble(f"the Hub refuses (status {status}): {plain(error, 300)}", f"See {page}.")
+
+
+def _no_connection(repo_id: str, cause: BaseException) -> HubTrouble:
+    kind = type(cause).__name__
+    if kind == "JSONDecodeError":
+        return not_the_hub(repo_id, "a page that is not the Hub's")
+    advice = "Check the connection, the proxy and HF_ENDPOINT, and try again; or give a folder."
+    if "Timeout" in kind:
+        headline = f"{repo_id}: {endpoint()} does not answer ({kind})"
+        advice += " Where the network is only slow, set HF_HUB_ETAG_TIMEOUT to more seconds."
+    else:
+        headline = f"{repo_id}: {endpoint()} cannot be reached ({kind}: {plain(cause, 160)})"
+    facts = {"repo_id": repo_id, "cause": kind}
+    return HubTrouble(headline, advice, "connection", facts, is_unreachable=True, is_passing=kind in _ACCIDENTS)
+
+
+def _disk_trouble(error: BaseException, repo_id: str) -> HubTrouble:
+    from huggingface_hub import constants
+
+    code = getattr(error, "errno", None)
+    cache = getattr(error, "filename", None) or constants.HF_HUB_CACHE
+    what, advice = f"the transfer failed ({plain(error, 300)})", "Try again."
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        place = Path(constants.HF_HUB_CACHE)
+        while not place.exists():
+            place = place.parent
+        what = f"the disk of the cache is full ({cache}, {shutil.disk_usage(place).free:,} bytes free)"
+        advice = "Free some space, or set HF_HOME to a folder on another disk."
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        what = f"the cache cannot be written ({cache}: {os.strerror(code)})"
+        advice = "Set HF_HOME to a folder of your own."
+    return HubTrouble(f"{repo_id}: {what}", advice, type(error).__name__, {"repo_id": repo_id, "errno": code})
+
+
+def _other_kind(repo_id: str) -> str | None:
+    """Return "dataset" or "space" where the Hub has one of this id; errors mean that it has not."""
+    from huggingface_hub import HfApi, constants, errors
+
+    for kind in ("dataset", "space"):
+        with contextlib.suppress(errors.HfHubHTTPError, *transport_errors()):
+            HfApi().repo_info(repo_id, repo_type=kind, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+            return kind
+    return None
+
+
+def _revisions(repo_id: str) -> str:
+    from huggingface_hub import HfApi, errors
+
+    with contextlib.suppress(errors.HfHubHTTPError, *transport_errors()):
+        refs = HfApi().list_repo_refs(repo_id)
+        names = [ref.name for ref in (*refs.branches, *refs.tags)]
+        return f"It has {', '.join(names[:12])}; a commit hash must be whole."
+    return "Give a branch, a tag or a whole commit hash."
