@@ -1,7 +1,5 @@
 """What the persistent kernel passes between its phases: one table, from which the workspace is allocated.
 
-    python -m eagle_slim.runtime.drafter.workspace        # the table for docs/kernels.md
-
 Phases are those of docs/kernels.md, and ``tree`` after the last ``pick``. Nothing here grows with the draft vocabulary
 times the nodes.
 """
@@ -176,20 +174,6 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     }
 
 
-SIZES = {
-    "slots": "sequences side by side", "slot rows": "16 for each slot",
-    "rows": "16 for each slot, to a power of two", "programs": "one on each multiprocessor",
-    "lists": "one for each program, to a multiple of 16", "places": "top_k, to a power of two",
-    "candidates": "all that are drafted: top_k + depth * top_k^2", "nodes": "total_tokens",
-    "chain": f"{MAX_DEPTH} levels", "hidden": "the head's width", "qkv": "(heads + 2 kv_heads) * head_dim",
-    "input rows": "embeddings, then features", "raw rows": "the same; 1 where `x_raw` is not used",
-    "operand values": "all operands together", "part rows": "groups * split * rows of a group, the largest of the four",
-    "attention rows": "queries of all parts of all heads", "head block": "head_dim, to a power of two",
-    "head tile": "LM-head rows multiplied at a time", "barrier": "4 words",
-}  # fmt: skip
-"""What the names mean, for readers."""
-
-
 def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.device | str) -> dict[str, Tensor]:
     """Allocate `BUFFERS`, poisoned: NaN in floats; integers are what the kernel expects to find, 0 or empty lists."""
     size, types = sizes(cfg, params), element_types(cfg)
@@ -203,17 +187,3 @@ def _fresh(shape: list[int], dtype: torch.dtype, device: torch.device | str) -> 
         return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(dtype)
     fill = {torch.int32: 0, torch.int64: LOWEST_KEY.value}.get(dtype, float("nan"))
     return torch.full(shape, fill, dtype=dtype, device=device)
-
-
-def table() -> str:
-    """The table, in Markdown."""
-    lines = ["| buffer | type | shape | written in | read in | what |", "| --- | --- | --- | --- | --- | --- |"]
-    for buffer in BUFFERS:
-        cells = (f"`{buffer.name}`", buffer.dtype, ", ".join(buffer.shape), buffer.written, buffer.read, buffer.holds)
-        lines.append(f"| {' | '.join(cells)} |")
-    meanings = "; ".join(f"*{name}*: {meaning}" for name, meaning in SIZES.items())
-    return "\n".join([*lines, "", f"Sizes: {meanings}."])
-
-
-if __name__ == "__main__":
-    print(table())

@@ -11,9 +11,9 @@ import argparse
 import json
 from typing import Any
 
-from eagle_slim.runtime.drafter.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip
 from eagle_slim.runtime.step.kernels import choice_kernels, cut_search
+from kernels.compiled_drafter import assembler_report, to_ptx
 from triton.compiler import ASTSource
 
 POINTERS = {

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime.drafter import tail_rows
-from eagle_slim.runtime.drafter.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
 from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip
 from eagle_slim.runtime.safeailab.kernels import tree_bias
@@ -26,6 +25,7 @@ from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.target.kernels import fused_layers, tree_attention, tree_rows
 from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
+from kernels.compiled_drafter import assembler_report, to_ptx
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
