@@ -11,7 +11,8 @@ from .drafter.launch import (
     prefill_drafter,
     set_tail,
 )
-from .drafter.packed_weights import Weights, open_tuned_cache
+from .drafter.packed_weights import Weights
+from .drafter.tuned_cache import open_tuned_cache
 from .errors import (
     AcceptanceWarning,
     DrafterError,
@@ -28,8 +29,13 @@ from .model import SpeculativeModel
 from .requests.output import GenerationOutput
 from .requests.requests import RequestOutput
 from .requests.stats import GenerationStats
-from .safeailab.backends import frontier_generate, register_triton_backend, registered_backends, unregister_backend
-from .safeailab.fused import fused_draft_token_generation
+from .safeailab.backends import (
+    frontier_generate,
+    fused_draft_token_generation,
+    register_triton_backend,
+    registered_backends,
+    unregister_backend,
+)
 from .safeailab.patch import (
     patch_ea_model_with_triton_drafter,
     patch_eagle_model,

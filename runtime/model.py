@@ -297,14 +297,11 @@ class SpeculativeModel:
         """
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
-    def with_drafter(
-        self, drafter: str | DraftFunction, draft_weights: str = "auto", strict: bool = False
-    ) -> SpeculativeModel:  # fmt: skip
+    def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        ``draft_weights`` "auto" leaves weights in FP8 as they are. ``strict``: launch parameters that were not tuned
-        are a `DrafterError`. Raises as `choose_drafter`; `UsageError` for a drafter other than the kernel where weights
-        are in FP8.
+        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
+        drafter other than the kernel where weights are in FP8.
         """
         weights, own = self.drafter.weights, self.drafter
         if draft_weights == "auto" and self.draft_weights == "fp8":
@@ -312,8 +309,8 @@ class SpeculativeModel:
         order = None if own.packing is None else own.packing.order
         if own.packing is None and self.opened is not None and weights.device.type == "cuda":
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
-        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order, strict)
-        if built.packing is not None and own.packing is not None and not strict:
+        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
+        if built.packing is not None and own.packing is not None:
             is_same = built.stored_dtype == own.stored_dtype
             built = replace(built, packing=own.packing) if is_same else built
         other = self._with_drafter(built, self.is_tree_sized)

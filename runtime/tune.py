@@ -371,7 +371,7 @@ def run(args: argparse.Namespace) -> None:
 
     from .drafter.kernel_launch import chip_of
     from .drafter.shape_records import read_shapes
-    from .drafter.tuned_cache import TunedCache, cache_key, default_cache, layout_key
+    from .drafter.tuned_cache import TunedCache, cache_key, layout_key, open_tuned_cache
     from .drafter.tuning.precompile import Job, compile_all
 
     if args.from_shapes is not None:
@@ -382,7 +382,7 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
     wanted = configurations(args, chip.name)
-    cache: TunedCache = TunedCache(args.out) if args.out else default_cache()
+    cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
     check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
     budget: float = args.budget
 

@@ -48,14 +48,13 @@ def choose_drafter(
     tree: TreeConfig,
     draft_weights: str = "auto",
     order: Tensor | None = None,
-    strict: bool = False,
 ) -> tuple[Drafter, str]:
     """Build the drafter that is asked for, or for "auto" the one that suits; returns it with the reason.
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head rows
-    best first, where they are ranked: the kernel packs them so. ``strict`` as in `Weights.pack`. Raises as
-    `check_drafter`, `check_draft_weights` and `Drafter`, and `DrafterError` for ``draft_weights`` "fp8" with a head
-    that only the reference can draft with; there is no fallback.
+    best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights` and
+    `Drafter`, and `DrafterError` for ``draft_weights`` "fp8" with a head that only the reference can draft with; there
+    is no fallback.
     """
     check_drafter(drafter, weights.device)
     check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)
@@ -63,7 +62,7 @@ def choose_drafter(
         return Drafter(weights, tree, drafter), "asked for"
     if drafter == "auto" and weights.device.type != "cuda":
         return Drafter(weights, tree), f"the model is on {weights.device}"
-    packing = SharedPacking(weights, order, stored_dtype(draft_weights), strict)
+    packing = SharedPacking(weights, order, stored_dtype(draft_weights))
     if drafter == "triton":
         return Drafter(weights, tree, "triton", packing), "asked for"
     try:

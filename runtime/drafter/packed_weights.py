@@ -48,21 +48,19 @@ class Weights:
         head: HeadWeights,
         cfg: DrafterConfig,
         order: Tensor | None = None,
-        strict: bool = False,
         cache: TunedCache | None = None,
     ) -> Weights:
         """Lay a head out for the kernel on its device, with tuned launch parameters where the cache has them.
 
         One packing serves every number of slots and every tree; each configuration's launch parameters are looked up
         when it is first used. ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any
-        smaller ``draft_vocab``. ``strict``: a miss in the tuned cache is a `DrafterError` (also
-        ``EAGLE_SLIM_STRICT=1``). ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its
-        ``hits`` and ``misses`` count. Raises `UsageError` for a configuration or an order of another head, and draft
-        ids that the target does not have.
+        smaller ``draft_vocab``. ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; with
+        ``EAGLE_SLIM_STRICT=1`` a miss in it is a `DrafterError`. Raises `UsageError` for a configuration or an order of
+        another head, and draft ids that the target does not have.
         """
         from .kernel_launch import chip_of
         from .packed_head import pack_head
-        from .tuned_cache import LaunchTable, is_strict
+        from .tuned_cache import LaunchTable, open_tuned_cache
 
         check_kernel_limits(cfg)
         check_head_fits(cfg, head)
@@ -73,7 +71,7 @@ class Weights:
                 f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.", tensor="draft_to_target"
             )
         cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
-        launches = LaunchTable(cache.layout(cfg, chip), cache, chip, strict or is_strict())
+        launches = LaunchTable(cache.layout(cfg, chip), cache, chip)
         launches.get(cfg)  # a miss that is an error is one before anything is packed
         return cls(head, pack_head(_contiguous(head), cfg, launches, order), order)
 
@@ -109,33 +107,25 @@ class SharedPacking:
     """A head packed once, when it is first drafted with, for all who draft with it.
 
     One serves every number of slots, every tree, every length, and every draft vocabulary that is the first of its
-    rows in ``order`` (int64 [draft_vocab], LM-head rows best first; None for the head's own order). ``strict`` as in
-    `Weights.pack`.
+    rows in ``order`` (int64 [draft_vocab], LM-head rows best first; None for the head's own order).
     """
 
-    def __init__(
-        self,
-        head: HeadWeights,
-        order: Tensor | None = None,
-        weight_dtype: torch.dtype | None = None,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, head: HeadWeights, order: Tensor | None = None, weight_dtype: torch.dtype | None = None) -> None:
         check_order(head, order)
         self.head, self.order = head, order
         self.weight_dtype = weight_dtype or head.dtype
-        self._strict = strict
         self._weights: Weights | None = None
 
     def weights(self, cfg: DrafterConfig) -> Weights:
         """The packed head with positions for ``cfg``; packs at the first call. Raises as `Weights.pack` does."""
         if self._weights is None:
-            self._weights = Weights.pack(self.head, cfg, self.order, self._strict)
+            self._weights = Weights.pack(self.head, cfg, self.order)
         self._weights = self._weights.with_positions(cfg.max_positions, cfg.num_tokens)
         return self._weights
 
     def for_head(self, head: HeadWeights, order: Tensor | None = None) -> SharedPacking:
         """Return this packing if it serves ``head``, else a new one of the same type, with an ``order`` of its own."""
-        return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype, self._strict)
+        return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype)
 
     def serves(self, head: HeadWeights) -> bool:
         """Whether ``head`` is this one with all or the first of its LM-head rows."""
@@ -145,17 +135,6 @@ class SharedPacking:
             return False
         ranked = mine.draft_to_target if self.order is None else mine.draft_to_target[self.order]
         return torch.equal(ranked[: len(ids)].sort().values, ids)
-
-
-def open_tuned_cache() -> TunedCache:
-    """Open the cache of launch parameters that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships.
-
-    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file of another
-    kind.
-    """
-    from .tuned_cache import default_cache
-
-    return default_cache()
 
 
 def _contiguous(head: HeadWeights) -> HeadWeights:

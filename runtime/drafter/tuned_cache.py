@@ -44,15 +44,13 @@ def _key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
 
 
 class TunedCache:
-    """Tuned layouts and launch parameters by key, in one JSON file; counts the launches it held and missed.
+    """Tuned layouts and launch parameters by key, in one JSON file.
 
     Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.hits = 0
-        self.misses = 0
         self.layouts: dict[str, Any] = {}
         self.launches: dict[str, Any] = {}
         try:
@@ -74,27 +72,18 @@ class TunedCache:
         found = self.layouts.get(layout_key(cfg, chip))
         return choose_layout(cfg, chip) if found is None else StoredLayout.from_json(found)
 
-    def lookup(
-        self, cfg: DrafterConfig, chip: Chip, strict: bool = False, layout: StoredLayout | None = None
-    ) -> LaunchParams:
-        """Return the tuned parameters for a head packed in ``layout`` (the cache's own), or `choose_launch`'s.
+    def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
+        """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
 
-        ``strict`` makes a miss a `DrafterError`.
+        Those that are not are `choose_launch`'s, and the shape goes to the file that ``EAGLE_SLIM_SHAPES`` names; with
+        ``EAGLE_SLIM_STRICT`` they are a `DrafterError`.
         """
-        return self.find(cfg, chip, strict, layout)[0]
-
-    def find(
-        self, cfg: DrafterConfig, chip: Chip, strict: bool = False, layout: StoredLayout | None = None
-    ) -> tuple[LaunchParams, bool]:
-        """As `lookup`, with whether the cache held them. A miss goes to the file that ``EAGLE_SLIM_SHAPES`` names."""
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key)
         if found is not None and layout in (None, own):
-            self.hits += 1
             return LaunchParams.from_json(found, own), True
-        self.misses += 1
         record_shape(cfg, chip)
-        if strict:
+        if is_strict():
             raise DrafterError(
                 f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
                 "python -m eagle_slim.runtime.tune for this head, or switch strict mode off.",
@@ -125,14 +114,10 @@ class TunedCache:
 
 
 class LaunchTable:
-    """Launch parameters of one packed head for every configuration, each looked up once.
+    """Launch parameters of one packed head for every configuration, each looked up once."""
 
-    ``strict``: a `DrafterError` where the cache does not hold them.
-    """
-
-    def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip, strict: bool = False) -> None:
-        self.layout = layout
-        self._tuned, self._chip, self._strict = tuned, chip, strict
+    def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip) -> None:
+        self.layout, self._tuned, self._chip = layout, tuned, chip
         self._found: dict[str, tuple[LaunchParams, bool]] = {}
         self._keys: dict[DrafterConfig, str] = {}
 
@@ -149,7 +134,7 @@ class LaunchTable:
         if key is None:
             key = self._keys[cfg] = cache_key(cfg, self._chip)
         if key not in self._found:
-            self._found[key] = self._tuned.find(cfg, self._chip, self._strict, self.layout)
+            self._found[key] = self._tuned.find(cfg, self._chip, self.layout)
         return self._found[key]
 
 
@@ -163,8 +148,11 @@ class FixedLaunch(LaunchTable):
         return self._params, False
 
 
-def default_cache() -> TunedCache:
-    """The cache named by ``EAGLE_SLIM_TUNED``, or the one that ships; a process reads each file once."""
+def open_tuned_cache() -> TunedCache:
+    """Open the cache that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships; each file is read once.
+
+    Raises `DrafterError` for a file of another kind.
+    """
     return _read_once(Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json")))
 
 

@@ -114,14 +114,13 @@ def unpatch_ea_model(model: Any) -> Any:
     return model
 
 
-def is_patched(model: Any) -> bool:
-    """Whether an EaModel, or the ``ea_layer`` that it has now, is patched."""
-    return is_rebound(model) or is_rebound(model.ea_layer)
+def check_unpatched(model: Any) -> None:
+    """Raise `UsageError` if an EaModel, or the ``ea_layer`` that it has now, is patched."""
+    if is_rebound(model) or is_rebound(model.ea_layer):
+        raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.", option="model")
 
 
-def unpatch_eagle_model(model: Any) -> Any:
-    """Undo `patch_eagle_model`; the same as `unpatch_ea_model`."""
-    return unpatch_ea_model(model)
+unpatch_eagle_model = unpatch_ea_model
 
 
 class EaModelPatch:
@@ -136,16 +135,14 @@ class EaModelPatch:
         drafter: str | DraftFunction = "triton",
         draft_weights: str = "auto",
         whole: bool = True,
-        strict: bool = False,
     ) -> None:
         check_ea_model(model)
-        if is_patched(model):
-            raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
+        check_unpatched(model)
         weight = model.ea_layer.embed_tokens.weight
         check_drafter(drafter, weight.device, BACKENDS)
         check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
         head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
-        built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights, strict=strict)
+        built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
         # Sessions of all tree sizes share what is packed.
         self.layer = LayerPatch(
             model.ea_layer, target_lm_head(model), lambda tree: Session(built.like(built.weights, tree))

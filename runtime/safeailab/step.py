@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -84,8 +83,7 @@ class StepPatch:
     """
 
     def __init__(self, model: Any, layer_patch: LayerPatch) -> None:
-        # Whoever keeps patches by model must not keep the model with them.
-        self._model, self.layer_patch = weakref.ref(model), layer_patch
+        self.model, self.layer_patch = model, layer_patch
         self.decoder = model.base_model.model
         self._tensors: _Tensors | None = None
         self._retrieve_indices: Tensor | None = None
@@ -99,15 +97,14 @@ class StepPatch:
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
-        model = self._model()
-        loops = {name: self._loop(type(model), name) for name in LOOPS}
-        rebind(model, {**loops, _STEP: self})
+        loops = {name: self._loop(type(self.model), name) for name in LOOPS}
+        rebind(self.model, {**loops, _STEP: self})
         rebind(self.decoder, self._mask_method.replacing(self.ops(tree_bias)))
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`."""
         restore(self.decoder)
-        restore(self._model())
+        restore(self.model)
 
     def _loop(self, model_class: type, name: str) -> Callable[..., Any]:
         original = getattr(model_class, name)

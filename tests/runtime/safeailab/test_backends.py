@@ -16,7 +16,6 @@ import torch
 from eagle_slim.runtime import (
     DrafterError,
     GPUAssertionError,
-    ReferenceDrafter,
     SpeculativeModel,
     TreeConfig,
     frontier_generate,
@@ -27,6 +26,7 @@ from eagle_slim.runtime import (
     unregister_backend,
 )
 from eagle_slim.runtime.drafter.draft_weights import CHOICES
+from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
@@ -49,30 +49,31 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_head(tmp_path_factory.mktemp("head"))
 
 
-class Counting(ReferenceDrafter):
+class Counting:
     """A user's drafter."""
 
-    built = 0
-    drafts = 0
+    def __init__(self) -> None:
+        self.drafts = 0
 
-    def __init__(self, weights: HeadWeights, tree: TreeConfig) -> None:
-        super().__init__(weights, tree)
-        Counting.built += 1
+    def __call__(self, cfg: Any, features: Any, head: HeadWeights, bufs: Any) -> None:
+        self.drafts += 1
+        draft_ref(cfg, features, head, bufs)
 
-    def draft(self, *args: Any) -> Any:
-        Counting.drafts += 1
-        return super().draft(*args)
+
+def kept(model: Any) -> list[Any]:
+    """What was built over a model and is kept with it."""
+    return [built for built, _ in vars(model)["_eagle_slim_joined"].values()]
 
 
 @pytest.fixture
-def counting() -> type[Counting]:
-    Counting.built = Counting.drafts = 0
-    register_triton_backend("counting", Counting)
-    return Counting
+def counting() -> Counting:
+    draft = Counting()
+    register_triton_backend("counting", draft)
+    return draft
 
 
 @OWN_TRANSFORMERS
-def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[Counting]) -> None:
+def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: Counting) -> None:
     target = tiny_target("llama")
     model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=3, total_tokens=8)
     ids = random_prompts([7])[0]
@@ -81,13 +82,13 @@ def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[
     for backend in ("reference", "counting", "counting"):
         output = frontier_generate(model, ids, backend=backend, max_new_tokens=8, ignore_eos=True)
         assert list(output.results[0].token_ids) == wanted
-    assert counting.built == 1, "built once, then kept"
+    assert len(kept(model)) == 1, "its own drafter needs no other; the other was built once"
     assert counting.drafts > 1
     loaded: dict[str, Any] = {"head": head, "tree": TREE, "backend": "counting", "max_new_tokens": 8}
     for _ in range(2):
         output = frontier_generate(target, ids, ignore_eos=True, **loaded)
         assert list(output.results[0].token_ids) == wanted
-    assert counting.built == 2, "once more for the model without a head of its own"
+    assert len(kept(target)) == 1, "once more for the model without a head of its own"
     with raises(DrafterError, option="drafter", expected="cuda"):
         frontier_generate(model, ids, max_new_tokens=8)
 
@@ -95,10 +96,6 @@ def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: type[
 def test_the_kernels_options_have_a_name(tmp_path: Path) -> None:
     """In the interpreter, where only launch parameters of a GPU are tuned."""
     model = build("stand-in eagle3", tmp_path)
-    register_triton_backend(strict=True)
-    assert registered_backends() == ("reference", "triton")
-    with raises(DrafterError):
-        frontier_generate(model, prompt(model), max_new_tokens=1)
     register_triton_backend("fp8", draft_weights="fp8")
     with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
         frontier_generate(model, prompt(model), backend="fp8", max_new_tokens=1)
@@ -106,7 +103,7 @@ def test_the_kernels_options_have_a_name(tmp_path: Path) -> None:
         frontier_generate(model, prompt(model), backend="reference", head="slim")
 
 
-def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Counting]) -> None:
+def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: Counting) -> None:
     model = build("stand-in eagle3", tmp_path)
     prompts = [prompt(model, 9), prompt(model, 30, seed=1)]
     wanted = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
@@ -117,13 +114,14 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, counting: type[Coun
         assert type(model.ea_layer) is kind
         assert vars(model.ea_layer).items() >= {"depth": 2, "top_k": 3}.items()
         assert vars(model.ea_layer).keys() == members.keys()
-    assert counting.built == 1
+    assert len(kept(model)) == 2
+    assert counting.drafts > 1
     patch_eagle_model(model, drafter="reference")
     with raises(UsageError, option="model"):
         frontier_generate(model, prompts[0], backend="reference")
 
 
-def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: type[Counting]) -> None:
+def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: Counting) -> None:
     model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
     ids = prompt(model)
 
@@ -135,7 +133,7 @@ def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: 
         model.ea_layer = layer
         assert is_upstreams("reference")
         assert is_upstreams("counting")
-    assert counting.built == 2
+        assert {patch.layer.layer for patch in kept(model)} == {layer}
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -143,7 +141,7 @@ def test_a_kept_drafter_serves_what_it_was_built_over(tmp_path: Path, counting: 
         assert is_upstreams("counting")
     finally:
         torch.set_default_dtype(default)
-    assert counting.built == 3
+    assert [patch.layer.session.head.dtype for patch in kept(model)] == [torch.float64]
 
 
 @OWN_TRANSFORMERS
@@ -158,20 +156,21 @@ def test_kept_drafters_go_with_their_models(tmp_path: Path, head: Path) -> None:
     assert [each() for each in gone] == [None, None]
 
 
-def test_names_and_factories_are_checked(counting: type[Counting]) -> None:
-    for name, factory in (("triton", Counting), ("reference", None), ("counting", Counting), ("", None), ("new", 3)):
-        with raises(UsageError, option="name" if factory != 3 else "factory"):
+def test_names_and_factories_are_checked(counting: Counting) -> None:
+    for name, factory in (("triton", counting), ("reference", None), ("counting", counting), ("", None), ("new", 3)):
+        with raises(UsageError, option="name" if factory != 3 else "draft"):
             register_triton_backend(name, factory)
-    register_triton_backend(strict=True)
+    register_triton_backend(draft_weights="bf16")
+    assert registered_backends() == ("reference", "triton", "counting")
     with raises(UsageError, option="name", found="triton") as caught:
         register_triton_backend(draft_weights="fp8")
     assert "overwrite=True" in str(caught.value)
     register_triton_backend(draft_weights="fp8", overwrite=True)
-    with raises(UsageError, option="factory"):
-        register_triton_backend("new", Counting, strict=True)
+    with raises(UsageError, option="draft"):
+        register_triton_backend("new", counting, draft_weights="fp8")
     with raises(UsageError, option="draft_weights", found="int4"):
         register_triton_backend("new", draft_weights="int4")
-    register_triton_backend("counting", ReferenceDrafter, overwrite=True)
+    register_triton_backend("counting", Counting(), overwrite=True)
     with raises(UsageError, option="backend", found="mine", expected=("reference", "triton", "counting")):
         frontier_generate(object(), [1], backend="mine")
     with raises(UsageError, option="model", found="Linear"):
@@ -188,17 +187,17 @@ def test_one_call_generates_and_keeps_what_it_built(head: Path) -> None:
     options: dict[str, Any] = {"head": head, "drafter": "reference", "ignore_eos": True, "tree": TREE}
     output = fused_draft_token_generation(target, ids, max_new_tokens=8, **options)
     assert list(output.results[0].token_ids) == wanted
-    ((kept, _),) = target._eagle_slim_joined.values()
+    ((joined, _),) = target._eagle_slim_joined.values()
     fused_draft_token_generation(target, ids, 0.7, 8, seed=1, top_k=4, **options)
     ((again, _),) = target._eagle_slim_joined.values()
-    assert again is kept
-    output = fused_draft_token_generation(kept, ids, max_new_tokens=8, drafter="reference", ignore_eos=True)
+    assert again is joined
+    output = fused_draft_token_generation(joined, ids, max_new_tokens=8, drafter="reference", ignore_eos=True)
     assert list(output.results[0].token_ids) == wanted
     with raises(UsageError, option="head"):
-        fused_draft_token_generation(kept, ids, head=head, drafter="reference")
+        fused_draft_token_generation(joined, ids, head=head, drafter="reference")
     for draft_weights, expected in (("int4", CHOICES), ("fp8", "auto")):
         with raises(UsageError, option="draft_weights", found=draft_weights, expected=expected):
-            fused_draft_token_generation(kept, ids, drafter="reference", draft_weights=draft_weights)
+            fused_draft_token_generation(joined, ids, drafter="reference", draft_weights=draft_weights)
     assert b"eagle_slim." not in pickle.dumps(target)
     target = copy.deepcopy(target)
     fused_draft_token_generation(target, ids, max_new_tokens=1, **options)

@@ -67,14 +67,14 @@ def test_named_backends_and_the_one_call_give_the_targets_text() -> None:
     model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="reference")
     ids = model.encode_chat("What is the capital of France?")
     wanted = model.generate(ids, max_new_tokens=16, speculative=False).results[0].token_ids
-    register_triton_backend("strictly tuned or not", strict=False)
+    register_triton_backend("by another name")
     try:
-        for backend in ("triton", "strictly tuned or not"):
+        for backend in ("triton", "by another name"):
             output = frontier_generate(model, ids, backend=backend, max_new_tokens=16)
             assert output.results[0].token_ids == wanted
             assert output.stats.mean_accepted_length > 1.5
     finally:
-        unregister_backend("strictly tuned or not")
+        unregister_backend("by another name")
     loaded = model.target.model
     output = fused_draft_token_generation(loaded, ids, max_new_tokens=16)
     assert output.results[0].token_ids == wanted
