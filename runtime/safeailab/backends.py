@@ -275,4 +275,4 @@ def _keep(model: Any, place: Any, given: tuple[Any, ...], build: Callable[[], _B
 def _place(model: Any) -> tuple[torch.device, torch.dtype] | None:
     """Where a model is, and in which type: a drafter that was built for another serves it no more."""
     first = next(model.parameters(), None) if isinstance(model, nn.Module) else model
-    return (first.device, first.dtype) if hasattr(first, "dtype") else None
+    return None if first is None or not hasattr(first, "dtype") else (first.device, first.dtype)

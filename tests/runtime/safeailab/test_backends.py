@@ -73,7 +73,9 @@ def counting() -> Counting:
 
 
 @OWN_TRANSFORMERS
-def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: Counting) -> None:
+def test_a_speculative_model_drafts_with_any_backend(
+    head: Path, counting: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tiny_target("llama")
     model = SpeculativeModel.from_pretrained(target, head, depth=2, top_k=3, total_tokens=8)
     ids = random_prompts([7])[0]
@@ -89,6 +91,7 @@ def test_a_speculative_model_drafts_with_any_backend(head: Path, counting: Count
         output = frontier_generate(target, ids, ignore_eos=True, **loaded)
         assert list(output.results[0].token_ids) == wanted
     assert len(kept(target)) == 1, "once more for the model without a head of its own"
+    monkeypatch.setattr("eagle_slim.runtime.drafter.kernel_launch.is_interpreted", lambda: False)
     with raises(DrafterError, option="drafter", expected="cuda"):
         frontier_generate(model, ids, max_new_tokens=8)
 
