@@ -1,6 +1,6 @@
 """Shapes that were launched without tuned parameters, one JSON object a line, for the tuner to fill the cache with.
 
-``EAGLE_SLIM_SHAPES=FILE`` asks for it; ``python -m eagle_slim.runtime.tune --from-shapes FILE`` reads it.
+``EAGLE_SLIM_SHAPES=FILE`` asks for it; ``python -m eagle_slim.runtime.tune FILE`` reads it.
 """
 
 from __future__ import annotations

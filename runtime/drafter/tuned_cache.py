@@ -85,8 +85,8 @@ class TunedCache:
         record_shape(cfg, chip)
         if is_strict():
             raise DrafterError(
-                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
-                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off.",
+                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Record "
+                "its shape with EAGLE_SLIM_SHAPES and run python -m eagle_slim.runtime.tune, or switch it off.",
                 key=key,
                 path=self.path,
             )
