@@ -10,6 +10,8 @@ EagleSlimError
 └── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
 """
 
+from collections.abc import Collection
+
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "TargetWarning",
     "UnsupportedModelError",
     "UsageError",
+    "check_choice",
+    "misfit",
 ]
 
 
@@ -66,3 +70,19 @@ class HeadWarning(UserWarning):
 
 class AcceptanceWarning(UserWarning):
     """Hardly any drafted token was accepted: output stays exact, but something about the head is probably wrong."""
+
+
+def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:
+    """Return the error for a value that cannot be; ``kind``: "option", "field" or "tensor", the fact with its name."""
+    return UsageError(
+        f"{name} must be {expected}, got {found!r}.", **{kind: name, "expected": expected, "found": found}
+    )  # fmt: skip
+
+
+def check_choice(option: str, value: object, choices: Collection[object]) -> None:
+    """Raise `UsageError` for a value that is none of ``choices``."""
+    if value not in choices:
+        names = ", ".join(map(repr, choices))
+        raise UsageError(
+            f"{option} = {value!r} is unknown; expected one of {names}.", option=option, found=value, expected=choices
+        )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import DrafterError, UnsupportedModelError, UsageError
+from ..errors import DrafterError, UnsupportedModelError, UsageError, check_choice
 from ..settings import TreeConfig
 from .draft_weights import check_draft_weights, stored_dtype
 from .drafter import Drafter
@@ -27,10 +27,7 @@ def check_drafter(
     """
     if callable(drafter):
         return
-    if drafter not in names:
-        raise UsageError(
-            f"{option} = {drafter!r} is unknown; expected one of {', '.join(names)}.", option=option, found=drafter
-        )
+    check_choice(option, drafter, names)
     if drafter == "triton" and device.type != "cuda":
         from .kernel_launch import is_interpreted
 
@@ -67,7 +64,7 @@ def choose_drafter(
         return Drafter(weights, tree, "triton", packing), "asked for"
     try:
         return Drafter(weights, tree, "triton", packing), f"{weights.dtype} on {weights.device}"
-    except (UnsupportedModelError, UsageError) as error:
+    except (UnsupportedModelError, UsageError, check_choice) as error:
         if draft_weights == "fp8":
             raise DrafterError(
                 f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DrafterError, UsageError
+from ..errors import DrafterError, UsageError, check_choice
 
 CHOICES = ("auto", "bf16", "fp8")
 NAMES = {
@@ -23,11 +23,7 @@ _FIRST_WITH_FP8 = (8, 9)
 
 def check_name(draft_weights: str) -> None:
     """Raise `UsageError` for a name that is none of `CHOICES`."""
-    if draft_weights not in CHOICES:
-        raise UsageError(
-            f"draft_weights = {draft_weights!r} is unknown; expected one of {', '.join(CHOICES)}.",
-            option="draft_weights", found=draft_weights, expected=CHOICES,
-        )  # fmt: skip
+    check_choice("draft_weights", draft_weights, CHOICES)
 
 
 def check_draft_weights(

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError
+from ..errors import DrafterError, UsageError, check_choice
 from ..ops import Ops
 from .buffers import Buffers, check_room
 from .checks import check_features, check_parts, check_step
@@ -49,10 +49,8 @@ def launch_drafter(
     are not of this configuration, for a step that does not fit (where the host can know it: written by
     `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
     """
-    if not callable(backend) and backend not in BACKENDS:
-        raise UsageError(
-            f"backend = {backend!r} is unknown; expected {' or '.join(BACKENDS)}.", option="backend", found=backend
-        )
+    if not callable(backend):
+        check_choice("backend", backend, BACKENDS)
     check_parts(cfg, weights, bufs)
     taps = check_features(cfg, X)
     if taps[0].device != bufs.keys.device:

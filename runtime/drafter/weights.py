@@ -16,7 +16,7 @@ from eagle_slim.convert.head.kept_rows import with_kept_rows
 from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
 
-from ..errors import HeadWarning, UnsupportedModelError, UsageError
+from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit
 from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
@@ -67,9 +67,9 @@ class HeadWeights:
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
         if self.embedding.dim() != 2 or self.embedding.shape[1] != hidden:
-            raise _misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape))
+            raise misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape), "tensor")
         if self.lm_head.dim() != 2 or self.lm_head.shape[1] != hidden:
-            raise _misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape))
+            raise misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape), "tensor")
         if ids.dtype != torch.int64 or ids.shape != self.lm_head.shape[:1]:
             raise UsageError(
                 f"draft_to_target must be int64 [{self.draft_vocab}], an id for each row of lm_head; got {ids.dtype} "
@@ -95,12 +95,12 @@ class HeadWeights:
                     tensor=name, expected=self.dtype, found=tensor.dtype,
                 )  # fmt: skip
             if name in shapes and tensor.shape != shapes[name]:
-                raise _misfit(name, f"{shapes[name]} by this head's dimensions", tuple(tensor.shape))
+                raise misfit(name, f"{shapes[name]} by this head's dimensions", tuple(tensor.shape), "tensor")
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
-                raise _misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
+                raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors whose names a head of this kind has or may have."""
@@ -188,10 +188,6 @@ class HeadWeights:
     def dtype(self) -> torch.dtype:
         """Type of the matrices."""
         return self.lm_head.dtype
-
-
-def _misfit(name: str, expected: str, found: object) -> UsageError:
-    return UsageError(f"{name} must be {expected}; got {found}.", tensor=name, expected=expected, found=found)
 
 
 def choose_draft_ids(
