@@ -78,7 +78,7 @@ ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
     "huggingface_hub": r"convert/hub/.*",
-    "triton": r"runtime/(.*/kernels/.*|drafter/kernel_launch\.py)",
+    "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")
 COMMANDS = {

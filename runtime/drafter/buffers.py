@@ -170,7 +170,8 @@ class Buffers:
 
     def check_sequence(self, slot: int, tokens: Sequence[int], past: int) -> None:
         """Raise `UsageError` unless a slot can take these new tokens after ``past`` cached pairs."""
-        if not 1 <= len(tokens) <= (most := self.new_tokens.shape[1]):
+        most = self.new_tokens.shape[1]
+        if not 1 <= len(tokens) <= most:
             raise UsageError(
                 f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.",
                 slot=slot,

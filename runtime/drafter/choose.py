@@ -29,7 +29,7 @@ def check_drafter(
         return
     check_choice(option, drafter, names)
     if drafter == "triton" and device.type != "cuda":
-        from .kernel_launch import is_interpreted
+        from .kernels.persistent import is_interpreted
 
         if device.type != "cpu" or not is_interpreted():
             raise DrafterError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from ..errors import DrafterError
@@ -47,17 +46,12 @@ def chip_of(device: torch.device) -> Chip:
     )
 
 
-def is_interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, as ``TRITON_INTERPRET=1`` has it when they are imported."""
-    return not isinstance(draft_kernel, triton.JITFunction)
-
-
 def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> dict[str, Any]:
     """Compile-time constants of `persistent.draft_kernel`; ``draft_vocab`` counts the LM-head rows that are packed."""
     rows, programs = block_rows(cfg), params.num_programs
     layout = params.layout
     stream = StreamLayout.of(cfg, layout, draft_vocab)
-    finished = triton.next_power_of_2(max(stream.rows.o, stream.rows.qkv))
+    finished = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
     sums = max(16, min(finished, 4096 // rows))
     segments, scaled, tiles = tap_segments(cfg), has_pairs(cfg), params.tiles
     return {
@@ -86,7 +80,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
             ),
             select=Selection.of(cfg.top_k, int(ROWS.value), rows, programs),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
-            gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 // triton.next_power_of_2(cfg.hidden))),
+            gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
             tail=tail_tiles(cfg, params),
             tail_units=cfg.tail_rows // UNIT_ROWS,
         ),

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.launch import Weights
+from eagle_slim.runtime.drafter.kernels.tail_rows import gather_rows_ref
 from eagle_slim.runtime.drafter.launch_params import Chip, LaunchParams, choose_launch
 from eagle_slim.runtime.drafter.packed_head import pack_head
-from eagle_slim.runtime.drafter.tail_rows import gather_rows_ref
+from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.settings import TreeConfig
@@ -92,7 +92,7 @@ def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     for slot, text in case.texts.items():
         assert head.follow is not None
         assert bufs.tails is not None
-        bufs.tails.set_slot(slot, head.follow.join((), text), head.follow)
+        bufs.tails.set_slot(slot, head.follow.tail_of(text), head.follow)
         gather_rows_ref(head.follow, bufs.tails)
     drafted = run(cfg, features, weights, bufs)
     left = [name for name in ("barrier", "node_arrivals") if bufs.workspace[name].any()]

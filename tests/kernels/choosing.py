@@ -1,4 +1,4 @@
-"""Cases for `choose_tokens`: a batch of small trees with everything that a choice depends on."""
+"""Cases for `choose_tokens`: a batch of small trees with everything that a choice depends on, and what is expected."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from eagle_slim.runtime.requests.sampling import warp
+from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
     ChoiceState,
@@ -14,6 +16,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     choose_tokens_ref,
     token_bits,
 )
+from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
 ALL_RULES = ChoiceRules(True, True, True, True, True, True, True)
@@ -24,11 +27,7 @@ CHAIN_AND_FORK = [-1, 0, 0, 1, 3]
 @dataclass
 class Case:
     logits: Tensor
-    active_slots: Tensor
-    active_count: Tensor
-    draft_tokens: Tensor
-    parents: Tensor
-    positions: Tensor
+    trees: Trees
     state: ChoiceState
     nodes: int
 
@@ -44,20 +43,15 @@ class Case:
         places, vocab = self.logits.shape[0] // self.nodes, self.logits.shape[1]
         out = torch.full((places, self.nodes), -7, dtype=torch.int32, device=self.logits.device)
         scratch = choice_scratch(places, self.nodes, vocab, self.logits.device, part, capacity)
-        choose_tokens(*self._arguments(), rules, self.state, out, scratch)
+        choose_tokens(self.logits, self.trees, rules, self.state, out, scratch)
         return out
 
     def choose_ref(self, rules: ChoiceRules) -> Tensor:
         """By the definition."""
         out = torch.full((self.logits.shape[0] // self.nodes, self.nodes), -7, dtype=torch.int32)
         out = out.to(self.logits.device)
-        choose_tokens_ref(*self._arguments(), rules, self.state, out)
+        choose_tokens_ref(self.logits, self.trees, rules, self.state, out)
         return out
-
-    def _arguments(self) -> tuple[Tensor, ...]:
-        return (
-            self.logits, self.active_slots, self.active_count, self.draft_tokens, self.parents, self.positions,
-        )  # fmt: skip
 
 
 def random_case(
@@ -80,11 +74,13 @@ def random_case(
     padded = active + [slot for slot in range(slots) if slot not in active]
     return Case(
         (torch.randn(len(padded) * nodes, vocab) * scale).to(dtype).to(device),
-        torch.tensor(padded, dtype=torch.int32, device=device),
-        torch.tensor([len(active)], dtype=torch.int32, device=device),
-        torch.randint(vocab, (slots, nodes)).to(device),
-        torch.tensor([parents] * slots, device=device),
-        torch.tensor([depths] * slots, device=device),
+        Trees(
+            torch.tensor(padded, dtype=torch.int32, device=device),
+            torch.tensor([len(active)], dtype=torch.int32, device=device),
+            torch.randint(vocab, (slots, nodes)).to(device),
+            torch.tensor([parents] * slots, device=device),
+            torch.tensor([depths] * slots, device=device),
+        ),
         state,
         nodes,
     )
@@ -98,3 +94,13 @@ def row_case(logits: Tensor, uniforms: Tensor) -> Case:
     case.state.num_generated.zero_()
     case.state.uniforms[:, 0] = uniforms
     return case
+
+
+def expected_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Tensor:
+    """One token per row by transformers' warpers in float64: float [rows, vocab], float64 [rows] to int64 [rows]."""
+    if sampling.is_greedy:
+        return logits.argmax(-1)
+    cumulative = warp(logits, sampling).softmax(-1, dtype=torch.float64).cumsum(-1)
+    # Scaled by the total, so that rounding cannot leave a draw beyond the last token.
+    points = uniforms[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, points, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)

@@ -8,7 +8,6 @@ import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.launch import Weights, check_finished, launch_drafter, set_tail
-from eagle_slim.runtime.drafter.reference import scatter_tree
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Agreement,
     Step,
@@ -20,7 +19,6 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 )
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.slots import ActiveSlots
 from eagle_slim.runtime.tree import Candidates, DraftTree
 from support.drafting import nan_fill, problem, union_head
 
@@ -92,19 +90,13 @@ def replay_tails(
         own = replay(
             exact_head(union_head(head, bufs.tails.read_slot(slot)), cfg), cfg.tree, replace(step, active=(slot,)),
             Candidates(*(field[place : place + 1] for field in (drafted.tokens, drafted.scores, drafted.parents))),
-            _blank_but(result, slot), bufs.keys, bufs.values, atol=log_prob_atol(cfg),
+            result, bufs.keys, bufs.values, atol=log_prob_atol(cfg),
         )  # fmt: skip
         found.append(replace(own, faults=tuple(f"slot {slot}: {fault}" for fault in own.faults)))
     return Agreement(
         max(one.max_error for one in found), max(one.rms_error for one in found),
         max(one.cache_error for one in found), log_prob_atol(cfg), tuple(f for one in found for f in one.faults),
     )  # fmt: skip
-
-
-def _blank_but(tree: DraftTree, slot: int) -> DraftTree:
-    """A draft as if only one slot had been active."""
-    active = ActiveSlots.of([slot], len(tree.draft_tokens), tree.draft_tokens.device)
-    return scatter_tree(DraftTree(*(active.gather(field) for field in vars(tree).values())), active)
 
 
 def assert_agrees(drafted: Drafted) -> None:

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 from eagle_slim.runtime.errors import UsageError
-from eagle_slim.runtime.requests import sampling
 from eagle_slim.runtime.requests.options import build_processors
+from eagle_slim.runtime.requests.sampling import warp
 from eagle_slim.runtime.settings import SamplingConfig
 from eagle_slim.runtime.step.kernels.choose_tokens import (
     ChoiceRules,
@@ -22,7 +22,7 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     token_bits,
 )
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
-from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, random_case, row_case
+from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, expected_tokens, random_case, row_case
 from support.raising import raises
 
 # The interpreter runs on numpy, where infinities that meet warn.
@@ -70,7 +70,7 @@ def test_a_path_is_penalised_by_hand() -> None:
     """Root 0, below it 1, below that 2: after the root 1 is best, after 1 it is 2, after 2 only 3 is new."""
     case = random_case(4, slots=1, parents=[-1, 0, 1])
     case.logits = torch.tensor([[4.0, 3.0, 2.5, 2.1]] * 3)
-    case.draft_tokens = torch.tensor([[0, 1, 2]])
+    case.trees = case.trees._replace(draft_tokens=torch.tensor([[0, 1, 2]]))
     case.state.seen[0] = token_bits(torch.tensor([0]), 4)
     case.set_numbers(repetition_penalty=2.0)
     for choose in (case.choose, case.choose_ref):
@@ -81,7 +81,7 @@ def test_a_root_that_is_no_token_penalises_nothing() -> None:
     """A prompt's last chunk chooses after a root of -1: the prompt has been seen already, the last id need not be."""
     case = random_case(4, slots=1, parents=[-1])
     case.logits = torch.tensor([[1.0, 3.0, 2.0, 4.0]])
-    case.draft_tokens = torch.tensor([[-1]])
+    case.trees = case.trees._replace(draft_tokens=torch.tensor([[-1]]))
     case.state.seen[0] = token_bits(torch.tensor([1]), 4)
     case.set_numbers(repetition_penalty=2.0)
     for choose in (case.choose, case.choose_ref):
@@ -119,16 +119,14 @@ def test_weights() -> None:
     ],
     ids=str,
 )
-def test_the_twin_is_todays_definition(config: SamplingConfig, rounded: bool) -> None:
+def test_the_twin_chooses_as_transformers_does(config: SamplingConfig, rounded: bool) -> None:
     for vocab in (3, 100, 3000):
         logits = torch.randn(64, vocab) * 4
         logits = logits.bfloat16() if rounded else logits
         uniforms = torch.rand(64, dtype=torch.float64)
         case = row_case(logits, uniforms)
         case.set_numbers(config.temperature, config.top_k, config.top_p, config.min_p)
-        assert torch.equal(
-            case.choose_ref(rules_of(config))[:, 0].long(), sampling.choose_tokens(logits, uniforms, config)
-        )
+        assert torch.equal(case.choose_ref(rules_of(config))[:, 0].long(), expected_tokens(logits, uniforms, config))
 
 
 def extreme_rows() -> torch.Tensor:
@@ -166,7 +164,7 @@ def test_extremes(config: SamplingConfig, device: str) -> None:
     twin = case.choose_ref(rules_of(config))
     assert torch.equal(case.choose(rules_of(config), part=32), twin)
     # Of the tiny ones the cuts make no difference: they count as equal.
-    same = twin[:, 0].long() == sampling.choose_tokens(logits, uniforms, config)
+    same = twin[:, 0].long() == expected_tokens(logits, uniforms, config)
     assert same[torch.arange(12) % 6 < 5].all()
 
 
@@ -213,18 +211,18 @@ def test_processors_along_paths(config: SamplingConfig, device: str) -> None:
         case.logits[slot * case.nodes :][: case.nodes, eos] = 20.0
         generated = int(case.state.num_generated[slot])
         text = torch.randint(vocab, (30,)).tolist()
-        case.state.seen[slot] = token_bits(torch.tensor([*text, int(case.draft_tokens[slot, 0])]), vocab)
+        case.state.seen[slot] = token_bits(torch.tensor([*text, int(case.trees.draft_tokens[slot, 0])]), vocab)
         # ``generated`` tokens are new, the root the last of them.
         processors = build_processors(options, len(text) + 1 - generated, 100, eos, vocab)
         for node in range(case.nodes):
             path = [node]
             while (parent := CHAIN_AND_FORK[path[0]]) >= 0:
                 path.insert(0, parent)
-            ids = torch.tensor([text + case.draft_tokens[slot, path].tolist()])
+            ids = torch.tensor([text + case.trees.draft_tokens[slot, path].tolist()])
             row = case.logits[slot * case.nodes + node : slot * case.nodes + node + 1].float().cpu()
             number = generated + len(path) - 1
             scores = processors(ids, row)
-            wanted.append(int(sampling.choose_tokens(scores, case.state.uniforms[slot, number : number + 1], config)))
+            wanted.append(int(expected_tokens(scores, case.state.uniforms[slot, number : number + 1], config)))
     rules = replace(rules_of(config), has_penalty=True, has_suppressed=True, has_minimum=True)
     assert case.choose(rules).flatten().tolist() == wanted
     assert case.choose_ref(rules).flatten().tolist() == wanted
@@ -237,18 +235,17 @@ def test_draws_are_distributed_as_the_warped_softmax() -> None:
     torch.manual_seed(1)
     config = SamplingConfig(0.8, top_k=20, top_p=0.97)
     logits = torch.randn(1, 50) * 1.5
-    exact = sampling.warp(logits, config).softmax(-1, dtype=torch.float64)[0]
+    exact = warp(logits, config).softmax(-1, dtype=torch.float64)[0]
     draws = 10000
     case = row_case(logits, torch.zeros(1, dtype=torch.float64))
     case.set_numbers(config.temperature, config.top_k, config.top_p)
     rules = rules_of(config)
     counts = torch.zeros(50)
-    case = replace(case, logits=logits.repeat(200, 1), nodes=200)
-    case.parents = torch.full((1, 200), -1)
-    case.draft_tokens = torch.zeros(1, 200, dtype=torch.int64)
-    case.positions = torch.arange(200)[None]
+    tree = {"parents": torch.full((1, 200), -1), "positions": torch.arange(200)[None]}
+    trees = case.trees._replace(draft_tokens=torch.zeros(1, 200, dtype=torch.int64), **tree)
+    case = replace(case, logits=logits.repeat(200, 1), nodes=200, trees=trees)
     for _ in range(draws // 200):
-        case.state = replace(case.state, uniforms=torch.rand(1, 200, dtype=torch.float64))
+        case.state = case.state._replace(uniforms=torch.rand(1, 200, dtype=torch.float64))
         counts += torch.bincount(case.choose_ref(rules).flatten(), minlength=50)
     expected = exact * draws
     kept = expected > 0
@@ -268,7 +265,7 @@ def test_places_beyond_the_active_ones_are_skipped(name: str, device: str) -> No
     assert (chosen[2:] == -1).all()
     assert (chosen[:2] >= 0).all()
     assert torch.equal(chosen, case.choose_ref(RULES[name]))
-    case.active_count.zero_()
+    case.trees.active_count.zero_()
     assert (case.choose(RULES[name], 64) == -1).all()
 
 
@@ -281,15 +278,15 @@ def test_a_row_depends_on_nothing_else(device: str) -> None:
         path = [0, 1, 3]  # accepted, so that node 3 is the next root
         alone = random_case(500, slots=1, parents=[-1], device=device)
         alone.set_numbers(0.8, 25, 0.85, 0.02, 1.3, 5)
-        tokens = case.draft_tokens[slot, path]
+        tokens = case.trees.draft_tokens[slot, path]
         seen = bit_mask(case.state.seen[slot], 500)
         seen[tokens] = True
-        alone.state = replace(
-            case.state, uniforms=case.state.uniforms[slot : slot + 1].contiguous(),
+        alone.state = case.state._replace(
+            uniforms=case.state.uniforms[slot : slot + 1].contiguous(),
             num_generated=case.state.num_generated[slot : slot + 1] + 2,
             seen=token_bits(seen.nonzero()[:, 0], 500)[None],
         )  # fmt: skip
-        alone.draft_tokens = tokens[None, -1:].contiguous()
+        alone.trees = alone.trees._replace(draft_tokens=tokens[None, -1:].contiguous())
         alone.logits = case.logits[place * case.nodes + 3][None]
         assert alone.choose(ALL_RULES, 512).item() == drafted[place, 3].item()
 
@@ -327,27 +324,19 @@ def test_refused() -> None:
     case = random_case(50)
     out = torch.empty(2, 5, dtype=torch.int32)
     scratch = choice_scratch(2, 5, 50, "cpu")
-    arguments = [
-        case.logits, case.active_slots, case.active_count, case.draft_tokens, case.parents, case.positions,
-        GREEDY, case.state, out, scratch,
-    ]  # fmt: skip
+    trees, arguments = case.trees, [case.logits, case.trees, GREEDY, case.state, out, scratch]
     for place, wrong, named in [
         (0, case.logits.double(), "logits"),
         (0, case.logits[:9], "logits"),
-        (1, case.active_slots.long(), "active_slots"),
-        (3, case.draft_tokens.int(), "draft_tokens"),
-        (4, case.parents[:, :4], "parents"),
-        (7, replace(case.state, seen=case.state.seen[:, :1]), "seen"),
-        (8, out.long(), "out"),
-        (9, choice_scratch(1, 5, 50, "cpu"), "best_score"),
+        (1, trees._replace(active_slots=trees.active_slots.long()), "active_slots"),
+        (1, trees._replace(draft_tokens=trees.draft_tokens.int()), "draft_tokens"),
+        (1, trees._replace(parents=trees.parents[:, :4]), "parents"),
+        (3, case.state._replace(seen=case.state.seen[:, :1]), "seen"),
+        (4, out.long(), "out"),
+        (5, choice_scratch(1, 5, 50, "cpu"), "best_score"),
     ]:
         with raises(UsageError, tensor=named):
             choose_tokens(*arguments[:place], wrong, *arguments[place + 1 :])
     wide = torch.zeros(1, 1 << 19)
     with raises(UsageError, vocab=1 << 19):
-        choose_tokens(wide, *arguments[1:8], out[:1, :1], scratch)
-
-
-def test_flags_are_a_key() -> None:
-    assert len({rules.flags for rules in RULES.values()}) == len(RULES)
-    assert ALL_RULES.flags == (True,) * 7
+        choose_tokens(wide, *arguments[1:4], out[:1, :1], scratch)

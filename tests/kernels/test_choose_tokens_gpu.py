@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ RULES = [
 TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "".join("01"[flag] for flag in rules.flags))
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "".join("01"[flag] for flag in astuple(rules)))
 @pytest.mark.parametrize("vocab", [128256, 49152, 50257])
 def test_kernels_equal_the_twin(vocab: int, rules: ChoiceRules) -> None:
     case = random_case(vocab, slots=2, parents=TREE, active=[1], dtype=torch.bfloat16, device="cuda")
@@ -58,10 +58,7 @@ def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
     scratch = choice_scratch(2, case.nodes, vocab, "cuda")
 
     def choose() -> None:
-        choose_tokens(
-            case.logits, case.active_slots, case.active_count, case.draft_tokens, case.parents, case.positions,
-            rules, case.state, out, scratch,
-        )  # fmt: skip
+        choose_tokens(case.logits, case.trees, rules, case.state, out, scratch)
 
     choose()
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -74,8 +71,8 @@ def test_one_graph_serves_all_values(rules: ChoiceRules) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
     graph = capture(choose)
     for active, numbers in (([1, 0], (1.2, 100, 0.7, 0.0, 1.3, 0)), ([0], (0.4, 5000, 0.95, 0.02, 0.8, 8))):
-        case.active_slots.copy_(torch.tensor(active + [1 - active[0]] * (2 - len(active)), dtype=torch.int32))
-        case.active_count.fill_(len(active))
+        case.trees.active_slots.copy_(torch.tensor(active + [1 - active[0]] * (2 - len(active)), dtype=torch.int32))
+        case.trees.active_count.fill_(len(active))
         case.set_numbers(*numbers)
         case.logits.copy_(torch.randn(case.logits.shape) * 3)
         case.state.uniforms.copy_(torch.rand(case.state.uniforms.shape))

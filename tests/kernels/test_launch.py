@@ -10,11 +10,10 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
-from eagle_slim.runtime.drafter.reference import NewPairs, ReferenceDrafter
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.slots import ActiveSlots
 from support.drafting import random_head
 from support.raising import raises
 from torch import Tensor
@@ -39,11 +38,11 @@ def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
 
 def alone(new_tokens: list[int], features: Tensor) -> Tensor:
     """The tree of one sequence without a prefix, by a drafter with a cache of its own."""
-    drafter = ReferenceDrafter(HEAD, TREE)
-    drafter.allocate(1, 40)
-    new = len(new_tokens)
-    pairs = NewPairs(features[None, :new], torch.tensor([new_tokens]), torch.tensor([new]), (new,))
-    return drafter.draft(ActiveSlots.of([0], 1), pairs).draft_tokens[0]
+    drafter = Drafter(HEAD, TREE).on_slots(1, 40)
+    drafter.features[0] = features
+    drafter.bufs.set_step([0], [new_tokens], [0])
+    drafter.draft()
+    return drafter.bufs.draft_tokens[0]
 
 
 def test_slots_of_any_number_of_new_tokens_in_any_order(bufs: Buffers) -> None:
@@ -141,16 +140,20 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
-     ("draft_vocab", 301), ("norm_eps", float("nan")), ("norm_eps", -1.0), ("weight_dtype", "fp8")],
+     ("draft_vocab", 301), ("num_kv_heads", 0), ("norm_eps", float("nan")), ("norm_eps", -1.0),
+     ("weight_dtype", "fp8")],
 )  # fmt: skip
 def test_configurations_out_of_range(field: str, value: object) -> None:
     with raises(UsageError, field=field):
         replace(CFG, **{field: value})
 
 
-def test_a_head_without_fc_has_features_of_its_own_width() -> None:
-    with raises(UsageError, field="feature_width", found=192, expected=64):
-        replace(CFG, has_fc=False)
+def test_without_fc_features_are_as_wide_as_the_head() -> None:
+    for changed in ({"has_fc": False}, {"kind": "eagle"}):
+        with raises(UsageError, field="feature_width", found=192):
+            replace(CFG, **changed)
+    with raises(UsageError, field="has_fc"):
+        replace(CFG, kind="eagle", feature_width=64, has_fc=False)
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -164,14 +167,6 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
     assert bufs.most_new_tokens() == 2
     bufs.num_new.fill_(1)
     assert bufs.most_new_tokens() is None
-
-
-def test_an_eagle_1_configuration_has_features_as_wide_as_the_head() -> None:
-    eagle = replace(CFG, kind="eagle", feature_width=64)
-    with raises(UsageError, field="feature_width", found=192, expected=64):
-        replace(CFG, kind="eagle")
-    with raises(UsageError, field="has_fc"):
-        replace(eagle, has_fc=False)
 
 
 def tensors_without(name: str) -> dict[str, Tensor]:
@@ -266,14 +261,3 @@ def test_the_public_names() -> None:
     assert runtime.launch_drafter is launch_drafter
     assert runtime.Buffers is Buffers
     assert all(hasattr(runtime, name) for name in runtime.__all__)
-
-
-def test_slots_out_of_range() -> None:
-    for wrong in ([0, 0], [3], [-1]):
-        with raises(UsageError, active=sorted(wrong), slots=3):
-            ActiveSlots.of(wrong, 3)
-
-
-def test_a_head_without_key_heads() -> None:
-    with raises(UsageError, field="num_kv_heads", found=0, expected=(1, 4)):
-        replace(CFG, num_kv_heads=0)

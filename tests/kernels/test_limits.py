@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig, check_kernel_limits
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import (
-    TritonDrafter,
     Weights,
     allocate_buffers,
     check_finished,
@@ -59,12 +59,6 @@ def test_a_full_cache(step: Problem) -> None:
     tokens = torch.zeros(room + 1, dtype=torch.int64, device=bufs.keys.device)
     with raises(UsageError, slot=0, prefix=0, num_new=room + 1):
         prefill_drafter(cfg, features, tokens, weights, bufs, 0)
-    drafter = TritonDrafter(weights.head, TREE)
-    with raises(UsageError, missing="allocate"):
-        drafter.prefill(0, features, tokens)
-    drafter.allocate(1, 4)
-    with raises(UsageError, slot=0, num_new=room + 1):
-        drafter.prefill(0, features[:40], tokens[:40])
 
 
 def test_features(step: Problem) -> None:
@@ -182,35 +176,34 @@ def test_more_new_tokens_than_features(device: str) -> None:
 )  # fmt: skip
 def test_dimensions(step: Problem, field: str, value: object) -> None:
     with raises(UsageError, field=field):
-        replace(step[0], **{field: value})
+        others = {"weight_dtype": value} if field == "dtype" else {}
+        check_kernel_limits(replace(step[0], **{"max_positions": 200, **others, field: value}))
 
 
 def test_top_k_limits(step: Problem) -> None:
     with raises(UsageError, field="top_k", found=17, expected=(1, 16)) as refused:
-        replace(step[0], top_k=17, draft_vocab=120)
+        check_kernel_limits(replace(step[0], top_k=17, max_positions=200))
     assert str(refused.value) == "The persistent drafter takes top_k from 1 to 16; got 17."
     # By the tree's own configuration; without a level there are too few candidates for these nodes.
     for option, changed in (
         ("top_k", {"top_k": 0}),
         ("total_tokens", {"depth": 0}),
-        ("total_tokens", {"total_tokens": 129}),
     ):
         with raises(UsageError, option=option):
             replace(step[0], **changed)
     with raises(UsageError, field="total_tokens", found=129):
-        replace(step[0], depth=2, top_k=10, total_tokens=129)
+        check_kernel_limits(replace(step[0], top_k=10, total_tokens=129, max_positions=200))
 
 
 def test_options_of_a_head_that_the_kernel_lacks() -> None:
     head = random_head()
     for activation in ("relu", "quick_gelu"):
         with raises(UnsupportedModelError, option="activation", found=activation):
-            TritonDrafter(replace(head, activation=activation), TREE)
+            Drafter(replace(head, activation=activation), TREE, "triton")
 
 
 def test_options_that_a_configuration_cannot_have(step: Problem) -> None:
     for changed, field, found in (
-        ({"activation": "gelu_new"}, "activation", "gelu_new"),
         ({"sliding_window": 0}, "sliding_window", 0),
         ({"tap_norms": 5}, "tap_norms", 5),
         ({"tap_norms": 1, "has_fc": False, "feature_width": 64}, "tap_norms", 1),
@@ -236,18 +229,9 @@ def test_fp8_multiplies_32_numbers_at_a_time(step: Problem) -> None:
         ({"intermediate": 112}, "intermediate", 112),
         ({"num_heads": 5, "num_kv_heads": 1}, "num_heads * head_dim", 80),
     ):
-        replace(step[0], **changed)
+        check_kernel_limits(replace(step[0], **changed))
         with raises(UsageError, field=field, found=found, expected=32):
-            replace(fp8, **changed)
-
-
-def test_triton_by_name_needs_a_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    from eagle_slim.runtime.loading import build_drafter
-
-    with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
-        build_drafter("triton", random_head(), TREE)
+            check_kernel_limits(replace(fp8, **changed))
 
 
 def test_packing_keeps_every_row(step: Problem) -> None:

@@ -11,10 +11,11 @@ import torch
 from eagle_slim.runtime import SpeculativeModel, TreeConfig
 from eagle_slim.runtime.drafter import packed_head
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import SharedPacking, TritonDrafter, launch_drafter
+from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.launch import launch_drafter
+from eagle_slim.runtime.drafter.packed_weights import SharedPacking
 from eagle_slim.runtime.model import _rank_rows
 from eagle_slim.runtime.requests.stats import count_tuned
-from eagle_slim.runtime.step.decoders import DeviceDecoders
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.drafting import problem, random_head
 from support.tiny_models import VOCAB, tiny_target, write_head
@@ -43,11 +44,10 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
     ids = loaded.drafter.weights.draft_to_target.numpy()
     assert loaded.opened is not None
     order = _rank_rows(loaded.opened, ids, ranked, torch.device("cpu"))
-    drafter = TritonDrafter(loaded.drafter.weights, TREE, order=order)
-    model = SpeculativeModel(loaded.target, drafter, opened=loaded.opened, drafter_kind="triton")
+    drafter = Drafter(loaded.drafter.weights, TREE, "triton", SharedPacking(loaded.drafter.weights, order))
+    model = SpeculativeModel(loaded.target, drafter, opened=loaded.opened)
 
     def allocate(model: SpeculativeModel, slots: int, tokens: int) -> None:
-        assert isinstance(model._decoders, DeviceDecoders)
         decoder = model._decoders.get(slots, tokens, model.drafter.tree)
         assert decoder.drafter is not None
         assert decoder.drafter.cfg.draft_vocab == model.draft_vocab
@@ -57,7 +57,6 @@ def test_one_packing_for_a_model(tmp_path: Path, packings: list[int]) -> None:
         allocate(model, slots, tokens)
     allocate(model.with_draft_vocab(ranked.prefix(10)), 2, 100)
     allocate(model.with_draft_vocab(ranked.prefix(15)).with_tree(TreeConfig(3, 2, 7)), 1, 3000)
-    model.drafter.allocate(3, 50)
     assert packings == [VOCAB]
     allocate(model.with_draft_vocab(DraftVocab(ranked.target_ids[::-1].copy(), 1, VOCAB).prefix(10)), 2, 100)
     assert packings == [VOCAB, 10]

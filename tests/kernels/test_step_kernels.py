@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.target.kernels import fused_layers, tree_rows
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
-from eagle_slim.runtime.tree import layout_tree
+from eagle_slim.runtime.tree import DraftTree, Trees, layout_tree
 from kernels.tolerances import OP_ATOL
 from torch import Tensor
 
@@ -30,6 +29,11 @@ def random_parents(nodes: int, width: int, seed: int = 0) -> Tensor:
         parents.append(parent)
         depth.append(depth[parent] + 1)
     return torch.tensor(parents)
+
+
+def fields_of(tree: DraftTree, device: str) -> list[Tensor]:
+    """Those that `Trees` has of a draft."""
+    return [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -89,12 +93,12 @@ def test_tree_rows(device: str, nodes: int, places: int) -> None:
     lengths = torch.tensor([5, 0, 17, 3], dtype=torch.int32, device=device)
     active = torch.tensor([2, 3, -1, -1], dtype=torch.int32, device=device)
     count = torch.tensor([2], dtype=torch.int32, device=device)
-    fields = [field.to(device) for field in (tree.draft_tokens, tree.parents, tree.tree_position_ids)]
+    trees = Trees(active, count, *fields_of(tree, device))
     found, wanted = (ForwardRows.allocate(places, nodes, lengths) for _ in range(2))
     for rows, run in ((found, tree_rows.tree_rows), (wanted, tree_rows.tree_rows_ref)):
         for tensor in (rows.tokens, rows.positions, rows.kv_rows):
             tensor.fill_(-7)
-        run(active, count, *fields, rows)
+        run(trees, rows)
     assert_equal_rows(found, wanted)
     mask = tree.tree_mask[2, 0]
     words = found.attention.ancestors[0].cpu()
@@ -153,11 +157,11 @@ def some_state(slots: int, device: str, running: list[int], num_eos: int = 2) ->
 
 
 def copy_of(state: SlotState) -> SlotState:
-    return replace(state, **{name: getattr(state, name).clone() for name in state.__dataclass_fields__})
+    return SlotState(*(tensor.clone() for tensor in state))
 
 
 def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
-    for name in found.__dataclass_fields__:
+    for name in found._fields:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
@@ -166,7 +170,7 @@ def test_walk_of_the_example_tree() -> None:
     tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
     state = some_state(1, "cpu", [0])
     choices = torch.tensor([[1, 3, 0, 7, 0, 0, 0]], dtype=torch.int32)
-    acceptance.walk_ref(choices, tree.draft_tokens, tree.parents, 4, state)
+    acceptance.walk_ref(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, "cpu")), 4, state)
     assert state.path[0, :4].tolist() == [0, 1, 3, -1]
     assert state.record[0, :7].tolist() == [3, 3, acceptance.RUNNING, 1, 3, 7, -1]
     assert (state.lengths[0], state.prefix[0], state.num_new[0], state.num_generated[0]) == (4 + 3, 4, 3, 3)
@@ -192,7 +196,7 @@ def test_ends_in_the_middle_of_a_path(
     state.eos_ids[0] = torch.tensor(eos)
     state.max_generated[0] = most
     choices = torch.tensor([[1, 3, 0, 7, 0, 0, 0]], dtype=torch.int32, device=device)
-    walk(choices, tree.draft_tokens.to(device), tree.parents.to(device), 4, state)
+    walk(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, device)), 4, state)
     assert state.record[0, :3].tolist() == [3, kept, ended]
     assert int(state.running[0]) == int(ended == acceptance.RUNNING)
     assert int(state.num_generated[0]) == kept
@@ -203,14 +207,14 @@ def test_acceptance_equals_its_twins(device: str, nodes: int, width: int) -> Non
     slots, places = 4, 4
     parents = torch.stack([random_parents(nodes, width, seed) for seed in range(slots)])
     tree = layout_tree(torch.randint(0, 5, (slots, nodes)), parents, path_width=width)
-    tokens, parents = tree.draft_tokens.to(device), tree.parents.to(device)
     choices = torch.randint(0, 5, (places, nodes), dtype=torch.int32, device=device)
     wanted = some_state(slots, device, [0, 2, 3])
     wanted.eos_ids[:, 0] = 4
     wanted.num_generated.copy_(torch.tensor([0, 0, 98, 3]))
     found = copy_of(wanted)
-    acceptance.walk_ref(choices, tokens, parents, width, wanted)
-    acceptance.walk(choices, tokens, parents, width, found)
+    trees = Trees(wanted.active_slots, wanted.active_count, *fields_of(tree, device))
+    acceptance.walk_ref(choices, trees, width, wanted)
+    acceptance.walk(choices, trees, width, found)
     assert_equal_states(found, wanted)
 
     keys = torch.randn(2, slots, 2, 30 + nodes, 12, device=device)

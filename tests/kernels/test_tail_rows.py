@@ -7,20 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.follow import FollowRows, Tails
+from eagle_slim.runtime.drafter.follow import FollowRows
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
+from eagle_slim.runtime.drafter.kernels.tail_rows import gather_rows, gather_rows_ref
 from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, set_tail
 from eagle_slim.runtime.drafter.launch_params import choose_launch
-from eagle_slim.runtime.drafter.tail_rows import (
-    allocate_tails,
-    gather_rows,
-    gather_rows_ref,
-    join_tokens,
-    join_tokens_ref,
-)
+from eagle_slim.runtime.drafter.tails import allocate_tails
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from kernels.replaying import assert_agrees, assert_equal_trees, draft
 from support.drafting import problem, random_head, with_follow
 from support.raising import raises
@@ -30,31 +24,6 @@ def follow_of(head: object) -> FollowRows:
     follow = head.follow  # type: ignore[attr-defined]
     assert follow is not None
     return follow
-
-
-def test_newest_tokens_join(device: str) -> None:
-    """Two steps: a tail that fills up and then gives up its rarest, one whose slot does not run, one of the base's."""
-    follow = follow_of(with_follow(random_head(device=device), 5, "text"))
-    outside = follow.ids[torch.tensor([40, 3, 77, 5, 60, 1, 90], device=device)].int()
-    base = random_head(device=device).draft_to_target[:16].int()
-    state = SlotState.allocate(3, 1, device)
-    results = []
-    for join in (join_tokens_ref, join_tokens):
-        tails = Tails.allocate(3, follow.width, device)
-        sets = []
-        for new in (outside[:4], torch.cat((outside[3:], outside[:1]))):
-            state.active_slots.copy_(torch.tensor([0, 2, -1]))
-            state.active_inverse.copy_(torch.tensor([0, -1, 1]))
-            state.active_count.fill_(2)
-            state.new_tokens.fill_(-1)
-            state.new_tokens[:2, : len(new)] = new
-            state.new_tokens[2] = base
-            state.num_new.copy_(torch.tensor([len(new), len(new), 16]))
-            join(state, follow, tails)
-            sets.append([tails.read_slot(slot) for slot in range(3)])
-        assert sorted(tails.ids[0, :5].tolist()) == sorted(follow.ids[list(sets[-1][0])].tolist())
-        results.append(sets)
-    assert results[0] == results[1] == [[(3, 5, 40, 77), (), ()], [(1, 3, 5, 40, 60), (), ()]]
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float8_e4m3fn])
@@ -109,7 +78,7 @@ def test_ties_go_to_the_smaller_id_in_base_or_tail(device: str) -> None:
     """All logits are 0: the children of every node are the smallest ids of both."""
     head = with_follow(random_head(device=device, draft_vocab=40), 16)
     rows = torch.zeros_like(follow_of(head).rows)
-    follow = FollowRows.of("prompt", 16, head.draft_to_target, rows, follow_of(head).row_of_id)
+    follow = FollowRows.of(16, head.draft_to_target, rows, follow_of(head).row_of_id)
     head = replace(head, lm_head=torch.zeros_like(head.lm_head), follow=follow)
     drafted = draft(head, (1, 8, 9), [5], [2], texts={0: list(range(60))})
     assert drafted.bufs.tails is not None

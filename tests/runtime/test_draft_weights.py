@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import SpeculativeModel, TritonDrafter
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.drafter.choose import choose_drafter
 from eagle_slim.runtime.drafter.draft_weights import check_draft_weights
+from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.packed_weights import SharedPacking
+from eagle_slim.runtime.drafter.reference import draft_ref
+from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import DrafterError, UsageError
-from eagle_slim.runtime.loading import choose_drafter
 from eagle_slim.runtime.settings import TreeConfig
 from support.drafting import random_head
 from support.raising import raises
@@ -42,7 +45,7 @@ def test_what_cannot(sm_89: None) -> None:
             check_draft_weights("bf16", "auto", GPU, dtype)
     with raises(UsageError, option="draft_weights", found=torch.float32):
         check_draft_weights("fp8", "triton", GPU, torch.float32)
-    for drafter in ("reference", TritonDrafter):
+    for drafter in ("reference", draft_ref):
         with raises(UsageError, option="draft_weights", found=drafter):
             check_draft_weights("fp8", drafter, GPU)
     with raises(DrafterError, option="draft_weights", found="cpu"):
@@ -56,9 +59,12 @@ def test_chips_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
             check_draft_weights("fp8", "auto", GPU)
 
 
-def test_a_head_that_the_kernel_cannot_take_is_no_reason_to_leave_fp8(sm_89: None) -> None:
-    head: Any = SimpleNamespace(device=GPU, dtype=torch.bfloat16, activation="relu")
-    assert choose_drafter("auto", head, TREE)[0] == "reference"
+def test_a_head_that_the_kernel_cannot_take_is_no_reason_to_leave_fp8(
+    sm_89: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = replace(random_head(dtype=torch.bfloat16), activation="relu")
+    monkeypatch.setattr(HeadWeights, "device", GPU)
+    assert choose_drafter("auto", head, TREE)[0].name == "reference"
     with raises(DrafterError, option="draft_weights", found="relu"):
         choose_drafter("auto", head, TREE, "fp8")
 
@@ -76,13 +82,14 @@ def test_kept_by_other_trees_and_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert model.draft_weights == "fp32"
     stats = model.generate(random_prompts([4]), max_new_tokens=2).stats
     assert "; drafter reference, fp32 weights; " in stats.path
-    drafter = TritonDrafter(random_head(dtype=torch.float16), TREE, torch.float8_e4m3fn)
-    scaled = SpeculativeModel(model.target, drafter, drafter_kind="triton")
+    head = random_head(dtype=torch.float16)
+    drafter = Drafter(head, TREE, "triton", SharedPacking(head, weight_dtype=torch.float8_e4m3fn))
+    scaled = SpeculativeModel(model.target, drafter)
     assert scaled.draft_weights == scaled.with_tree(TreeConfig(1, 3, 8)).draft_weights == "fp8"
     # Nor are they lost with another drafter; what cannot hold them is refused.
     with raises(UsageError, option="draft_weights", found="reference"):
         scaled.with_drafter("reference")
-    monkeypatch.setattr("eagle_slim.runtime.model.choose_drafter", lambda *_: ("triton", "asked for"))
+    monkeypatch.setattr("eagle_slim.runtime.drafter.choose.check_draft_weights", lambda *_: None)
     assert scaled.with_drafter("triton").draft_weights == "fp8"
-    plain = SpeculativeModel(model.target, TritonDrafter(random_head(dtype=torch.float16), TREE))
+    plain = SpeculativeModel(model.target, Drafter(head, TREE))
     assert plain.drafting == "drafter reference, fp16 weights"

@@ -13,7 +13,7 @@ import transformers
 from eagle_slim.convert.conversion.convert import convert_head
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.open import open_head
-from eagle_slim.runtime import DrafterError, PairingError, SpeculativeModel, UnsupportedModelError
+from eagle_slim.runtime import PairingError, SpeculativeModel, UnsupportedModelError
 from eagle_slim.runtime.drafter.weights import choose_draft_ids
 from eagle_slim.runtime.errors import EagleSlimError, TargetError, UsageError
 from eagle_slim.runtime.pairing import check_pairing, check_tokenizer
@@ -55,14 +55,16 @@ def test_wrong_pairs_are_refused_before_any_forward(
             {}, {"tensor": "input_norm.weight"},
         ),
         ({}, {"drafter": "quick"}, {"option": "drafter", "found": "quick"}),
-        ({}, {"drafter": "triton"}, {"option": "drafter", "found": "cpu"}),
+        ({}, {"drafter": "triton"}, {"option": "drafter", "expected": "cuda", "found": "cpu"}),
         ({"draft_ids": [3, 4, 9]}, {"top_k": 5}, {"option": "top_k", "expected": 3, "found": 5}),
     ],
     ids=["activation", "rotation", "two norms", "no such drafter", "no GPU", "top_k"],
 )  # fmt: skip
 def test_what_cannot_run_is_refused_before_weights_are_loaded(
-    tmp_path: Path, head: dict[str, Any], options: dict[str, Any], facts: dict[str, Any]
-) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: dict[str, Any], options: dict[str, Any],
+    facts: dict[str, Any],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
     folder = tmp_path / "target"
     tiny_target("llama").config.save_pretrained(folder)  # no weights beside it
     with raises(EagleSlimError, **facts):
@@ -165,15 +167,6 @@ def test_rotary_scalings_a_cache_cannot_follow(
 ) -> None:
     with raises(UnsupportedModelError, field=field, found=found):
         SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path, **config))
-
-
-def test_triton_is_never_replaced_silently(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the drafter may run here")
-    with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
-        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), drafter="triton", device="cpu")
-    with raises(UsageError, option="drafter", found="quick"):
-        SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path), drafter="quick")
 
 
 def test_a_head_that_names_no_target_needs_one(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,14 @@ from eagle_slim.convert import convert_head
 from eagle_slim.convert.audit.verify import verify_artifact
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.drafter.launch import TritonDrafter
-from eagle_slim.runtime.drafter.reference import ReferenceDrafter
+from eagle_slim.runtime.drafter.buffers import Buffers
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.launch import DraftFunction, allocate_buffers, launch_drafter
+from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.reference import draft_ref
+from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
-from eagle_slim.runtime.target.transformers import default_tap_layers
-from eagle_slim.runtime.tree import DraftTree
+from eagle_slim.runtime.target.wrapper import default_tap_layers
 from safetensors.torch import load_file, save_file
 from support.heads import random, write_freq
 from support.naive_drafter import Naive
@@ -254,23 +257,21 @@ def check(
     expected: Naive,
     taps: tuple[int, ...] | None,
     target: nn.Module,
-    drafter: Any = ReferenceDrafter,
+    draft: DraftFunction = draft_ref,
     tree: TreeConfig = TREE,
     new: int = 5,
 ) -> None:
     """Hold every tree and accepted length of a generation, and its text, against the definition."""
     trees = []
 
-    class Recorded(drafter):  # type: ignore[misc]
-        def draft(self, *arguments: Any) -> DraftTree:
-            drafted: DraftTree = super().draft(*arguments)
-            trees.append((drafted.draft_tokens[0].tolist(), drafted.parents[0].tolist()))
-            return drafted
+    def recorded(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
+        draft(cfg, features, head, bufs)
+        trees.append((bufs.draft_tokens[0].tolist(), bufs.parents[0].tolist()))
 
     prompt = random_prompts([5])[0]
     answer = plain_greedy(target, prompt, new + tree.depth + 1, eos=None)
     model = SpeculativeModel.from_pretrained(
-        target, source, drafter=Recorded, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens
+        target, source, drafter=recorded, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens
     )
     output = model.generate([prompt], max_new_tokens=new)
     assert output.token_ids == [answer[:new]]
@@ -295,4 +296,9 @@ def test_the_kernel_drafts_as_defined(tmp_path: Path) -> None:
     form, target = FORMS["speculators"], tiny_target("llama")
     folder = publish(tmp_path / "head", form)
     head, taps = read(folder, form, target)
-    check(folder, Naive(head, form.frequencies), taps, target, TritonDrafter, TreeConfig(1, 2, 5), new=3)
+    check(folder, Naive(head, form.frequencies), taps, target, by_kernel, TreeConfig(1, 2, 5), new=3)
+
+
+def by_kernel(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
+    weights = Weights.pack(head, cfg)
+    launch_drafter(cfg, features, weights, replace(bufs, workspace=allocate_buffers(cfg, weights).workspace))

@@ -593,3 +593,8 @@ def draft_kernel(
         if level < GRID.depth:
             round = next_phase(ws.barrier, round, PROGRAMS)
     leave_grid(ws.barrier, PROGRAMS)
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, as ``TRITON_INTERPRET=1`` has it when they are imported."""
+    return not isinstance(draft_kernel, triton.JITFunction)

@@ -91,7 +91,7 @@ def test_a_speculative_model_drafts_with_any_backend(
         output = frontier_generate(target, ids, ignore_eos=True, **loaded)
         assert list(output.results[0].token_ids) == wanted
     assert len(kept(target)) == 1, "once more for the model without a head of its own"
-    monkeypatch.setattr("eagle_slim.runtime.drafter.kernel_launch.is_interpreted", lambda: False)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
     with raises(DrafterError, option="drafter", expected="cuda"):
         frontier_generate(model, ids, max_new_tokens=8)
 
