@@ -64,7 +64,7 @@ def choose_drafter(
         return Drafter(weights, tree, "triton", packing), "asked for"
     try:
         return Drafter(weights, tree, "triton", packing), f"{weights.dtype} on {weights.device}"
-    except (UnsupportedModelError, UsageError, check_choice) as error:
+    except (UnsupportedModelError, UsageError) as error:
         if draft_weights == "fp8":
             raise DrafterError(
                 f"draft_weights = 'fp8' needs the persistent kernel, which cannot take this head: {error} Leave "
