@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import DrafterError, UsageError, check_choice
 from ..ops import Ops
-from .buffers import Buffers, check_room
+from .buffers import Buffers, check_ids, check_room
 from .checks import check_features, check_parts, check_step
 from .dimensions import DrafterConfig, check_kernel_limits
 from .packed_weights import Weights
@@ -100,7 +100,7 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
     if follow is None or bufs.tails is None:
         raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.", field="follow")
     _check_slot(cfg, slot)
-    _check_ids(cfg, slot, token_ids)
+    check_ids(slot, token_ids, cfg.target_vocab)
     bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
     if bufs.tails.rows is not None:
         from .kernels.tail_rows import gather_rows
@@ -154,7 +154,7 @@ def prefill_drafter(
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
-    _check_ids(cfg, slot, next_tokens.tolist())
+    check_ids(slot, next_tokens.tolist(), cfg.target_vocab)
     tables = head.rotary_halves(cfg.max_positions, cfg.num_tokens)
     rows = torch.arange(start, start + len(next_tokens), dtype=torch.int32, device=device)
     chunk = 1024
@@ -169,14 +169,6 @@ def _check_slot(cfg: DrafterConfig, slot: int) -> None:
     if not 0 <= slot < cfg.num_slots:
         raise UsageError(
             f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).", slot=slot
-        )
-
-
-def _check_ids(cfg: DrafterConfig, slot: int, token_ids: Sequence[int]) -> None:
-    wrong = [token for token in token_ids if not 0 <= token < cfg.target_vocab]
-    if wrong:
-        raise UsageError(
-            f"Slot {slot}: token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.", slot=slot, token=wrong[0]
         )
 
 

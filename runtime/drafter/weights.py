@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from ..target.wrapper import TargetModel
 
-_OPTIONAL = frozenset({"fc.bias", "self_attn.o_proj.bias"})
-
 
 @dataclass(frozen=True)
 class HeadWeights:
@@ -36,7 +34,8 @@ class HeadWeights:
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
     ``.bias``, ``mlp.{gate,up,down}_proj.weight`` and ``.bias``, ``input_layernorm.weight``, ``hidden_norm.weight``,
     ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: if there.
-    Raises `UsageError` for tensors that are missing, or of a shape, type or device that does not fit the others.
+    `open_head` has checked that they are there and fit each other. Raises `UsageError` for an embedding, an LM head or
+    ids of another shape, and for tensors of another type or device.
     """
 
     kind: str
@@ -76,12 +75,6 @@ class HeadWeights:
                 f"{tuple(ids.shape)}.",
                 tensor="draft_to_target", expected=self.draft_vocab, found=tuple(ids.shape),
             )  # fmt: skip
-        shapes = self._shapes()
-        missing = [name for name in shapes if name not in self.tensors and name not in _OPTIONAL]
-        if missing:
-            raise UsageError(
-                f"{missing[0]} is missing among the tensors of this {self.kind} head.", tensor=missing[0], missing=True
-            )
         if ids.device != self.device:
             raise UsageError(
                 f"draft_to_target is on {ids.device}, lm_head on {self.device}. All of a head must be on one device.",
@@ -94,44 +87,11 @@ class HeadWeights:
                     "one type and is on one device.",
                     tensor=name, expected=self.dtype, found=tensor.dtype,
                 )  # fmt: skip
-            if name in shapes and tensor.shape != shapes[name]:
-                raise misfit(name, f"{shapes[name]} by this head's dimensions", tuple(tensor.shape), "tensor")
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
                 raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors whose names a head of this kind has or may have."""
-        hidden, eagle3 = self.hidden, self.kind == "eagle3"
-        gate = self.tensors.get("mlp.gate_proj.weight")
-        intermediate = 0 if gate is None else gate.shape[0]
-        sizes = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        shapes: dict[str, tuple[int, ...]] = {
-            f"self_attn.{name}_proj.weight": (heads * self.head_dim, (2 if eagle3 else 1) * hidden)
-            for name, heads in sizes.items()
-        }
-        biased = any(f"self_attn.{name}_proj.bias" in self.tensors for name in sizes)
-        if biased:
-            shapes |= {f"self_attn.{name}_proj.bias": (heads * self.head_dim,) for name, heads in sizes.items()}
-        if any(f"mlp.{name}_proj.bias" in self.tensors for name in ("gate", "up", "down")):
-            shapes |= {f"mlp.{name}_proj.bias": (intermediate,) for name in ("gate", "up")}
-            shapes["mlp.down_proj.bias"] = (hidden,)
-        for name in self.tap_norms:
-            shapes[name] = (self.feature_width // len(self.tap_norms),)
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-        shapes |= {
-            "self_attn.o_proj.weight": (hidden, self.num_heads * self.head_dim),
-            "mlp.gate_proj.weight": (intermediate, hidden), "mlp.up_proj.weight": (intermediate, hidden),
-            "mlp.down_proj.weight": (hidden, intermediate), "post_attention_layernorm.weight": (hidden,),
-        }  # fmt: skip
-        if eagle3:
-            shapes |= {f"{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm", "norm")}
-        if not eagle3 or self.feature_width != hidden:
-            shapes["fc.weight"] = (hidden, self.feature_width if eagle3 else 2 * hidden)
-            shapes["fc.bias"] = (hidden,)
-        return shapes
 
     @property
     def tap_norms(self) -> list[str]:

@@ -13,6 +13,12 @@ import torch
 
 from .missed import most_missed_first
 
+_IN_JSON = (
+    "num_prompt_tokens", "num_reused_tokens", "num_nodes", "num_new_tokens", "num_passes", "num_accepted_tokens",
+    "mean_accepted_length", "accepted_lengths", "num_plain_tokens", "num_missed", "missed_rate", "missed_ids",
+    "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "num_empty_steps",
+    "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
+)  # fmt: skip
 PHASES = ("prefill", "draft", "verify", "step")
 
 
@@ -126,33 +132,10 @@ class GenerationStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers, keyed as in this class."""
-        return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_reused_tokens": self.num_reused_tokens,
-            "num_nodes": self.num_nodes,
-            "num_new_tokens": self.num_new_tokens,
-            "num_passes": self.num_passes,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "mean_accepted_length": self.mean_accepted_length,
-            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
-            "num_plain_tokens": self.num_plain_tokens,
-            "num_missed": self.num_missed,
-            "missed_rate": self.missed_rate,
-            "missed_ids": {str(token): count for token, count in self.missed_ids.items()},
-            "prefill_s": self.prefill_s,
-            "draft_s": self.draft_s,
-            "verify_s": self.verify_s,
-            "step_s": self.step_s,
-            "host_s": self.host_s,
-            "total_s": self.total_s,
-            "tokens_per_s": self.tokens_per_s,
-            "num_empty_steps": self.num_empty_steps,
-            "cache_bytes": self.cache_bytes,
-            "graph_bytes": self.graph_bytes,
-            "tuned_hits": self.tuned_hits,
-            "tuned_misses": self.tuned_misses,
-            "path": self.path,
-        }
+        by_name = {name: getattr(self, name) for name in _IN_JSON}
+        for name in ("accepted_lengths", "missed_ids"):
+            by_name[name] = {str(key): count for key, count in by_name[name].items()}
+        return by_name
 
     @classmethod
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
