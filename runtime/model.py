@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .drafter.choose import check_drafter, choose_drafter
-from .drafter.computable import check_computable
-from .drafter.draft_weights import NAMES, check_draft_weights
+from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow, check_follow_rows
 from .drafter.launch import DraftFunction

@@ -243,7 +243,7 @@ def recorded_configurations(path: Path, chip: str) -> list[tuple[Dims, DrafterCo
 
     Raises `UsageError` where there is nothing of it.
     """
-    from .drafter.shape_records import read_shapes
+    from .drafter.tuned_cache import read_shapes
 
     shapes = read_shapes(path)
     mine = [cfg for name, cfg in shapes if name == chip]
@@ -308,8 +308,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from .drafter.kernel_launch import chip_of
-    from .drafter.shape_records import read_shapes
-    from .drafter.tuned_cache import TunedCache, cache_key, layout_key, open_tuned_cache
+    from .drafter.tuned_cache import TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
     from .drafter.tuning.precompile import Job, compile_all
 
     # What is wrong with the file is told on any machine.

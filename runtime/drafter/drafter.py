@@ -19,7 +19,7 @@ from ..settings import TreeConfig
 from .buffers import cache_shape
 from .dimensions import DrafterConfig, check_kernel_limits
 from .kernels.grid_barrier import ERROR
-from .launch import DraftFunction, allocate_buffers, launch_drafter
+from .launch import DraftFunction, allocate_buffers, launch_drafter, timed_out
 from .packed_weights import SharedPacking, Weights
 from .prompt_pairs import write_pairs
 from .weights import HeadWeights
@@ -120,9 +120,7 @@ class BufferedDrafter:
 
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
-        for name in ("barrier", "node_arrivals"):
-            if name in self.bufs.workspace:
-                self.bufs.workspace[name].zero_()
+        timed_out(self.bufs)
 
     def draft(self) -> None:
         """Draft the trees of the active slots into the buffers."""

@@ -17,6 +17,7 @@ from ..ops import Ops
 from .buffers import Buffers, check_ids, check_room
 from .checks import check_features, check_parts, check_step
 from .dimensions import DrafterConfig, check_kernel_limits
+from .kernels.grid_barrier import ERROR
 from .packed_weights import Weights
 from .prompt_pairs import write_pairs
 from .reference import draft_ref
@@ -84,7 +85,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
         check_kernel_limits(cfg)
         bufs.workspace.update(allocate_workspace(cfg, params, device))
     if cfg.tail_rows:
-        from .tails import allocate_tails
+        from .workspace import allocate_tails
 
         bufs = replace(bufs, tails=allocate_tails(cfg, params, device))
     return bufs
@@ -110,10 +111,20 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
 
 def check_finished(bufs: Buffers) -> None:
     """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
-    if bufs.workspace:
-        from .kernel_launch import check_finished as check
+    if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
+        raise timed_out(bufs)
 
-        check(bufs)
+
+def timed_out(bufs: Buffers) -> DrafterError:
+    """Make a grid barrier that timed out usable again, and return the error to raise."""
+    for name in ("barrier", "node_arrivals"):
+        if name in bufs.workspace:
+            bufs.workspace[name].zero_()
+    return DrafterError(
+        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
+        "draft is undefined. Is another process using the GPU's SMs exclusively?",
+        buffer="barrier",
+    )
 
 
 def prefill_drafter(

@@ -3,7 +3,8 @@
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
 use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
 not hold, `launch_params` derives. The length of the KV cache is no key. Both give the same results, only at different
-speed.
+speed. Shapes that were launched without tuned parameters are recorded, one JSON object a line, in the file that
+``EAGLE_SLIM_SHAPES`` names; ``python -m eagle_slim.runtime.tune`` reads it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import DrafterError
+import torch
+
+from ..errors import DrafterError, UsageError
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
-from .shape_records import record_shape
 
 logger = logging.getLogger(__name__)
 
@@ -175,3 +178,60 @@ def _layout_of(key: str) -> str:
     """The key of the layout that the launch parameters of a key belong to."""
     chip, dims, types = key.rsplit("/", 2)
     return f"{chip}/{dims.split('-v')[0]}/{types}"
+
+
+def record_shape(cfg: DrafterConfig, chip: Chip) -> None:
+    """Append a configuration to the file that ``EAGLE_SLIM_SHAPES`` names; without that, do nothing.
+
+    A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
+    """
+    name = os.environ.get("EAGLE_SLIM_SHAPES")
+    if not name:
+        return
+    line = json.dumps({"chip": chip.name, **_plain(cfg)}) + "\n"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DrafterError(
+            f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder.",
+            path=name,
+        ) from error
+
+
+def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
+    """Read what was recorded: (chip, configuration), each once, in the order of the file.
+
+    Raises `UsageError` for a file that cannot be read, and for a line that is no shape, with its number.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: shapes cannot be read ({error}).", path=path) from error
+    found: dict[tuple[str, DrafterConfig], None] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            chip = values.pop("chip")
+            types = {name: getattr(torch, values.pop(name)) for name in ("dtype", "weight_dtype")}
+            found[chip, DrafterConfig(**values, **types)] = None
+        except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
+            raise UsageError(
+                f"{path}, line {number}: no shape of a draft ({type(error).__name__}: {error}). Expected a file that "
+                f"EAGLE_SLIM_SHAPES recorded, a JSON object a line.",
+                path=path, line=number,
+            ) from error  # fmt: skip
+    return list(found)
+
+
+def _plain(cfg: DrafterConfig) -> dict[str, Any]:
+    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in values.items()
+    }

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from ..errors import UsageError
-from .logit_records import LogitRecord
+from .sampling import LogitRecord
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTIES = (

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
-from .logit_records import LogitRecord
 from .missed import HeldIds, MissedTokens, most_missed_first
 from .options import Processors
-from .sampling import uniform_stream
+from .sampling import LogitRecord, uniform_stream
 from .stats import GenerationStats
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]

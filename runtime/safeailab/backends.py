@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..drafter.draft_weights import check_name
+from ..drafter.choose import CHOICES
 from ..drafter.launch import BACKENDS, DraftFunction
-from ..errors import GPUAssertionError, UsageError
+from ..errors import GPUAssertionError, UsageError, check_choice
 from ..model import SpeculativeModel
 from ..requests.output import GenerationOutput
 from ..requests.prompts import Prompts
@@ -65,7 +65,7 @@ def register_triton_backend(
     if is_fixed or (name in _registered and not overwrite):
         hint = "it is built in. Choose another name" if is_fixed else "pass overwrite=True to replace it"
         raise UsageError(f"The backend {name!r} is there already; {hint}.", option="name", found=name)
-    check_name(draft_weights)
+    check_choice("draft_weights", draft_weights, CHOICES)
     if draft is not None and (not callable(draft) or draft_weights != "auto"):
         raise UsageError(
             "A backend is a callable of (cfg, features, head, bufs), as drafter.reference.draft_ref, or the persistent "
@@ -184,7 +184,7 @@ def fused_draft_token_generation(
     if drafter == "triton":
         place = _place(model)
         assert_gpu(None if place is None else place[0])
-    check_name(draft_weights)
+    check_choice("draft_weights", draft_weights, CHOICES)
     if draft_weights != "auto" and isinstance(model, SpeculativeModel):
         raise UsageError(
             f"draft_weights = {draft_weights!r}, and a SpeculativeModel has its drafter's already: leave it out "

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import Buffers
-from ..errors import DrafterError, UnsupportedModelError, UsageError
+from ..drafter.launch import timed_out
+from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops
 from ..step.kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
@@ -234,11 +235,7 @@ class StepPatch:
                 done.synchronize()
             record = tensors.record.tolist()
             if record[-1][0]:
-                drafter.clear_error_()
-                raise DrafterError(
-                    "The drafter's grid barrier timed out: not all its programs were running at once, or one of them "
-                    "failed. Is another process using the GPU's SMs exclusively?"
-                )
+                raise timed_out(bufs)
             count = record[0][0]
             session.length += count
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)

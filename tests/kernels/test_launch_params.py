@@ -23,7 +23,6 @@ from eagle_slim.runtime.drafter.launch_params import (
     stage_bytes,
 )
 from eagle_slim.runtime.drafter.packed_weights import Weights
-from eagle_slim.runtime.drafter.shape_records import read_shapes
 from eagle_slim.runtime.drafter.tuned_cache import (
     LaunchTable,
     TunedCache,
@@ -31,6 +30,7 @@ from eagle_slim.runtime.drafter.tuned_cache import (
     is_strict,
     layout_key,
     open_tuned_cache,
+    read_shapes,
 )
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError

@@ -17,8 +17,7 @@ from eagle_slim.runtime.drafter.launch_params import (
     choose_launch,
     choose_layout,
 )
-from eagle_slim.runtime.drafter.shape_records import record_shape
-from eagle_slim.runtime.drafter.tuned_cache import cache_key
+from eagle_slim.runtime.drafter.tuned_cache import cache_key, record_shape
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig

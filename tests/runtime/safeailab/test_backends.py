@@ -25,7 +25,7 @@ from eagle_slim.runtime import (
     registered_backends,
     unregister_backend,
 )
-from eagle_slim.runtime.drafter.draft_weights import CHOICES
+from eagle_slim.runtime.drafter.choose import CHOICES
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
