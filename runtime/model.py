@@ -376,22 +376,11 @@ class SpeculativeModel:
         self,
         input_ids: Prompts | None = None,
         *,
-        attention_mask: Tensor | Sequence[Sequence[int]] | None = None,
-        max_new_tokens: int | None = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stopping_criteria: Any = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        ignore_eos: bool = False,
-        logits_processor: Sequence[Any] | None = None,
         streamer: Streamer | None = None,
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
         reuse_prefix: bool = False,
+        time_phases: bool = False,
         **options: Any,
     ) -> GenerationOutput:
         """Continue one prompt or many. Calls from several threads take turns.
@@ -399,17 +388,6 @@ class SpeculativeModel:
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or the
                 output of a transformers tokenizer, which brings its attention mask along.
-            attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it in a
-                tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
-            max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
-            do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
-                above 0 asks for sampling. Sampling defaults of the target's own generation configuration are not used.
-            seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
-                generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output says which it was.
-            stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
-            stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself, without
-                padding, and with None for scores.
-            eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
             streamer: a transformers streamer, for one prompt.
             max_slots: how many prompts run at a time (on a GPU 16 at most), each with KV memory of its own; the rest
                 wait for a free slot.
@@ -418,32 +396,38 @@ class SpeculativeModel:
                 sequence from the beginning on, as the next turn of a chat does, are not run again
                 (``stats.num_reused_tokens``). In float32 the answer is the same; below it a prompt cut differently can
                 round a near-tie differently.
-            logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
-                functions of these alone (`options`). They are called on the host.
-            options: ``generation_config`` as in transformers, for what no argument says, and further fields of one:
-                ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``, ``repetition_penalty``,
-                ``no_repeat_ngram_size``, ``min_p``, ``typical_p``, ``num_return_sequences``, ``max_time``,
-                ``pad_token_id`` (fills ``sequences``), ``output_scores``, ``output_logits``,
-                ``return_dict_in_generate`` and others (`options.PENALTIES`). The target's own generation configuration
-                gives the defaults of those that act on greedy decoding too, as in transformers. ``inputs`` is another
-                name for ``input_ids``; ``tokenizer`` is for text and stop strings, instead of the model's own;
-                ``time_phases``: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify
-                apart and a profiler sees their names, a little slower than whole steps.
+            time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
+                a profiler sees their names, a little slower than whole steps.
+            options: what to generate; None leaves each as it is without it:
+
+                attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
+                    in a tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
+                max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
+                do_sample, temperature, top_p, top_k, min_p, typical_p: as in transformers; greedy unless ``do_sample``
+                    or a temperature above 0 asks for sampling. Sampling defaults of the target's own generation
+                    configuration are not used.
+                seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
+                    generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
+                stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
+                stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
+                    without padding, and with None for scores.
+                eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
+                logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32
+                    [1, vocab]); functions of these alone (`requests.options`). They are called on the host.
+                generation_config: as in transformers, for what no argument says, and further fields of one:
+                    ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``, ``repetition_penalty``,
+                    ``no_repeat_ngram_size``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills
+                    ``sequences``), ``output_scores``, ``output_logits``, ``return_dict_in_generate`` and others
+                    (`requests.options.PENALTIES`). The target's own generation configuration gives the defaults of
+                    those that act on greedy decoding too, as in transformers.
+                inputs: another name for ``input_ids``.
+                tokenizer: for text and stop strings, instead of the model's own.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
-        time_phases = bool(options.pop("time_phases", False))
-        call = read_call(
-            self._caller_model(), input_ids,
-            {
-                "attention_mask": attention_mask, "max_new_tokens": max_new_tokens, "do_sample": do_sample,
-                "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop,
-                "stopping_criteria": stopping_criteria, "eos_token_id": eos_token_id, "ignore_eos": ignore_eos,
-                "logits_processor": logits_processor, **options,
-            },
-        )  # fmt: skip
+        call = read_call(self._caller_model(), input_ids, options)
         requests = call.requests
         max_slots = read_count("max_slots", max_slots, 1)
         if streamer is not None:
