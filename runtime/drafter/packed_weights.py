@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .weights import HeadWeights
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Weights:
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
-    Raises `UsageError` for an ``order`` of other rows than this head's, and for the packed weights of another head.
+    Raises `UsageError` for the packed weights of another head.
     """
 
     head: HeadWeights
@@ -32,15 +32,8 @@ class Weights:
     def __post_init__(self) -> None:
         if not isinstance(self.head, HeadWeights):
             raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.", part="head")
-        check_order(self.head, self.order)
         if self.packed is not None and self.packed.draft_vocab != self.head.draft_vocab:
-            raise UsageError(
-                f"{self.packed.draft_vocab} LM-head rows are packed, the head has {self.head.draft_vocab}; take "
-                "Weights.pack(head, cfg).",
-                field="draft_vocab",
-                found=self.packed.draft_vocab,
-                expected=self.head.draft_vocab,
-            )
+            raise misfit("draft_vocab", self.head.draft_vocab, self.packed.draft_vocab, "field")
 
     @classmethod
     def pack(
@@ -64,12 +57,10 @@ class Weights:
 
         check_kernel_limits(cfg)
         check_head_fits(cfg, head)
-        check_order(head, order)
+        _check_order(head, order)
         ids = head.draft_to_target
         if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
-            raise UsageError(
-                f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.", tensor="draft_to_target"
-            )
+            raise misfit("draft_to_target", f"ids of the target, 0 to {cfg.target_vocab - 1}", ids, "tensor")
         cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
         launches = LaunchTable(cache.layout(cfg, chip), cache, chip)
         launches.get(cfg)  # a miss that is an error is one before anything is packed
@@ -111,7 +102,6 @@ class SharedPacking:
     """
 
     def __init__(self, head: HeadWeights, order: Tensor | None = None, weight_dtype: torch.dtype | None = None) -> None:
-        check_order(head, order)
         self.head, self.order = head, order
         self.weight_dtype = weight_dtype or head.dtype
         self._weights: Weights | None = None
@@ -143,18 +133,14 @@ def _contiguous(head: HeadWeights) -> HeadWeights:
     return replace(head, tensors=tensors, embedding=head.embedding.contiguous())
 
 
-def check_order(head: HeadWeights, order: Tensor | None) -> None:
-    """Raise `UsageError` unless ``order`` holds each row of the head's LM head once; None is fine."""
+def _check_order(head: HeadWeights, order: Tensor | None) -> None:
     if order is None:
         return
+    wanted = f"int64 with each of the {head.draft_vocab} rows of the LM head once"
     if not isinstance(order, Tensor):
-        raise UsageError(f"order must be an int64 tensor; got {type(order).__name__}.", tensor="order")
+        raise misfit("order", wanted, type(order).__name__, "tensor")
     if order.device.type == "meta":
         return
     rows = torch.arange(head.draft_vocab, device=order.device)
     if order.dtype != torch.int64 or order.shape != rows.shape or not torch.equal(order.sort().values, rows):
-        raise UsageError(
-            f"order must be int64 and hold each of the {head.draft_vocab} rows of the LM head once; got {order.dtype} "
-            f"{tuple(order.shape)}.",
-            tensor="order",
-        )
+        raise misfit("order", wanted, (order.dtype, tuple(order.shape)), "tensor")

@@ -70,23 +70,11 @@ class HeadWeights:
         if self.lm_head.dim() != 2 or self.lm_head.shape[1] != hidden:
             raise misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape), "tensor")
         if ids.dtype != torch.int64 or ids.shape != self.lm_head.shape[:1]:
-            raise UsageError(
-                f"draft_to_target must be int64 [{self.draft_vocab}], an id for each row of lm_head; got {ids.dtype} "
-                f"{tuple(ids.shape)}.",
-                tensor="draft_to_target", expected=self.draft_vocab, found=tuple(ids.shape),
-            )  # fmt: skip
-        if ids.device != self.device:
-            raise UsageError(
-                f"draft_to_target is on {ids.device}, lm_head on {self.device}. All of a head must be on one device.",
-                tensor="draft_to_target", expected=str(self.device), found=str(ids.device),
-            )  # fmt: skip
-        for name, tensor in {"embedding": self.embedding, **self.tensors}.items():
-            if tensor.dtype != self.dtype or tensor.device != self.device:
-                raise UsageError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, lm_head {self.dtype} on {self.device}. A head has "
-                    "one type and is on one device.",
-                    tensor=name, expected=self.dtype, found=tensor.dtype,
-                )  # fmt: skip
+            raise misfit("draft_to_target", f"int64 [{self.draft_vocab}]", f"{ids.dtype} {tuple(ids.shape)}", "tensor")
+        for name, tensor in {"embedding": self.embedding, "draft_to_target": ids, **self.tensors}.items():
+            if tensor.device != self.device or (tensor is not ids and tensor.dtype != self.dtype):
+                found = f"{tensor.dtype} on {tensor.device}"
+                raise misfit(name, f"{self.dtype} on {self.device}, as lm_head", found, "tensor")
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
@@ -170,18 +158,9 @@ def choose_draft_ids(
         rank_order, available = ranked, np.sort(ranked)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
-            raise UsageError(
-                f"draft_vocab must be a number of rows, a DraftVocab or None (all); got {draft_vocab!r}.",
-                option="draft_vocab", found=draft_vocab,
-            )  # fmt: skip
+            raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
         ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
-        missing = np.setdiff1d(ids, available)
-        if missing.size:
-            raise UsageError(
-                f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
-                f"(first: {missing[0]}). Rank among the head's own ids.",
-                option="draft_vocab", ids=missing.tolist(),
-            )  # fmt: skip
+        check_available(ids, available)
         return ids
     count = len(available if rank_order is None else rank_order)
     if draft_vocab == count:
@@ -202,6 +181,17 @@ def choose_draft_ids(
             option="draft_vocab", expected=(smallest, count), found=draft_vocab,
         )  # fmt: skip
     return np.sort(rank_order[:draft_vocab])
+
+
+def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> None:
+    """Raise `UsageError` for ids of a draft vocabulary that a head cannot draft."""
+    missing = np.setdiff1d(ids, available)
+    if missing.size:
+        raise UsageError(
+            f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
+            f"(first: {missing[0]}). Rank among the head's own ids.",
+            option="draft_vocab", ids=missing.tolist(),
+        )  # fmt: skip
 
 
 def rank_with_kept(head: DraftHead, rank_order: NDArray[np.int64]) -> NDArray[np.int64]:

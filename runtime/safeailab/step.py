@@ -100,7 +100,7 @@ class StepPatch:
         """Generate with the step's kernels from now on."""
         loops = {name: self._loop(type(self.model), name) for name in LOOPS}
         rebind(self.model, {**loops, _STEP: self})
-        rebind(self.decoder, self._mask_method.replacing(self.ops(tree_bias)))
+        rebind(self.decoder, _masks_by(self.ops(tree_bias), *self._mask_method))
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`."""
@@ -285,53 +285,46 @@ def _check_loop(model_class: type, name: str) -> None:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _MaskMethod:
-    """Where a base model makes its mask: Llama, Qwen3 and Mixtral in one method, Qwen2 in another."""
+def _masks_by(tree_bias: Callable[..., Tensor], name: str, original: Callable[..., Any]) -> Mapping[str, Any]:
+    """Members for `rebind`: masks of whole trees by the kernel, all others by the model's own method."""
 
-    name: str
-    original: Callable[..., Any]
+    def of_llama(
+        decoder: Any, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, past_length: int
+    ) -> Any:
+        tree = _whole_tree(decoder, attention_mask, input_shape[-1], past_length + input_shape[-1])
+        if tree is None:
+            return original(decoder, attention_mask, input_shape, inputs_embeds, past_length)
+        # As upstream: float32, whatever the model's type.
+        return _bias(tree, attention_mask, past_length, inputs_embeds.device, torch.float32)
 
-    def replacing(self, tree_bias: Callable[..., Tensor]) -> Mapping[str, Any]:
-        """Members for `rebind`: masks of whole trees by the kernel, all others by the model's own method."""
-        original = self.original
+    def of_qwen2(decoder: Any, attention_mask: Tensor | None, **options: Any) -> Any:
+        nodes, keys = options["sequence_length"], options["target_length"]
+        tree = _whole_tree(decoder, attention_mask, nodes, keys)
+        if tree is None:
+            return original(decoder, attention_mask, **options)
+        return _bias(tree, attention_mask, keys - nodes, options["device"], options["dtype"])
 
-        def of_llama(
-            decoder: Any, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, past_length: int
-        ) -> Any:
-            tree = _whole_tree(decoder, attention_mask, input_shape[-1], past_length + input_shape[-1])
-            if tree is None:
-                return original(decoder, attention_mask, input_shape, inputs_embeds, past_length)
-            # As upstream: float32, whatever the model's type.
-            return _bias(tree, attention_mask, past_length, inputs_embeds.device, torch.float32)
+    def _bias(
+        tree: Tensor, attention_mask: Tensor | None, length: int, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        tree = tree.to(device)
+        keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
+        key_mask = keys if attention_mask is None else attention_mask[0].to(device)
+        with _current_device(device):
+            return tree_bias(tree, key_mask, dtype)[None, None]
 
-        def of_qwen2(decoder: Any, attention_mask: Tensor | None, **options: Any) -> Any:
-            nodes, keys = options["sequence_length"], options["target_length"]
-            tree = _whole_tree(decoder, attention_mask, nodes, keys)
-            if tree is None:
-                return original(decoder, attention_mask, **options)
-            return _bias(tree, attention_mask, keys - nodes, options["device"], options["dtype"])
-
-        def _bias(
-            tree: Tensor, attention_mask: Tensor | None, length: int, device: torch.device, dtype: torch.dtype
-        ) -> Tensor:
-            tree = tree.to(device)
-            keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
-            key_mask = keys if attention_mask is None else attention_mask[0].to(device)
-            with _current_device(device):
-                return tree_bias(tree, key_mask, dtype)[None, None]
-
-        return {self.name: of_qwen2 if self.name == _QWEN2_MASK else of_llama}
+    return {name: of_qwen2 if name == _QWEN2_MASK else of_llama}
 
 
 _LLAMA_MASK = "_prepare_decoder_attention_mask"
 _QWEN2_MASK = "_prepare_4d_causal_attention_mask_with_cache_position"
 
 
-def _mask_method(decoder: Any) -> _MaskMethod:
+def _mask_method(decoder: Any) -> tuple[str, Callable[..., Any]]:
+    """Find where a base model makes its mask: Llama, Qwen3 and Mixtral in one method, Qwen2 in another."""
     for name in (_LLAMA_MASK, _QWEN2_MASK):
         if hasattr(type(decoder), name):
-            return _MaskMethod(name, inspect.getattr_static(type(decoder), name))
+            return name, inspect.getattr_static(type(decoder), name)
     raise UnsupportedModelError(
         f"{type(decoder).__name__} makes its attention mask neither in {_LLAMA_MASK} nor in {_QWEN2_MASK}. "
         "patch_ea_model_with_triton_drafter replaces the drafter alone.",
