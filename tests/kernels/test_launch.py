@@ -174,7 +174,10 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
     [({"embedding": torch.zeros(300, 32)}, {"tensor": "embedding", "found": (300, 32)}),
      ({"lm_head": torch.zeros(120, 32)}, {"tensor": "lm_head", "found": (120, 32)}),
      ({"draft_to_target": torch.arange(119)}, {"tensor": "draft_to_target", "expected": "int64 [120]"}),
-     ({"draft_to_target": torch.arange(120, device="meta")}, {"tensor": "draft_to_target", "found": "torch.int64 on meta"}),
+     (
+         {"draft_to_target": torch.arange(120, device="meta")},
+         {"tensor": "draft_to_target", "found": "torch.int64 on meta"},
+     ),
      ({"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}},
       {"tensor": "norm.weight", "found": "torch.float16 on cpu"})],
 )  # fmt: skip
