@@ -34,7 +34,7 @@ def patch_ea_model_with_triton_drafter(
     *,
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
-    drafter: str = "triton",
+    drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
@@ -54,7 +54,7 @@ def patch_ea_model_with_triton_drafter(
             of one or of a token map; None takes all the head has.
         counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
-        drafter: "triton", or "reference" for the same in plain PyTorch, on any device.
+        drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
     Returns:
@@ -74,7 +74,7 @@ def patch_eagle_model(
     *,
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
-    drafter: str = "triton",
+    drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
@@ -113,12 +113,6 @@ def unpatch_ea_model(model: Any) -> Any:
     return model
 
 
-def check_unpatched(model: Any) -> None:
-    """Raise `UsageError` if an EaModel, or the ``ea_layer`` that it has now, is patched."""
-    if is_rebound(model) or is_rebound(model.ea_layer):
-        raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.", option="model")
-
-
 unpatch_eagle_model = unpatch_ea_model
 
 
@@ -136,7 +130,8 @@ class EaModelPatch:
         whole: bool = True,
     ) -> None:
         check_ea_model(model)
-        check_unpatched(model)
+        if is_rebound(model) or is_rebound(model.ea_layer):
+            raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.", option="model")
         weight = model.ea_layer.embed_tokens.weight
         check_drafter(drafter, weight.device, BACKENDS)
         check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
@@ -148,9 +143,9 @@ class EaModelPatch:
         )
         self.step = StepPatch(model, self.layer) if whole else None
 
-    def apply(self, follow_kv: bool = True) -> None:
+    def apply(self) -> None:
         """Put the patch on; see `LayerPatch.apply`."""
-        self.layer.apply(follow_kv)
+        self.layer.apply()
         if self.step is not None:
             self.step.apply()
 
