@@ -43,12 +43,11 @@ from .loading import (
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .requests.arguments import read_count, read_id_set
 from .requests.call import CallerModel, read_call
-from .requests.missed import HeldIds
 from .requests.output import GenerationOutput, with_logprobs
 from .requests.prompts import Messages, Prompts, encode_conversation
 from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
-from .requests.stats import GenerationStats
+from .requests.stats import GenerationStats, HeldIds
 from .requests.streaming import Streamer, send_tokens
 from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import TreeConfig
@@ -77,8 +76,6 @@ _WARN_BELOW = 1.05
 class Loading(TypedDict, total=False):
     """Further options of `SpeculativeModel.from_pretrained`."""
 
-    torch_dtype: torch.dtype | str | None
-    """Older name of ``dtype`` in transformers."""
     device_map: Any
     """A device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None."""
     max_model_len: int | None
@@ -191,7 +188,6 @@ class SpeculativeModel:
             check_follow(follow)
             check_follow_rows(follow_rows)
         offline, revision = loading.get("offline", False), loading.get("revision")
-        dtype = loading.get("torch_dtype") or dtype
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):

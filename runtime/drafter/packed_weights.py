@@ -47,8 +47,8 @@ class Weights:
 
         One packing serves every number of slots and every tree; each configuration's launch parameters are looked up
         when it is first used. ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any
-        smaller ``draft_vocab``. ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; with
-        ``EAGLE_SLIM_STRICT=1`` a miss in it is a `DrafterError`. Raises `UsageError` for a configuration or an order of
+        smaller ``draft_vocab``. ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships.
+        Raises `UsageError` for a configuration or an order of
         another head, and draft ids that the target does not have.
         """
         from .kernel_launch import chip_of

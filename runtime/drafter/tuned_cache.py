@@ -78,21 +78,13 @@ class TunedCache:
     def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
         """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
 
-        Those that are not are `choose_launch`'s, and the shape goes to the file that ``EAGLE_SLIM_SHAPES`` names; with
-        ``EAGLE_SLIM_STRICT`` they are a `DrafterError`.
+        Those that are not are `choose_launch`'s, and the shape goes to the file that ``EAGLE_SLIM_SHAPES`` names.
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key)
         if found is not None and layout in (None, own):
             return LaunchParams.from_json(found, own), True
         record_shape(cfg, chip)
-        if is_strict():
-            raise DrafterError(
-                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Record "
-                "its shape with EAGLE_SLIM_SHAPES and run python -m eagle_slim.runtime.tune, or switch it off.",
-                key=key,
-                path=self.path,
-            )
         logger.info("No tuned launch parameters for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
@@ -167,11 +159,6 @@ def _read_once(path: Path) -> TunedCache:
         len(tuned.launches), len(tuned.layouts), path,
     )  # fmt: skip
     return tuned
-
-
-def is_strict() -> bool:
-    """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
-    return os.environ.get("EAGLE_SLIM_STRICT", "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def _layout_of(key: str) -> str:

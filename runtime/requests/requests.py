@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
-from .missed import HeldIds, MissedTokens, most_missed_first
 from .options import Processors
 from .sampling import LogitRecord, uniform_stream
-from .stats import GenerationStats
+from .stats import GenerationStats, HeldIds, MissedTokens, most_missed_first
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
 OnTokens = Callable[[int, Sequence[int]], None]

@@ -203,7 +203,6 @@ OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
     "norms": (lambda: (replace(CFG, norm_output=True), WEIGHTS), {"field": "norm_output", "found": False}),
     "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), {"field": "target_vocab"}),
     "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), {"field": "dtype", "found": torch.float16}),
-    "no weights": (lambda: (CFG, HEAD), {"part": "HeadWeights", "expected": "Weights"}),  # type: ignore
     "head": (lambda: (CFG, Weights(random_head(hidden=32))), {"field": "hidden", "found": 32, "expected": 64}),
     "kind": (lambda: (CFG, Weights(random_head(kind="eagle"))), {"field": "kind", "found": "eagle"}),
 }

@@ -27,7 +27,6 @@ from eagle_slim.runtime.drafter.tuned_cache import (
     LaunchTable,
     TunedCache,
     cache_key,
-    is_strict,
     layout_key,
     open_tuned_cache,
     read_shapes,
@@ -35,7 +34,7 @@ from eagle_slim.runtime.drafter.tuned_cache import (
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from support.drafting import problem, random_head
+from support.drafting import random_head
 from support.raising import raises
 
 TREE = TreeConfig(5, 10, 60)
@@ -180,23 +179,6 @@ def test_the_key_holds_what_speed_depends_on() -> None:
     keys = {cache_key(cfg, chip) for cfg in (base, *others)} | {cache_key(base, KNOWN_CHIPS[80])}
     assert len(keys) == 7
     assert cache_key(replace(base, max_positions=9000), chip) == cache_key(base, chip)
-
-
-def test_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = random_head()
-    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "none.json"))
-    assert not is_strict()
-    monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
-    assert is_strict()
-    with raises(DrafterError, path=tmp_path / "none.json") as missed:
-        problem(head, TreeConfig(1, 2, 5), [3], [1])
-    assert missed.value.facts["key"].startswith("interpreter/eagle3-h64")
-    assert "run python -m eagle_slim.runtime.tune" in str(missed.value)
-    for off in ("0", "false", "No", " off ", ""):
-        monkeypatch.setenv("EAGLE_SLIM_STRICT", off)
-        assert not is_strict()
-    _, _, weights, _ = problem(head, TreeConfig(1, 2, 5), [3], [1])
-    assert isinstance(weights, Weights)
 
 
 def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
