@@ -105,10 +105,7 @@ class Buffers:
                 f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.", expected="integers"
             ) from error
         slots = self.keys.shape[0]
-        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-            raise UsageError(
-                f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
-            )
+        check_active(active, slots)
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
             self.check_sequence(slot, tokens, past)
         blank = [-1] * slots
@@ -166,6 +163,14 @@ def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.
         "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
         "retrieve_indices": ((slots, total, tree.path_width), int64), "num_leaves": ((slots,), int64),
     }  # fmt: skip
+
+
+def check_active(active: Sequence[int], slots: int) -> None:
+    """Raise `UsageError` unless active slots are different and there."""
+    if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+        raise UsageError(
+            f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
+        )
 
 
 def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..errors import UsageError
 from ..tensor_checks import check_tensors
-from .buffers import Buffers, buffer_layout
+from .buffers import Buffers, buffer_layout, check_active
 from .dimensions import DrafterConfig, check_head_fits
 from .packed_weights import Weights
 
@@ -127,10 +127,9 @@ def check_step(width: int, bufs: Buffers) -> None:
     """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
     slots, count = len(bufs.num_new), int(bufs.active_count)
     active = bufs.active_slots[: max(0, count)].tolist()
-    if not 0 <= count <= slots or len(set(active)) != count or not all(0 <= slot < slots for slot in active):
-        raise UsageError(
-            f"The {count} active slots {active} must be different and below {slots}.", active=active, slots=slots
-        )
+    if not 0 <= count <= slots:
+        raise UsageError(f"{count} slots are active, of {slots}.", active=active, slots=slots)
+    check_active(active, slots)
     num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
     for slot in active:
         if num_new[slot] > width:

@@ -143,25 +143,21 @@ def prefill_drafter(
     and a tree do not fit, and for other shapes, slots and token ids.
     """
     check_parts(cfg, weights, bufs)
-    if not isinstance(X, Tensor):
-        if not isinstance(X, (tuple, list)) or len(X) != 3 or not all(isinstance(tap, Tensor) for tap in X):
-            raise UsageError(
-                f"A prompt's features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features"
-            )
+    if isinstance(X, (tuple, list)) and len(X) == 3 and all(isinstance(tap, Tensor) for tap in X):
         X = torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
-    if not isinstance(next_tokens, Tensor) or next_tokens.is_floating_point():
+    given = tuple(tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (X, next_tokens))
+    are_ids = isinstance(next_tokens, Tensor) and not next_tokens.is_floating_point()
+    if (
+        not are_ids
+        or not isinstance(X, Tensor)
+        or given != ((len(next_tokens), cfg.feature_width), (len(next_tokens),))
+    ):
         raise UsageError(
-            f"Next tokens are an int64 tensor [seq]; got {getattr(next_tokens, 'dtype', next_tokens)}.",
-            tensor="next_tokens",
-        )
-    if next_tokens.dim() != 1 or X.shape != (len(next_tokens), cfg.feature_width):
-        raise UsageError(
-            f"A prompt has features [seq, {cfg.feature_width}] and next tokens [seq]; got {tuple(X.shape)} and "
-            f"{tuple(next_tokens.shape)}.",
-            tensor="features",
-            found=(tuple(X.shape), tuple(next_tokens.shape)),
-        )
+            f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
+            f"got {given[0]} and {given[1]}.",
+            tensor="features" if are_ids else "next_tokens", found=given,
+        )  # fmt: skip
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
