@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,16 @@ class TunedCache:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.layouts: dict[str, Any] = {}
-        self.launches: dict[str, Any] = {}
+        self.layouts: dict[str, StoredLayout] = {}
+        self.launches: dict[str, LaunchParams] = {}
         try:
             if path.exists():
                 values = json.loads(path.read_text())
-                self.layouts, self.launches = values["layouts"], values["launches"]
-            layouts = {key: StoredLayout.from_json(value) for key, value in self.layouts.items()}
-            for key, value in self.launches.items():
-                LaunchParams.from_json(value, layouts[_layout_of(key)])
+                self.layouts = {key: StoredLayout(**value) for key, value in values["layouts"].items()}
+                self.launches = {
+                    key: LaunchParams.from_json(value, self.layouts[_layout_of(key)])
+                    for key, value in values["launches"].items()
+                }
         except (OSError, ValueError, TypeError, AttributeError, KeyError, DrafterError) as error:
             raise DrafterError(
                 f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
@@ -72,8 +73,7 @@ class TunedCache:
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
         """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
-        found = self.layouts.get(layout_key(cfg, chip))
-        return choose_layout(cfg, chip) if found is None else StoredLayout.from_json(found)
+        return self.layouts.get(layout_key(cfg, chip)) or choose_layout(cfg, chip)
 
     def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
         """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
@@ -83,7 +83,7 @@ class TunedCache:
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key)
         if found is not None and layout in (None, own):
-            return LaunchParams.from_json(found, own), True
+            return found, True
         record_shape(cfg, chip)
         logger.info("No tuned launch parameters for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
@@ -93,17 +93,20 @@ class TunedCache:
 
         Another layout than before drops what was tuned over the one before.
         """
-        key, layout = layout_key(cfg, chip), params.layout.to_json()
-        if self.layouts.get(key, layout) != layout:
+        key = layout_key(cfg, chip)
+        if self.layouts.get(key, params.layout) != params.layout:
             self.launches = {name: value for name, value in self.launches.items() if _layout_of(name) != key}
-        self.layouts[key] = layout
-        self.launches[cache_key(cfg, chip)] = params.to_json()
+        self.layouts[key] = params.layout
+        self.launches[cache_key(cfg, chip)] = params
 
     def save(self) -> None:
         """Write the file whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
-        values = {"layouts": self.layouts, "launches": self.launches}
+        values = {
+            "layouts": {key: asdict(layout) for key, layout in self.layouts.items()},
+            "launches": {key: params.to_json() for key, params in self.launches.items()},
+        }
         temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, self.path)
 

@@ -117,7 +117,7 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
     layout = replace(choose_layout(one, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
     cache.store(one, chip, choose_launch(one, chip, layout))
     assert set(cache.launches) == {cache_key(one, chip), cache_key(other, chip)}
-    assert cache.layouts[layout_key(four, chip)] == layout.to_json()
+    assert cache.layouts[layout_key(four, chip)] == layout
     assert cache.find(four, chip) == (choose_launch(four, chip, layout), False)
     # A head that lies in another layout than the cache's cannot use what is tuned for that.
     assert cache.find(one, chip, choose_layout(one, chip)) == (choose_launch(one, chip), False)
@@ -125,11 +125,11 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
 
 def test_layouts_beyond_the_kernels_are_refused() -> None:
     params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
-    values = params.layout.to_json()
+    values = vars(params.layout)
     with raises(DrafterError, split={**params.split, "o": 8}):
-        StoredLayout.from_json({**values, "split": {**params.split, "o": 8}})
+        StoredLayout(**{**values, "split": {**params.split, "o": 8}})
     with raises(DrafterError, head_rows=100):
-        StoredLayout.from_json({**values, "head_rows": 100})
+        StoredLayout(**{**values, "head_rows": 100})
     tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}
     with raises(DrafterError, tile="mlp", block_k=128, chunk=64):
         replace(params, tiles=tiles)
