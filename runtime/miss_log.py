@@ -156,7 +156,7 @@ def check_log(path: str | Path, log: MissLog | None = None) -> TokenCounts | Non
         expected, found = getattr(log or there, name), getattr(there, name)
         if expected != found:
             raise error(
-                f"{path}: a log with {name} = {found}, where this model has {expected}. Give another file.",
+                f"{path}: a log of another tokenizer ({name} {found}, this model's {expected}). Give another file.",
                 path=str(path), expected=expected, found=found,
             )  # fmt: skip
     return there
