@@ -11,11 +11,11 @@ from .drafter.launch import (
     prefill_drafter,
     set_tail,
 )
-from .drafter.packed_weights import Weights, open_tuned_cache
+from .drafter.packed_weights import Weights
+from .drafter.tuned_cache import open_tuned_cache
 from .errors import (
     AcceptanceWarning,
     DrafterError,
-    GPUAssertionError,
     HeadWarning,
     PairingError,
     PromptError,
@@ -28,8 +28,6 @@ from .model import SpeculativeModel
 from .requests.output import GenerationOutput
 from .requests.requests import RequestOutput
 from .requests.stats import GenerationStats
-from .safeailab.backends import frontier_generate, register_triton_backend, registered_backends, unregister_backend
-from .safeailab.fused import fused_draft_token_generation
 from .safeailab.patch import (
     patch_ea_model_with_triton_drafter,
     patch_eagle_model,
@@ -48,7 +46,6 @@ __all__ = [
     "DrafterConfig",
     "DrafterError",
     "FollowRows",
-    "GPUAssertionError",
     "GenerationOutput",
     "GenerationStats",
     "HeadWarning",
@@ -66,17 +63,12 @@ __all__ = [
     "allocate_buffers",
     "check_finished",
     "compare",
-    "frontier_generate",
-    "fused_draft_token_generation",
     "launch_drafter",
     "open_tuned_cache",
     "patch_ea_model_with_triton_drafter",
     "patch_eagle_model",
     "prefill_drafter",
-    "register_triton_backend",
-    "registered_backends",
     "set_tail",
     "unpatch_ea_model",
     "unpatch_eagle_model",
-    "unregister_backend",
 ]

@@ -6,9 +6,10 @@ EagleSlimError
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
 ├── PromptError             the prompt is empty or too long for the model: other prompt
 ├── DrafterError            the drafter asked for cannot run here: other drafter or device
-│   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
 └── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
 """
+
+from collections.abc import Collection
 
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
@@ -16,7 +17,6 @@ __all__ = [
     "AcceptanceWarning",
     "DrafterError",
     "EagleSlimError",
-    "GPUAssertionError",
     "HeadWarning",
     "PairingError",
     "PromptError",
@@ -25,6 +25,8 @@ __all__ = [
     "TargetWarning",
     "UnsupportedModelError",
     "UsageError",
+    "check_choice",
+    "misfit",
 ]
 
 
@@ -48,10 +50,6 @@ class DrafterError(EagleSlimError):
     """The drafter asked for cannot run with these dimensions or on this device."""
 
 
-class GPUAssertionError(DrafterError):
-    """A call that is made for a GPU found none that it can use; says what was expected, what was found, what to do."""
-
-
 class PromptFileError(EagleSlimError):
     """A file of prompts cannot be read."""
 
@@ -66,3 +64,19 @@ class HeadWarning(UserWarning):
 
 class AcceptanceWarning(UserWarning):
     """Hardly any drafted token was accepted: output stays exact, but something about the head is probably wrong."""
+
+
+def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:
+    """Return the error for a value that cannot be; ``kind``: "option", "field" or "tensor", the fact with its name."""
+    return UsageError(
+        f"{name} must be {expected}, got {found!r}.", **{kind: name, "expected": expected, "found": found}
+    )  # fmt: skip
+
+
+def check_choice(option: str, value: object, choices: Collection[object]) -> None:
+    """Raise `UsageError` for a value that is none of ``choices``."""
+    if value not in choices:
+        names = ", ".join(map(repr, choices))
+        raise UsageError(
+            f"{option} = {value!r} is unknown; expected one of {names}.", option=option, found=value, expected=choices
+        )

@@ -275,17 +275,6 @@ def _check(
         return
     place = next((i for i, (a, b) in enumerate(zip(ours, own, strict=False)) if a != b), min(len(ours), len(own)))
     message = f"check: token {place} differs from plain {kind}"
-    if place < min(len(ours), len(own)):
-        from .requests.arguments import sampling_config
-        from .requests.rounding import distance_to
-
-        # Once more for the logits, which say how close the two tokens were.
-        (again,) = model.generate(prompt, speculative=False, output_logits=True, **options).results
-        assert again.logits is not None
-        names = ("temperature", "top_p", "top_k", "seed")
-        sampling = sampling_config(**{name: options[name] for name in names if name in options})
-        distance = distance_to(again.logits[place], own[place], ours[place], sampling, place, model.target.dtype)
-        message += f", {distance}"
     if str(model.target.dtype) != "torch.float32":
         message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"
     raise EagleSlimError(message + ".", token=place)

@@ -152,21 +152,13 @@ def check_log(path: str | Path, log: MissLog | None = None) -> TokenCounts | Non
             path=str(path),
             found=[source.name for source in there.sources],
         )
-    if log is not None and there.tokenizer_hash != log.tokenizer_hash:
-        raise TokenizerError(
-            f"{path}: a log of another tokenizer (hash {there.tokenizer_hash}, this model's {log.tokenizer_hash}). "
-            "Give another file.",
-            path=str(path),
-            expected=log.tokenizer_hash,
-            found=there.tokenizer_hash,
-        )
-    if log is not None and there.vocab_size != log.vocab_size:
-        raise VocabularyError(
-            f"{path}: a log of {there.vocab_size} ids, this model's tokenizer has {log.vocab_size}. Give another file.",
-            path=str(path),
-            expected=log.vocab_size,
-            found=there.vocab_size,
-        )
+    for name, error in (("tokenizer_hash", TokenizerError), ("vocab_size", VocabularyError)):
+        expected, found = getattr(log or there, name), getattr(there, name)
+        if expected != found:
+            raise error(
+                f"{path}: a log of another tokenizer ({name} {found}, this model's {expected}). Give another file.",
+                path=str(path), expected=expected, found=found,
+            )  # fmt: skip
     return there
 
 

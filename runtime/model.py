@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from .drafter.choose import check_drafter, choose_drafter
-from .drafter.computable import check_computable
-from .drafter.draft_weights import NAMES, check_draft_weights
+from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow, check_follow_rows
 from .drafter.launch import DraftFunction
@@ -45,12 +43,11 @@ from .loading import (
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
 from .requests.arguments import read_count, read_id_set
 from .requests.call import CallerModel, read_call
-from .requests.missed import HeldIds
 from .requests.output import GenerationOutput, with_logprobs
 from .requests.prompts import Messages, Prompts, encode_conversation
 from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
-from .requests.stats import GenerationStats
+from .requests.stats import GenerationStats, HeldIds
 from .requests.streaming import Streamer, send_tokens
 from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import TreeConfig
@@ -79,8 +76,6 @@ _WARN_BELOW = 1.05
 class Loading(TypedDict, total=False):
     """Further options of `SpeculativeModel.from_pretrained`."""
 
-    torch_dtype: torch.dtype | str | None
-    """Older name of ``dtype`` in transformers."""
     device_map: Any
     """A device, as transformers spells it: "cuda", "cuda:1", "cpu", 0, {"": 0}, or "auto" for None."""
     max_model_len: int | None
@@ -193,7 +188,6 @@ class SpeculativeModel:
             check_follow(follow)
             check_follow_rows(follow_rows)
         offline, revision = loading.get("offline", False), loading.get("revision")
-        dtype = loading.get("torch_dtype") or dtype
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
         if isinstance(target, nn.Module):
@@ -297,14 +291,11 @@ class SpeculativeModel:
         """
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
-    def with_drafter(
-        self, drafter: str | DraftFunction, draft_weights: str = "auto", strict: bool = False
-    ) -> SpeculativeModel:  # fmt: skip
+    def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        ``draft_weights`` "auto" leaves weights in FP8 as they are. ``strict``: launch parameters that were not tuned
-        are a `DrafterError`. Raises as `choose_drafter`; `UsageError` for a drafter other than the kernel where weights
-        are in FP8.
+        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
+        drafter other than the kernel where weights are in FP8.
         """
         weights, own = self.drafter.weights, self.drafter
         if draft_weights == "auto" and self.draft_weights == "fp8":
@@ -312,8 +303,8 @@ class SpeculativeModel:
         order = None if own.packing is None else own.packing.order
         if own.packing is None and self.opened is not None and weights.device.type == "cuda":
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
-        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order, strict)
-        if built.packing is not None and own.packing is not None and not strict:
+        built, reason = choose_drafter(drafter, weights, own.tree, draft_weights, order)
+        if built.packing is not None and own.packing is not None:
             is_same = built.stored_dtype == own.stored_dtype
             built = replace(built, packing=own.packing) if is_same else built
         other = self._with_drafter(built, self.is_tree_sized)
@@ -381,22 +372,11 @@ class SpeculativeModel:
         self,
         input_ids: Prompts | None = None,
         *,
-        attention_mask: Tensor | Sequence[Sequence[int]] | None = None,
-        max_new_tokens: int | None = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        stopping_criteria: Any = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        ignore_eos: bool = False,
-        logits_processor: Sequence[Any] | None = None,
         streamer: Streamer | None = None,
         max_slots: int = DEFAULT_MAX_SLOTS,
         speculative: bool = True,
         reuse_prefix: bool = False,
+        time_phases: bool = False,
         **options: Any,
     ) -> GenerationOutput:
         """Continue one prompt or many. Calls from several threads take turns.
@@ -404,17 +384,6 @@ class SpeculativeModel:
         Args:
             input_ids: token ids (tensor or array [seq] or [prompts, seq], or lists of any lengths), or text, or the
                 output of a transformers tokenizer, which brings its attention mask along.
-            attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it in a
-                tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
-            max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
-            do_sample, temperature, top_p, top_k: as in transformers; greedy unless ``do_sample`` or a temperature
-                above 0 asks for sampling. Sampling defaults of the target's own generation configuration are not used.
-            seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
-                generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output says which it was.
-            stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
-            stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself, without
-                padding, and with None for scores.
-            eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
             streamer: a transformers streamer, for one prompt.
             max_slots: how many prompts run at a time (on a GPU 16 at most), each with KV memory of its own; the rest
                 wait for a free slot.
@@ -423,32 +392,38 @@ class SpeculativeModel:
                 sequence from the beginning on, as the next turn of a chat does, are not run again
                 (``stats.num_reused_tokens``). In float32 the answer is the same; below it a prompt cut differently can
                 round a near-tie differently.
-            logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32 [1, vocab]);
-                functions of these alone (`options`). They are called on the host.
-            options: ``generation_config`` as in transformers, for what no argument says, and further fields of one:
-                ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``, ``repetition_penalty``,
-                ``no_repeat_ngram_size``, ``min_p``, ``typical_p``, ``num_return_sequences``, ``max_time``,
-                ``pad_token_id`` (fills ``sequences``), ``output_scores``, ``output_logits``,
-                ``return_dict_in_generate`` and others (`options.PENALTIES`). The target's own generation configuration
-                gives the defaults of those that act on greedy decoding too, as in transformers. ``inputs`` is another
-                name for ``input_ids``; ``tokenizer`` is for text and stop strings, instead of the model's own;
-                ``time_phases``: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify
-                apart and a profiler sees their names, a little slower than whole steps.
+            time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
+                a profiler sees their names, a little slower than whole steps.
+            options: what to generate; None leaves each as it is without it:
+
+                attention_mask: [prompts, seq] beside padded ids: 0 marks padding. Without one, the padding id marks it
+                    in a tensor [prompts, seq], as in transformers, unless it is an end of sequence too.
+                max_new_tokens: 0 returns at once with nothing new; None means 256, or what ``max_length`` leaves.
+                do_sample, temperature, top_p, top_k, min_p, typical_p: as in transformers; greedy unless ``do_sample``
+                    or a temperature above 0 asks for sampling. Sampling defaults of the target's own generation
+                    configuration are not used.
+                seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
+                    generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
+                stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
+                stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
+                    without padding, and with None for scores.
+                eos_token_id: instead of the target's own; with ``ignore_eos`` no id ends an answer.
+                logits_processor: transformers' processors, or callables like them, of (int64 [1, seq], float32
+                    [1, vocab]); functions of these alone (`requests.options`). They are called on the host.
+                generation_config: as in transformers, for what no argument says, and further fields of one:
+                    ``max_length`` (prompt, with its padding, and answer), ``min_new_tokens``, ``repetition_penalty``,
+                    ``no_repeat_ngram_size``, ``num_return_sequences``, ``max_time``, ``pad_token_id`` (fills
+                    ``sequences``), ``output_scores``, ``output_logits``, ``return_dict_in_generate`` and others
+                    (`requests.options.PENALTIES`). The target's own generation configuration gives the defaults of
+                    those that act on greedy decoding too, as in transformers.
+                inputs: another name for ``input_ids``.
+                tokenizer: for text and stop strings, instead of the model's own.
 
         Raises:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
-        time_phases = bool(options.pop("time_phases", False))
-        call = read_call(
-            self._caller_model(), input_ids,
-            {
-                "attention_mask": attention_mask, "max_new_tokens": max_new_tokens, "do_sample": do_sample,
-                "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed, "stop": stop,
-                "stopping_criteria": stopping_criteria, "eos_token_id": eos_token_id, "ignore_eos": ignore_eos,
-                "logits_processor": logits_processor, **options,
-            },
-        )  # fmt: skip
+        call = read_call(self._caller_model(), input_ids, options)
         requests = call.requests
         max_slots = read_count("max_slots", max_slots, 1)
         if streamer is not None:

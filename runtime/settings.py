@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from .errors import UsageError
+from .errors import UsageError, misfit
 
 MAX_NEW_TOKENS = 16
 """Newly accepted tokens that a step has places for, per slot, unless the tree has longer paths."""
@@ -42,10 +42,7 @@ class TreeConfig:
         for name, smallest in (("depth", 0), ("top_k", 1), ("total_tokens", 2)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise UsageError(
-                    f"{name} must be an integer of at least {smallest}, got {value!r}.",
-                    option=name, expected=smallest, found=value,
-                )  # fmt: skip
+                raise misfit(name, f"an integer of at least {smallest}", value)
         if self.total_tokens - 1 > self.num_candidates:
             raise UsageError(
                 f"total_tokens = {self.total_tokens} asks for {self.total_tokens - 1} drafted nodes, but depth = "
@@ -90,25 +87,19 @@ class SamplingConfig:
         for name in ("temperature", "top_k", "top_p", "seed", "min_p", "typical_p"):
             value, whole = getattr(self, name), name in ("top_k", "seed")
             if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
-                raise _refusal(name, "an integer" if whole else "a number", value)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise _refusal("temperature", "0 (greedy) or positive", self.temperature)
-        if self.top_k < 0:
-            raise _refusal("top_k", "0 (off) or positive", self.top_k)
-        if not 0 < self.top_p <= 1:
-            raise _refusal("top_p", "in (0, 1]", self.top_p)
-        if not 0 <= self.min_p <= 1:
-            raise _refusal("min_p", "in [0, 1]", self.min_p)
-        if not 0 < self.typical_p <= 1:
-            raise _refusal("typical_p", "in (0, 1]", self.typical_p)
-        if not 0 <= self.seed < 2**63:
-            raise _refusal("seed", "in [0, 2^63)", self.seed)
+                raise misfit(name, "an integer" if whole else "a number", value)
+        for name, holds, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or positive"),
+            ("top_k", self.top_k >= 0, "0 (off) or positive"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("typical_p", 0 < self.typical_p <= 1, "in (0, 1]"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2^63)"),
+        ):
+            if not holds:
+                raise misfit(name, expected, getattr(self, name))
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
-
-
-def _refusal(name: str, expected: str, found: object) -> UsageError:
-    return UsageError(f"{name} must be {expected}, got {found!r}.", option=name, expected=expected, found=found)

@@ -1,9 +1,7 @@
 """Find launch parameters of the persistent drafter for this GPU, and keep the best.
 
-    python -m eagle_slim.runtime.tune --head my/slim-head                      # the dimensions of one head
-    python -m eagle_slim.runtime.tune --dims llama-3.1-8b --draft-vocab 32000 --batch 1 2 4 8 --fp8
-    python -m eagle_slim.runtime.tune --all --budget 600 --out tuned.json      # all that benchmarks.draft measures
-    python -m eagle_slim.runtime.tune --from-shapes shapes.json                # what EAGLE_SLIM_SHAPES recorded
+    EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what has no tuned parameters
+    python -m eagle_slim.runtime.tune shapes.json         # tunes what was recorded on this GPU
 
 Tries the derived parameters (`choose_launch`) and a handful of others that differ in one thing each, then the gains
 together. Each is checked against the fp32 reference before it is timed, as CUDA-graph replays interleaved with those of
@@ -12,8 +10,7 @@ or the one in the package), where launches find it. Random weights of the right 
 values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
-the first one-slot configuration tuned for the head, else the derived one. ``--layout`` tunes it again, which drops what
-was tuned over the one before, if another one wins.
+the first one-slot configuration tuned for the head, else the derived one.
 """
 
 from __future__ import annotations
@@ -28,9 +25,8 @@ from typing import TYPE_CHECKING
 
 from .drafter.dimensions import DrafterConfig
 from .drafter.tuning.arguments import check_output, output_file, whole_from
-from .drafter.tuning.problem import MODELS, Dims, all_rows, draft_config
+from .drafter.tuning.problem import Dims, draft_config
 from .errors import DrafterError, EagleSlimError, UsageError
-from .settings import TreeConfig
 
 if TYPE_CHECKING:
     import torch
@@ -45,9 +41,6 @@ LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
 """Cached pairs while timing."""
-
-_SHAPE = {"batch": [1], "dtype": "bfloat16", "fp8": False, "depth": 5, "top_k": 10, "total_tokens": 60}
-"""Of the configurations to tune, where neither a record of them nor an option says."""
 
 Measure = Callable[["DrafterConfig", "LaunchParams", "LaunchParams"], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
@@ -245,37 +238,12 @@ class GraphTimer:
         return Weights(head, packed)
 
 
-def configurations(args: argparse.Namespace, chip: str = "") -> list[tuple[str, Dims, DrafterConfig]]:
-    """What the arguments ask for: (name, dimensions, configuration), the most wanted first.
+def recorded_configurations(path: Path, chip: str) -> list[tuple[Dims, DrafterConfig]]:
+    """What was recorded on ``chip``, those of a head together, fewest slots first: they set its layout.
 
-    Of recorded shapes those of ``chip``. Raises `UsageError` where there are none of it.
+    Raises `UsageError` where there is nothing of it.
     """
-    import torch
-
-    if args.from_shapes is not None:
-        return recorded_configurations(args.from_shapes, chip)
-    tree = TreeConfig(args.depth, args.top_k, args.total_tokens)
-    wanted: list[tuple[str, Dims, int, int]] = []
-    if args.all:
-        wanted = [(row.model, MODELS[row.model], row.draft_vocab, row.batch) for row in all_rows()]
-    elif args.head is not None:
-        dims, rows = head_dims(args.head)
-        wanted = [(str(args.head), dims, vocab, batch) for vocab in args.draft_vocab or [rows] for batch in args.batch]
-    else:
-        dims = MODELS[args.dims]
-        wanted = [(args.dims, dims, vocab, batch) for vocab in args.draft_vocab or [32000] for batch in args.batch]
-    dtype = getattr(torch, args.dtype)
-    types = [dtype, torch.float8_e4m3fn] if args.fp8 or args.all else [dtype]
-    return [
-        (name, dims, draft_config(dims, vocab, tree, batch, PREFIX, dtype, weight_dtype))
-        for name, dims, vocab, batch in dict.fromkeys(wanted)
-        for weight_dtype in types
-    ]
-
-
-def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, DrafterConfig]]:
-    """What was recorded on ``chip``, those of a head together, fewest slots first: they set its layout."""
-    from .drafter.shape_records import read_shapes
+    from .drafter.tuned_cache import read_shapes
 
     shapes = read_shapes(path)
     mine = [cfg for name, cfg in shapes if name == chip]
@@ -291,38 +259,27 @@ def recorded_configurations(path: Path, chip: str) -> list[tuple[str, Dims, Draf
         print(f"{left_out} shapes of other chips are left out", flush=True)
     # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
     wanted = [
-        ("recorded", dims, draft_config(dims, c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
+        (dims, draft_config(dims, c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
         for c in mine
         for dims in (Dims.of(c),)
     ]
-    heads = list(dict.fromkeys((dims, cfg.dtype, cfg.weight_dtype) for _, dims, cfg in wanted))
+    heads = list(dict.fromkeys((dims, cfg.dtype, cfg.weight_dtype) for dims, cfg in wanted))
     return sorted(
-        wanted, key=lambda item: (heads.index((item[1], item[2].dtype, item[2].weight_dtype)), item[2].num_slots)
+        wanted, key=lambda item: (heads.index((item[0], item[1].dtype, item[1].weight_dtype)), item[1].num_slots)
     )
 
 
-def head_dims(head: str) -> tuple[Dims, int]:
-    """Read a head's dimensions and the rows of its LM head."""
-    from .loading import open_any_head
-
-    opened = open_any_head(head)
-    config, draft_head = opened.head.config, opened.head
-    width = draft_head.tensors.shape("fc.weight")[1] if "fc.weight" in draft_head.tensors else draft_head.hidden_size
-    dims = Dims(
-        draft_head.hidden_size, int(config["intermediate_size"]), int(config["num_attention_heads"]),
-        int(config["num_key_value_heads"]), int(config["head_dim"]), draft_head.target_vocab, draft_head.kind,
-        width if draft_head.kind == "eagle3" else draft_head.hidden_size,
-    )  # fmt: skip
-    return dims, draft_head.draft_vocab if opened.rank_order is None else len(opened.rank_order)
-
-
-def print_trials(name: str, cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) -> None:
+def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) -> None:
     """Print the table of one configuration."""
-    weights = str(cfg.weight_dtype).removeprefix("torch.")
-    print(f"{name}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots, {weights}: {best.to_json()}")
+    print(f"{_name(cfg)}: {best.to_json()}")
     for trial in trials:
         shown = trial.fault or f"{trial.us:9.1f} us   derived {trial.derived_us:9.1f} us   {trial.gain:+.1%}"
         print(f"  {trial.name:40s} {shown}", flush=True)
+
+
+def _name(cfg: DrafterConfig) -> str:
+    weights = str(cfg.weight_dtype).removeprefix("torch.")
+    return f"hidden {cfg.hidden}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots, {weights}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -331,34 +288,15 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m eagle_slim.runtime.tune", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--head", help="folder or repository of a head, converted or not")
-    what.add_argument("--dims", choices=sorted(MODELS), help="dimensions of a known model")
-    what.add_argument("--all", action="store_true", help="all configurations of benchmarks.draft, with FP8")
-    what.add_argument("--from-shapes", type=Path, metavar="FILE", help="what EAGLE_SLIM_SHAPES=FILE recorded")
-    parser.add_argument("--draft-vocab", type=int, nargs="+", help="default: all the head has, or 32000")
-    parser.add_argument("--batch", type=int, nargs="+", help="slots; default 1")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), help="what it computes in; default bfloat16")
-    parser.add_argument("--fp8", action="store_true", default=None, help="FP8 weights too")
-    parser.add_argument("--depth", type=int, help="of the tree; default 5")
-    parser.add_argument("--top-k", type=int, help="children of a node; default 10")
-    parser.add_argument("--total-tokens", type=int, help="nodes of the tree; default 60")
+    parser.add_argument("shapes", type=Path, help="what EAGLE_SLIM_SHAPES=FILE recorded")
     parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
-    parser.add_argument("--missing", action="store_true", help="only what the cache does not hold yet")
     parser.add_argument(
         "--variants", type=whole_from(0), help="most variants to try of each; 0 only checks what is derived"
     )
-    parser.add_argument("--layout", action="store_true", help="tune stored layouts again too, where there is one slot")
-    args = parser.parse_args(argv)
-    for source, settled in (("from_shapes", [*_SHAPE, "draft_vocab"]), ("all", ["batch", "fp8", "draft_vocab"])):
-        for name in settled:
-            if getattr(args, source) and getattr(args, name) is not None:
-                parser.error(f"--{source.replace('_', '-')} says itself what --{name.replace('_', '-')} would say")
-    vars(args).update({name: value for name, value in _SHAPE.items() if getattr(args, name) is None})
     try:
-        run(args)
+        run(parser.parse_args(argv))
     except EagleSlimError as error:
         print(error, file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
@@ -370,19 +308,17 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from .drafter.kernel_launch import chip_of
-    from .drafter.shape_records import read_shapes
-    from .drafter.tuned_cache import TunedCache, cache_key, default_cache, layout_key
+    from .drafter.tuned_cache import TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
     from .drafter.tuning.precompile import Job, compile_all
 
-    if args.from_shapes is not None:
-        # What is wrong with the file is told on any machine.
-        read_shapes(args.from_shapes)
+    # What is wrong with the file is told on any machine.
+    read_shapes(args.shapes)
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    wanted = configurations(args, chip.name)
-    cache: TunedCache = TunedCache(args.out) if args.out else default_cache()
+    wanted = recorded_configurations(args.shapes, chip.name)
+    cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
     check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
     budget: float = args.budget
 
@@ -391,28 +327,26 @@ def run(args: argparse.Namespace) -> None:
 
     def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
         """The layout that a configuration has to take; None where it may set it."""
-        may_set = cfg.num_slots == 1 and (args.layout or layout_key(cfg, chip) not in cache.layouts)
+        may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
         return None if may_set else cache.layout(cfg, chip)
 
-    todo = {cache_key(cfg, chip): item for item in wanted for cfg in (item[2],)}
-    if args.missing:
-        todo = {key: item for key, item in todo.items() if key not in cache.launches}
+    todo = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in wanted}
     jobs = []
-    for _, dims, cfg in todo.values():
+    for dims, cfg in todo.values():
         derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0
     timer: GraphTimer | None = None
-    for name, dims, cfg in todo.values():
+    for dims, cfg in todo.values():
         if left() < 0:
-            print(f"out of time: {name}, draft_vocab {cfg.draft_vocab}, {cfg.num_slots} slots left out", flush=True)
+            print(f"out of time: {_name(cfg)} left out", flush=True)
             continue
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
         best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
-        print_trials(name, cfg, trials, best)
+        print_trials(cfg, trials, best)
         cache.store(cfg, chip, best)
         cache.save()
         done += 1

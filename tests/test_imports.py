@@ -78,7 +78,7 @@ ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
     "huggingface_hub": r"convert/hub/.*|vocab_tools/hub_errors\.py",
-    "triton": r"runtime/.*/kernels/.*|runtime/drafter/compile_check\.py",
+    "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")
 COMMANDS = {

@@ -94,7 +94,7 @@ Examples:
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Times to measure it all.")
 @click.option("--raw", is_flag=True, help="Continue the prompts as they are, without the chat template.")
 @miss_log_option
-@click.option("--out", "-o", metavar="DIR", help="Write compare.json, .csv, .md and .html here.")
+@click.option("--out", "-o", metavar="DIR", help="Write compare.json and compare.html here.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted comparison with the same --out.")
 @click.option("--progress/--no-progress", default=None,
               help="Progress on stderr. Default: a bar on a terminal, else a line now and then.")  # fmt: skip
@@ -141,7 +141,7 @@ def compare(**options: Any) -> int:
             return INTERRUPTED
     if out is not None:
         result.write(out, force or resume)
-        note(f"wrote {out}/compare.json, .csv, .md and .html")
+        note(f"wrote {out}/compare.json and {out}/compare.html")
     if as_json:
         emit_json(result.to_json())
     else:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import UsageError
+from ..errors import UsageError, misfit
 from ..settings import SamplingConfig, TreeConfig
 
 if TYPE_CHECKING:
@@ -60,18 +60,18 @@ class CompareOptions:
         for name in ("sizes", "trees", "follow", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):
-                raise _refusal(name, "one value or more, each once", values)
+                raise misfit(name, "one value or more, each once", values)
         for size in self.sizes or ():
             if size != "full" and not (isinstance(size, int) and size > 0):
-                raise _refusal("sizes", 'numbers of rows, or "full"', size)
+                raise misfit("sizes", 'numbers of rows, or "full"', size)
         for name, known in (("modes", MODES), ("follow", ("prompt", None))):
             for value in getattr(self, name):
                 if value not in known:
-                    raise _refusal(name, " or ".join(map(str, known)), value)
+                    raise misfit(name, " or ".join(map(str, known)), value)
         for name, least in (("batches", 1), ("max_new_tokens", 2), ("repeats", 1)):
             value = getattr(self, name)
             if min(value if isinstance(value, Sequence) else (value,)) < least:
-                raise _refusal(name, f"at least {least}", value)
+                raise misfit(name, f"at least {least}", value)
         if "sampled" in self.modes and self.sampling.is_greedy:
             raise UsageError(
                 "--temperature 0 is greedy. Give --modes greedy, or a temperature above 0 to sample with.",
@@ -92,7 +92,3 @@ class CompareOptions:
             name: value for name, value in asdict(self.sampling).items()
             if name in always or value != getattr(SamplingConfig, name)
         }  # fmt: skip
-
-
-def _refusal(option: str, expected: str, found: object) -> UsageError:
-    return UsageError(f"{option}: expected {expected}, found {found!r}.", option=option, expected=expected, found=found)

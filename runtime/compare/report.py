@@ -13,7 +13,7 @@ import numpy as np
 from .answers import Answer
 from .candidates import PLAIN, Candidate, CoverageCurve
 from .plan import Plan
-from .statistics import Estimate, Measured, Timings, find_disturbed, find_stalls, measure, ratio
+from .statistics import Estimate, Measured, Timings, find_disturbed, measure, ratio
 
 ALL = "all"
 
@@ -118,7 +118,7 @@ class CompareReport:
     curves: tuple[CoverageCurve, ...]
     setup: dict[str, Any]
     remarks: tuple[str, ...] = ()
-    """Stalls and other disturbances of the measurement, as sentences."""
+    """Disturbances of the measurement, as sentences."""
     is_complete: bool = True
     """Whether all answers that were planned are in."""
 
@@ -157,18 +157,16 @@ def build_report(plan: Plan, answers: Sequence[Answer], curves: Iterable[Coverag
             for category in shown:
                 chosen = [answer for answer in run if category in (ALL, answer.category)]
                 if chosen:
-                    found, timings = _measure(plan.candidates, chosen)
+                    found = _measure(plan.candidates, chosen)
                     rows += _rows(plan.candidates, chosen, found, (mode, batch, category))
                     if category == ALL:
-                        remarks += _remarks(timings, found, mode if batch == 1 else f"{mode}, batch {batch}")
+                        remarks += _remarks(found, mode if batch == 1 else f"{mode}, batch {batch}")
     return CompareReport(
         tuple(rows), tuple(curves), plan.describe(), tuple(remarks), is_complete=len(answers) == plan.num_calls
     )
 
 
-def _measure(
-    candidates: Sequence[Candidate], answers: Sequence[Answer]
-) -> tuple[dict[str, Measured], dict[str, Timings]]:
+def _measure(candidates: Sequence[Candidate], answers: Sequence[Answer]) -> dict[str, Measured]:
     """Measure on the prompts that every candidate has answered in full: a comparison may have been interrupted."""
     by_label: dict[str, list[Answer]] = {candidate.label: [] for candidate in candidates}
     for answer in answers:
@@ -190,7 +188,7 @@ def _measure(
             steps[:, 0], steps[:, 1], steps[:, 2], np.array(owners, dtype=np.int64), accepted, passes,
             nodes=candidate.tree[2],
         )  # fmt: skip
-    return measure(timings) if groups else {}, timings
+    return measure(timings) if groups else {}
 
 
 def _rows(
@@ -223,12 +221,7 @@ def _rows(
         )
 
 
-def _remarks(timings: Mapping[str, Timings], found: Mapping[str, Measured], where: str) -> Iterable[str]:
-    for stall in find_stalls(timings):
-        yield (
-            f"{where}, {stall.candidate}: {stall.num_stalled} of {stall.num_steps} steps stalled, the longest for "
-            f"{stall.longest_s * 1e3:.0f} ms; {stall.median_s * 1e3:.1f} ms is usual. The medians leave them out."
-        )
+def _remarks(found: Mapping[str, Measured], where: str) -> Iterable[str]:
     for label in find_disturbed(found):
         own, pooled = found[label].own_verify_s, found[label].verify_s
         yield (

@@ -1,9 +1,7 @@
-"""The result of a comparison, and its forms: text, Markdown, JSON, CSV, and one self-contained HTML page."""
+"""The result of a comparison, and its forms: text, JSON, and one self-contained HTML page."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class Comparison:
         return self.report.is_complete
 
     def write(self, folder: str | Path, force: bool = False) -> None:
-        """Write compare.json, .csv, .md and .html into a folder, all of them or none.
+        """Write compare.json and compare.html into a folder, both or none.
 
         The file of answers is written there too, as answers.jsonl, and removed from its old place once the comparison
         is complete. Raises `OutputExistsError` for a folder that exists, unless ``force`` is given and a comparison
@@ -54,8 +52,6 @@ class Comparison:
         """
         with atomic_directory(folder, force=force, marker=_MARKER) as inside:
             (inside / _MARKER).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-            (inside / "compare.csv").write_text(self.to_csv(), encoding="utf-8")
-            (inside / "compare.md").write_text(self.to_markdown(), encoding="utf-8")
             (inside / "compare.html").write_text(self.to_html(), encoding="utf-8")
             if self.answers_file is not None:
                 (inside / "answers.jsonl").write_bytes(self.answers_file.read_bytes())
@@ -96,28 +92,6 @@ class Comparison:
         remarks = "\n".join(f"disturbed: {remark}" for remark in self.report.remarks)
         return "\n\n".join([table, *advice, *([remarks] if remarks else [])])
 
-    def to_markdown(self) -> str:
-        """Return the table, the advice and the remarks as Markdown."""
-        titles, *lines = _cells(self.report)
-        rule = ["---"] * _NUM_NAMES + ["---:"] * (len(titles) - _NUM_NAMES)
-        parts = [self._heading(), "\n".join(_markdown_row(line) for line in (titles, rule, *lines))]
-        for each in self.recommendations:
-            parts.append("\n".join([f"**{each.headline[0].upper()}{each.headline[1:]}**", "", *_bullets(each.reasons)]))
-        if self.report.remarks:
-            parts.append("\n".join(["Disturbances:", "", *_bullets(self.report.remarks)]))
-        return "\n\n".join(parts) + "\n"
-
-    def to_csv(self) -> str:
-        """Return one line per row with all figures of `Row.to_json`; accepted lengths as ``length:count`` pairs."""
-        rows = [row.to_json() for row in self.report.rows]
-        buffer = io.StringIO()
-        writer = csv.DictWriter(buffer, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            lengths = " ".join(f"{length}:{count}" for length, count in row["accepted_lengths"].items())
-            writer.writerow(row | {"accepted_lengths": lengths})
-        return buffer.getvalue()
-
     def to_html(self) -> str:
         """Return one HTML page with charts, table and hover; it fetches nothing."""
         template = files("eagle_slim.runtime.compare").joinpath("page.html").read_text(encoding="utf-8")
@@ -125,16 +99,6 @@ class Comparison:
         data = json.dumps(self.to_json(), ensure_ascii=False).replace("<", "\\u003c")
         assert _DATA_MARK in template
         return template.replace(_DATA_MARK, data)
-
-    def _heading(self) -> str:
-        setup = self.report.setup
-        part = "" if self.is_complete else " The comparison was interrupted; these are the answers so far."
-        return (
-            f"{setup['target']} with {', '.join(setup['heads'])}: {setup['device']}, {setup['dtype']}; "
-            f"{setup['drafter']} drafter, {setup['draft_weights']} weights; "
-            f"{'; '.join(setup['trees'])}; {setup['num_prompts']} prompts, at most "
-            f"{setup['max_new_tokens']} new tokens, {setup['repeats']} repeat(s).{part}"
-        )
 
 
 def prepare_folder(folder: str | Path, force: bool = False, resume: bool = False) -> Path:
@@ -156,14 +120,6 @@ def prepare_folder(folder: str | Path, force: bool = False, resume: bool = False
     check_output(folder, force or answers.exists(), _MARKER)
     answers.parent.mkdir(parents=True, exist_ok=True)
     return answers
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _bullets(lines: Sequence[str]) -> list[str]:
-    return [f"* {line}" for line in lines]
 
 
 def _cells(report: CompareReport) -> Iterator[list[str]]:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 NUM_RESAMPLES = 400
 CONFIDENCE = 0.95
-# A step this many times longer than the median is a stall of the machine, not just a longer step.
-_STALL = 4.0
 # Verifying costs the same for every candidate; a candidate whose median differs by this factor ran on a busier machine.
 _DISTURBED = 1.25
 # From here on Student's t hardly changes.
@@ -94,17 +92,6 @@ class Measured:
         return self.draft_s + self.verify_s + self.host_s
 
 
-@dataclass(frozen=True)
-class Stall:
-    """Steps of one candidate that took far longer than its median: how many, of how many, and the longest."""
-
-    candidate: str
-    num_stalled: int
-    num_steps: int
-    longest_s: float
-    median_s: float
-
-
 def measure(timings: Mapping[str, Timings], seed: int = 0) -> dict[str, Measured]:
     """Measure candidates that answered the same prompts; those that made no step are left out."""
     timings = {name: each for name, each in timings.items() if len(each.draft_s) and each.passes.sum() > 0}
@@ -147,20 +134,6 @@ def ratio(one: Measured, other: Measured, num_prompts: int, comparisons: int = 1
     """Return how many times faster ``one`` is than ``other``, from paired resamples of one `measure`."""
     value = one.tokens_per_s.value / other.tokens_per_s.value
     return Estimate.of(value, one.resampled_tokens_per_s / other.resampled_tokens_per_s, num_prompts, comparisons)
-
-
-def find_stalls(timings: Mapping[str, Timings]) -> list[Stall]:
-    """Find the candidates with steps far longer than their median."""
-    stalls = []
-    for name, each in timings.items():
-        times = each.draft_s + each.verify_s + each.host_s
-        if not len(times):
-            continue
-        median = float(np.median(times))
-        stalled = times[times > _STALL * median]
-        if len(stalled):
-            stalls.append(Stall(name, len(stalled), len(times), float(stalled.max()), median))
-    return stalls
 
 
 def find_disturbed(measured: Mapping[str, Measured]) -> list[str]:

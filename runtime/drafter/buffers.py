@@ -34,7 +34,7 @@ class Buffers:
         active_slots   [1, 3, -1, -1]     active_inverse  [-1, 0, -1, 1]     active_count  [2]
 
     State: ``keys``, ``values`` [slots, kv_heads, positions, head_dim]. Outputs as `tree.DraftTree`. ``workspace`` is
-    the kernel's own. Raises `UsageError` for tensors of other shapes, types or devices, and for strided ones.
+    the kernel's own. `buffer_layout` says the shape and type of each; all are contiguous.
     """
 
     new_tokens: Tensor
@@ -62,35 +62,6 @@ class Buffers:
     """What is known without asking the device: of the last `set_step`, the most new tokens and the version of
     ``num_new`` that holds them (``new``); the configuration and weights that were found to fit (``fits``)."""
 
-    def __post_init__(self) -> None:
-        if self.keys.dim() != 4 or self.retrieve_indices.dim() != 3:
-            raise UsageError(
-                "Buffers hold keys [slots, kv_heads, positions, head_dim] and retrieve_indices [slots, total, depth + "
-                f"2]; got {tuple(self.keys.shape)} and {tuple(self.retrieve_indices.shape)}.",
-                tensor="keys" if self.keys.dim() != 4 else "retrieve_indices",
-            )
-        slots, total, width = self.retrieve_indices.shape
-        cache = (slots, *self.keys.shape[1:])
-        for name, (shape, dtype) in _layout(
-            slots, total, width, self.new_tokens.shape[1], cache, self.keys.dtype
-        ).items():
-            found = getattr(self, name)
-            if found.shape != shape or found.dtype != dtype:
-                raise UsageError(
-                    f"The buffers' {name} must be {dtype} {tuple(shape)}, for {slots} slots and {total} nodes; got "
-                    f"{found.dtype} {tuple(found.shape)}. Buffers.allocate(cfg, device) makes them all.",
-                    tensor=name,
-                    expected=(dtype, shape),
-                    found=(found.dtype, tuple(found.shape)),
-                )
-            if found.device != self.keys.device or not found.is_contiguous():
-                raise UsageError(
-                    f"The buffers' {name} must be contiguous on {self.keys.device}; got strides {found.stride()} on "
-                    f"{found.device}.",
-                    tensor=name,
-                    expected="contiguous",
-                )
-
     @classmethod
     def allocate(
         cls, cfg: DrafterConfig, device: torch.device | str, cache: tuple[Tensor, Tensor] | None = None
@@ -99,20 +70,17 @@ class Buffers:
 
         ``cache``: keys and values to use instead of new ones (`cache_shape`), which other buffers may share.
         """
-        slots = cfg.num_slots
-        tree = cfg.tree
-        layout = _layout(slots, tree.total_tokens, tree.path_width, tree.new_tokens_width, cache_shape(cfg), cfg.dtype)
         tensors: dict[str, Any] = {} if cache is None else {"keys": cache[0], "values": cache[1]}
         tensors |= {
             name: torch.full(shape, -2 if dtype == torch.int64 else 0, dtype=dtype, device=device)
-            for name, (shape, dtype) in layout.items()
+            for name, (shape, dtype) in buffer_layout(cfg).items()
             if name not in tensors
         }
         bufs = cls(**tensors, tree_rows=cfg.depth * cfg.top_k, target_vocab=cfg.target_vocab, workspace={})
         bufs.num_new.fill_(1)
         for name in ("active_slots", "active_inverse"):
-            torch.arange(slots, out=getattr(bufs, name))
-        bufs.active_count.fill_(slots)
+            torch.arange(cfg.num_slots, out=getattr(bufs, name))
+        bufs.active_count.fill_(cfg.num_slots)
         return bufs
 
     def set_step(self, active: Sequence[int], new_tokens: Sequence[Sequence[int]], prefix: Sequence[int]) -> None:
@@ -137,10 +105,7 @@ class Buffers:
                 f"Slots, new tokens (a list for each slot) and prefixes are integers: {error}.", expected="integers"
             ) from error
         slots = self.keys.shape[0]
-        if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
-            raise UsageError(
-                f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
-            )
+        check_active(active, slots)
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
             self.check_sequence(slot, tokens, past)
         blank = [-1] * slots
@@ -177,13 +142,7 @@ class Buffers:
                 slot=slot,
                 num_new=len(tokens),
             )
-        wrong = [token for token in tokens if not 0 <= token < self.target_vocab]
-        if wrong:
-            raise UsageError(
-                f"Slot {slot}: token id {wrong[0]}; the target has 0 to {self.target_vocab - 1}.",
-                slot=slot,
-                token=wrong[0],
-            )
+        check_ids(slot, tokens, self.target_vocab)
         check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
 
 
@@ -192,19 +151,35 @@ def cache_shape(cfg: DrafterConfig) -> tuple[int, int, int, int]:
     return cfg.num_slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim
 
 
-def _layout(
-    slots: int, total: int, path_width: int, new_width: int, cache: tuple[int, ...], dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def buffer_layout(cfg: DrafterConfig) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each of the buffers' tensors; those of the kernel's workspace are its own."""
+    slots, total, tree, cache = cfg.num_slots, cfg.total_tokens, cfg.tree, cache_shape(cfg)
     int32, int64 = torch.int32, torch.int64
     return {
-        "new_tokens": ((slots, new_width), int32), "num_new": ((slots,), int32), "prefix": ((slots,), int32),
-        "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32), "active_count": ((1,), int32),
-        "keys": (cache, dtype), "values": (cache, dtype),
+        "new_tokens": ((slots, tree.new_tokens_width), int32), "num_new": ((slots,), int32),
+        "prefix": ((slots,), int32), "active_slots": ((slots,), int32), "active_inverse": ((slots,), int32),
+        "active_count": ((1,), int32), "keys": (cache, cfg.dtype), "values": (cache, cfg.dtype),
         "draft_tokens": ((slots, total), int64), "parents": ((slots, total), int64),
         "tree_mask": ((slots, 1, total, total), torch.bool), "tree_position_ids": ((slots, total), int64),
-        "retrieve_indices": ((slots, total, path_width), int64), "num_leaves": ((slots,), int64),
+        "retrieve_indices": ((slots, total, tree.path_width), int64), "num_leaves": ((slots,), int64),
     }  # fmt: skip
+
+
+def check_active(active: Sequence[int], slots: int) -> None:
+    """Raise `UsageError` unless active slots are different and there."""
+    if len(set(active)) != len(active) or not all(0 <= slot < slots for slot in active):
+        raise UsageError(
+            f"active slots {active} must be different and below {slots}.", active=list(active), slots=slots
+        )
+
+
+def check_ids(slot: int, token_ids: Sequence[int], target_vocab: int) -> None:
+    """Raise `UsageError` for an id that the target does not have."""
+    wrong = [token for token in token_ids if not 0 <= token < target_vocab]
+    if wrong:
+        raise UsageError(
+            f"Slot {slot}: token id {wrong[0]}; the target has 0 to {target_vocab - 1}.", slot=slot, token=wrong[0]
+        )
 
 
 def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: int) -> None:

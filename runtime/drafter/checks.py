@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import UsageError
-from .buffers import Buffers
+from ..tensor_checks import check_tensors
+from .buffers import Buffers, buffer_layout, check_active
 from .dimensions import DrafterConfig, check_head_fits
 from .packed_weights import Weights
 
@@ -16,11 +17,12 @@ def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence
     """Refuse features that are not of this configuration; returns the taps, one or three."""
     taps = (X,) if isinstance(X, Tensor) else X
     separate = not isinstance(X, Tensor)
-    if not isinstance(taps, (tuple, list)) or not all(isinstance(tap, Tensor) for tap in taps):
-        raise UsageError(f"Features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features")
-    if (separate and len(taps) != 3) or len({(tap.shape, tap.stride(), tap.dtype, tap.device) for tap in taps}) != 1:
+    are_tensors = isinstance(taps, (tuple, list)) and all(isinstance(tap, Tensor) for tap in taps)
+    if not are_tensors or len(taps) != (3 if separate else 1) or len({_form(tap) for tap in taps}) != 1:
         raise UsageError(
-            "Features are one tensor, or three of equal shape, strides and dtype on one device.", tensor="features"
+            "Features are one tensor, or three of equal shape, strides and dtype on one device; got "
+            f"{type(X).__name__}.",
+            tensor="features",
         )
     if separate and not (cfg.kind == "eagle3" and cfg.has_fc and cfg.tap_norms in (0, 1, 3)):
         raise UsageError(
@@ -44,15 +46,12 @@ def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence
     return taps
 
 
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
 def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
     """Refuse parts of another configuration: the kernel would read and write beyond them."""
-    for part, kind in ((cfg, DrafterConfig), (weights, Weights), (bufs, Buffers)):
-        if not isinstance(part, kind):
-            raise UsageError(
-                f"A draft takes a DrafterConfig, Weights and Buffers; got {type(part).__name__}.",
-                part=type(part).__name__,
-                expected=kind.__name__,
-            )
     # Looked at once: the same parts come at every step.
     parts = (cfg, weights.head, weights.packed, len(bufs.workspace))
     known = bufs.host.get("fits")
@@ -85,36 +84,25 @@ def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
 
 
 def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
-    allocate = "allocate them with allocate_buffers(cfg, weights)."
-    slots, total = cfg.num_slots, cfg.total_tokens
-    cache = (slots, cfg.num_kv_heads, cfg.max_positions, cfg.head_dim)
-    wanted = {"draft_tokens": (slots, total), "retrieve_indices": (slots, total, cfg.tree.path_width), "keys": cache}
-    for name, shape in wanted.items():
-        found = tuple(getattr(bufs, name).shape)
-        if found != shape:
-            raise UsageError(
-                f"The buffers hold {name} {found}, the configuration needs {shape}; {allocate}",
-                tensor=name,
-                found=found,
-                expected=shape,
-            )
+    allocate = "Allocate them with allocate_buffers(cfg, weights)."
+    layout = buffer_layout(cfg)
+    try:
+        check_tensors(
+            weights.head.device, **{name: (getattr(bufs, name), layout[name][1], layout[name][0]) for name in layout}
+        )
+    except UsageError as error:
+        raise UsageError(f"The buffers are of another configuration: {error} {allocate}", **error.facts) from error
     width = 0 if bufs.tails is None else bufs.tails.ranks.shape[1]
     if width != cfg.tail_rows:
         raise UsageError(
-            f"The buffers have room for {width} rows that join a sequence, the configuration for {cfg.tail_rows}; "
+            f"The buffers have room for {width} rows that join a sequence, the configuration for {cfg.tail_rows}. "
             f"{allocate}",
             tensor="tails", found=width, expected=cfg.tail_rows,
         )  # fmt: skip
-    if (bufs.keys.dtype, bufs.keys.device) != (cfg.dtype, weights.head.device):
-        raise UsageError(
-            f"The buffers hold keys in {bufs.keys.dtype} on {bufs.keys.device}, the configuration needs {cfg.dtype} "
-            f"where the weights are, on {weights.head.device}; {allocate}",
-            tensor="keys",
-        )
     if bufs.tree_rows != cfg.depth * cfg.top_k or bufs.target_vocab != cfg.target_vocab:
         raise UsageError(
             f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
-            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}; {allocate}",
+            f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}. {allocate}",
             tree_rows=bufs.tree_rows,
             target_vocab=bufs.target_vocab,
         )
@@ -128,7 +116,7 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         if tensor is None or tensor.dtype != like.dtype or tensor.numel() < like.numel():
             held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UsageError(
-                f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}; "
+                f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}. "
                 f"{allocate}",
                 buffer=name,
                 expected=(like.dtype, tuple(like.shape)),
@@ -139,10 +127,9 @@ def check_step(width: int, bufs: Buffers) -> None:
     """Refuse a step that does not fit, as it lies in the buffers; ``width`` counts the rows of features."""
     slots, count = len(bufs.num_new), int(bufs.active_count)
     active = bufs.active_slots[: max(0, count)].tolist()
-    if not 0 <= count <= slots or len(set(active)) != count or not all(0 <= slot < slots for slot in active):
-        raise UsageError(
-            f"The {count} active slots {active} must be different and below {slots}.", active=active, slots=slots
-        )
+    if not 0 <= count <= slots:
+        raise UsageError(f"{count} slots are active, of {slots}.", active=active, slots=slots)
+    check_active(active, slots)
     num_new, prefix, new_tokens = bufs.num_new.tolist(), bufs.prefix.tolist(), bufs.new_tokens.tolist()
     for slot in active:
         if num_new[slot] > width:

@@ -1,21 +1,36 @@
-"""Which drafter drafts: named by the caller, or chosen by device, head and tree."""
+"""Which drafter drafts, and in which type its matrices are stored: named by the caller, or chosen.
+
+``draft_weights`` "auto" is the model's own type, also where FP8 would be faster: FP8 drafts slightly other trees, and
+from eight sequences at a time on it is slower (docs/kernels.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from eagle_slim.convert.head.open import DraftHead
 from torch import Tensor
+from transformers.activations import ACT2FN
 
-from ..errors import DrafterError, UnsupportedModelError, UsageError
+from ..errors import DrafterError, UnsupportedModelError, UsageError, check_choice
 from ..settings import TreeConfig
-from .draft_weights import check_draft_weights, stored_dtype
+from .dimensions import check_kernel_activation
 from .drafter import Drafter
 from .launch import BACKENDS, DraftFunction
 from .packed_weights import SharedPacking
+from .rope import rotary_embedding
 from .weights import HeadWeights
 
 DRAFTERS = ("auto", *BACKENDS)
+CHOICES = ("auto", "bf16", "fp8")
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8",
+}  # fmt: skip
+"""Of the types that matrices can be stored in."""
+_FIRST_WITH_FP8 = (8, 9)
 
 
 def check_drafter(
@@ -27,10 +42,7 @@ def check_drafter(
     """
     if callable(drafter):
         return
-    if drafter not in names:
-        raise UsageError(
-            f"{option} = {drafter!r} is unknown; expected one of {', '.join(names)}.", option=option, found=drafter
-        )
+    check_choice(option, drafter, names)
     if drafter == "triton" and device.type != "cuda":
         from .kernels.persistent import is_interpreted
 
@@ -42,20 +54,94 @@ def check_drafter(
             )  # fmt: skip
 
 
+def check_draft_weights(
+    draft_weights: str, drafter: Any, device: torch.device, dtype: torch.dtype | None = None
+) -> None:
+    """Refuse what cannot be stored so: ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
+
+    ``dtype`` of the model; None while it is not known. Raises `UsageError` for an unknown name, "bf16" for a model of
+    another type, and "fp8" with the reference drafter, a callable or a model in float32; `DrafterError` for "fp8"
+    without a GPU of sm_89 or later.
+    """
+    check_choice("draft_weights", draft_weights, CHOICES)
+    if draft_weights == "bf16" and dtype not in (None, torch.bfloat16):
+        raise UsageError(
+            f"draft_weights = 'bf16', and the model is in {_name(dtype)}. The drafter computes in the model's type and "
+            "stores its weights in that or in FP8: leave draft_weights out, or load with dtype = 'bfloat16'.",
+            option="draft_weights", found=dtype, expected=torch.bfloat16,
+        )  # fmt: skip
+    if draft_weights != "fp8":
+        return
+    if drafter not in ("auto", "triton"):
+        raise UsageError(
+            "draft_weights = 'fp8' is for the persistent kernel, and drafter = "
+            f"{drafter!r} is asked for. Leave draft_weights out, or take drafter = 'triton'.",
+            option="draft_weights", found=drafter, expected="triton",
+        )  # fmt: skip
+    if device.type != "cuda":
+        raise DrafterError(
+            f"draft_weights = 'fp8' needs an NVIDIA GPU of sm_89 or later, and the model is on {device}. Leave "
+            "draft_weights out.",
+            option="draft_weights", expected="cuda", found=device.type,
+        )  # fmt: skip
+    capability = torch.cuda.get_device_capability(device)
+    chip = f"sm_{capability[0]}{capability[1]}"
+    if capability < _FIRST_WITH_FP8:
+        raise DrafterError(
+            f"draft_weights = 'fp8' needs a GPU of sm_89 or later; {device} is {chip}. Leave draft_weights out.",
+            option="draft_weights", expected="sm_89", found=chip,
+        )  # fmt: skip
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise UsageError(
+            f"draft_weights = 'fp8' goes with a model in bfloat16 or float16; this one is in {_name(dtype)}. Leave "
+            "draft_weights out, or load with dtype = 'bfloat16'.",
+            option="draft_weights", found=dtype, expected=(torch.bfloat16, torch.float16),
+        )  # fmt: skip
+
+
+def check_computable(head: DraftHead, drafter: Any = "auto") -> None:
+    """Raise `UnsupportedModelError` for a head that the reference cannot draft with, or, if asked for, the kernel.
+
+    ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
+    """
+    second_layer = [name for name in head.tensors.names if name.startswith("layers.1.")]
+    if second_layer:
+        raise UnsupportedModelError(
+            f"{head.location}: a head of several decoder layers ({second_layer[0]}) cannot run here. Serve it with "
+            "vLLM or SGLang.",
+            tensor=second_layer[0],
+        )
+    if "input_norm.weight" in head.tensors and "fc_norm.0.weight" in head.tensors:
+        raise UnsupportedModelError(
+            f"{head.location}: it has both input_norm and fc_norm, and engines differ in which they apply first. Take "
+            "out the tensors and the flag of the one that it was trained without.",
+            tensor="input_norm.weight",
+        )
+    activation = str(head.config["hidden_act"])
+    if activation not in ACT2FN:
+        raise UnsupportedModelError(
+            f"{head.location}: hidden_act = {activation!r} is none of transformers' activations. Correct hidden_act in "
+            "the head's config.json.",
+            option="activation", found=activation, expected=sorted(ACT2FN),
+        )  # fmt: skip
+    if drafter == "triton":
+        check_kernel_activation(activation)
+    rotary_embedding(head.config)
+
+
 def choose_drafter(
     drafter: str | DraftFunction,
     weights: HeadWeights,
     tree: TreeConfig,
     draft_weights: str = "auto",
     order: Tensor | None = None,
-    strict: bool = False,
 ) -> tuple[Drafter, str]:
     """Build the drafter that is asked for, or for "auto" the one that suits; returns it with the reason.
 
     "auto" takes the kernel on a GPU for heads and trees within its limits. ``order``: int64 [draft_vocab], LM-head rows
-    best first, where they are ranked: the kernel packs them so. ``strict`` as in `Weights.pack`. Raises as
-    `check_drafter`, `check_draft_weights` and `Drafter`, and `DrafterError` for ``draft_weights`` "fp8" with a head
-    that only the reference can draft with; there is no fallback.
+    best first, where they are ranked: the kernel packs them so. Raises as `check_drafter`, `check_draft_weights` and
+    `Drafter`, and `DrafterError` for ``draft_weights`` "fp8" with a head that only the reference can draft with; there
+    is no fallback.
     """
     check_drafter(drafter, weights.device)
     check_draft_weights(draft_weights, drafter, weights.device, weights.dtype)
@@ -63,7 +149,7 @@ def choose_drafter(
         return Drafter(weights, tree, drafter), "asked for"
     if drafter == "auto" and weights.device.type != "cuda":
         return Drafter(weights, tree), f"the model is on {weights.device}"
-    packing = SharedPacking(weights, order, stored_dtype(draft_weights), strict)
+    packing = SharedPacking(weights, order, torch.float8_e4m3fn if draft_weights == "fp8" else None)
     if drafter == "triton":
         return Drafter(weights, tree, "triton", packing), "asked for"
     try:
@@ -76,3 +162,7 @@ def choose_drafter(
                 **{**error.facts, "option": "draft_weights"},
             ) from error  # fmt: skip
         return Drafter(weights, tree), str(error)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedModelError, UsageError
+from ..errors import UnsupportedModelError, UsageError, misfit
 from ..settings import MAX_NEW_TOKENS, TreeConfig
 from .follow import MAX_FOLLOW_ROWS, UNIT_ROWS
 from .weights import HeadWeights
@@ -75,47 +75,33 @@ class DrafterConfig:
         for name, low in least.items():
             value: Any = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < low:
-                raise _misfit(name, f"an integer of at least {low}", value)
+                raise misfit(name, f"an integer of at least {low}", value, "field")
             # NumPy's integers become Python's, which are what is compiled for.
             object.__setattr__(self, name, int(value))
-        if self.draft_vocab > self.target_vocab:
-            raise _misfit(
-                "draft_vocab", f"at most the target's whole vocabulary of {self.target_vocab}", self.draft_vocab
-            )
         eps: Any = self.norm_eps
-        if not isinstance(eps, Real) or not 0 <= float(eps) < math.inf:
-            raise _misfit("norm_eps", "a number of at least 0", eps)
-        if self.weight_dtype not in (self.dtype, torch.float8_e4m3fn):
-            raise _misfit("weight_dtype", f"{self.dtype} or float8_e4m3fn", self.weight_dtype)
-        if self.tail_rows % UNIT_ROWS:
-            raise _misfit("tail_rows", f"a multiple of {UNIT_ROWS}", self.tail_rows)
-        if self.num_heads % self.num_kv_heads:
-            raise _misfit("num_heads", f"a multiple of num_kv_heads = {self.num_kv_heads}", self.num_heads)
-        if self.head_dim % 2:
-            raise _misfit("head_dim", "even", self.head_dim)
-        if self.kind not in ("eagle3", "eagle"):
-            raise _misfit("kind", '"eagle3" or "eagle"', self.kind)
-        if self.kind == "eagle" and not self.has_fc:
-            raise _misfit("has_fc", "True for an EAGLE-1/2 head, which has fc at every level", False)
-        if (self.kind == "eagle" or not self.has_fc) and self.feature_width != self.hidden:
-            which = "an EAGLE-1/2 head" if self.kind == "eagle" else "a head with has_fc = False"
-            raise _misfit("feature_width", f"hidden = {self.hidden} for {which}", self.feature_width)
-        self._check_options()
-
-    def _check_options(self) -> None:
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise _misfit("sliding_window", "at least 1, or None", self.sliding_window)
-        if self.kind == "eagle":
-            for name in ("norm_before_residual", "norm_output", "tap_norms"):
-                if getattr(self, name):
-                    raise _misfit(name, "False for an EAGLE-1/2 head, which has none", getattr(self, name))
-        taps = self.tap_norms
-        if taps and not (self.has_fc and taps > 0 and self.feature_width % taps == 0):
-            raise _misfit(
-                "tap_norms",
+        eagle, taps, window = self.kind == "eagle", self.tap_norms, self.sliding_window
+        own_width = eagle or not self.has_fc
+        for field, holds, expected in (
+            ("draft_vocab", self.draft_vocab <= self.target_vocab, f"at most target_vocab = {self.target_vocab}"),
+            ("norm_eps", isinstance(eps, Real) and 0 <= float(eps) < math.inf, "a number of at least 0"),
+            ("weight_dtype", self.weight_dtype in (self.dtype, torch.float8_e4m3fn), f"{self.dtype} or float8_e4m3fn"),
+            ("tail_rows", self.tail_rows % UNIT_ROWS == 0, f"a multiple of {UNIT_ROWS}"),
+            ("num_heads", self.num_heads % self.num_kv_heads == 0, f"a multiple of num_kv_heads = {self.num_kv_heads}"),
+            ("head_dim", self.head_dim % 2 == 0, "even"),
+            ("kind", self.kind in ("eagle3", "eagle"), '"eagle3" or "eagle"'),
+            ("has_fc", self.has_fc or not eagle, "True for an EAGLE-1/2 head, which has fc at every level"),
+            ("feature_width", not own_width or self.feature_width == self.hidden, f"hidden = {self.hidden} here"),
+            ("sliding_window", window is None or window >= 1, "at least 1, or None"),
+            ("norm_before_residual", not (eagle and self.norm_before_residual), "False for an EAGLE-1/2 head"),
+            ("norm_output", not (eagle and self.norm_output), "False for an EAGLE-1/2 head"),
+            ("tap_norms", not (eagle and taps), "0 for an EAGLE-1/2 head"),
+            (
+                "tap_norms", not taps or (self.has_fc and taps > 0 and self.feature_width % taps == 0),
                 f"RMSNorms before an fc, which cut feature_width = {self.feature_width} into equal parts",
-                taps,
-            )
+            ),
+        ):  # fmt: skip
+            if not holds:
+                raise misfit(field, expected, getattr(self, field), "field")
 
     @classmethod
     def of(
@@ -196,24 +182,21 @@ def check_kernel_limits(cfg: DrafterConfig) -> None:
     for name, (low, high) in bounds.items():
         value = getattr(cfg, name)
         if not low <= value <= high:
-            raise UsageError(
-                f"The persistent drafter takes {name} from {low} to {high}; got {value!r}.",
-                field=name, found=value, expected=(low, high),
-            )  # fmt: skip
+            raise _beyond_kernel(name, f"{name} from {low} to {high}", value, (low, high))
     if cfg.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise UsageError(
-            f"The persistent drafter computes in bfloat16, float16 or float32; got {cfg.dtype}.",
-            field="dtype", found=cfg.dtype,
-        )  # fmt: skip
+        raise _beyond_kernel("dtype", "bfloat16, float16 or float32", cfg.dtype, None)
     # Matrix units take 32 bytes of a row at a time: 16 numbers, of FP8 32.
     unit, weights = (32, " with FP8 weights") if cfg.weight_dtype.itemsize == 1 else (16, "")
     sizes = {name: getattr(cfg, name) for name in ("hidden", "intermediate", "feature_width")}
     for name, size in {**sizes, "num_heads * head_dim": cfg.num_heads * cfg.head_dim}.items():
         if size % unit:
-            raise UsageError(
-                f"The persistent drafter{weights} needs {name} to be a multiple of {unit}; got {size}.",
-                field=name, found=size, expected=unit,
-            )  # fmt: skip
+            raise _beyond_kernel(name, f"{name} in multiples of {unit}{weights}", size, unit)
+
+
+def _beyond_kernel(field: str, takes: str, found: object, expected: object) -> UsageError:
+    return UsageError(
+        f"The persistent drafter takes {takes}; got {found!r}.", field=field, found=found, expected=expected
+    )  # fmt: skip
 
 
 def check_kernel_activation(activation: str) -> None:
@@ -235,10 +218,6 @@ def check_head_fits(cfg: DrafterConfig, head: HeadWeights) -> None:
                 "DrafterConfig.of(head, ...).",
                 field=name, found=value, expected=getattr(cfg, name),
             )  # fmt: skip
-
-
-def _misfit(field: str, expected: str, found: object) -> UsageError:
-    return UsageError(f"{field} must be {expected}; got {found!r}.", field=field, expected=expected, found=found)
 
 
 def head_dimensions(head: HeadWeights) -> dict[str, Any]:

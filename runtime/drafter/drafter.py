@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import misfit
 from ..ops import Ops
 from ..settings import TreeConfig
 from .buffers import cache_shape
 from .dimensions import DrafterConfig, check_kernel_limits
 from .kernels.grid_barrier import ERROR
-from .launch import DraftFunction, allocate_buffers, launch_drafter
+from .launch import DraftFunction, allocate_buffers, launch_drafter, timed_out
 from .packed_weights import SharedPacking, Weights
 from .prompt_pairs import write_pairs
 from .weights import HeadWeights
@@ -82,9 +82,7 @@ class Drafter:
 
     def _config(self, num_slots: int, capacity: int) -> DrafterConfig:
         stored = None if self.packing is None else self.packing.weight_dtype
-        return DrafterConfig.of(
-            self.weights, self.tree, num_slots, capacity + self.tree.new_tokens_width, stored
-        )  # fmt: skip
+        return DrafterConfig.of(self.weights, self.tree, num_slots, capacity + self.tree.new_tokens_width, stored)
 
 
 class BufferedDrafter:
@@ -120,9 +118,7 @@ class BufferedDrafter:
 
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
-        for name in ("barrier", "node_arrivals"):
-            if name in self.bufs.workspace:
-                self.bufs.workspace[name].zero_()
+        timed_out(self.bufs)
 
     def draft(self) -> None:
         """Draft the trees of the active slots into the buffers."""
@@ -130,16 +126,10 @@ class BufferedDrafter:
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Put the keys and values of a prompt's pairs into the cache; arguments as `prompt_pairs.write_pairs`."""
-        write_pairs(
-            self.ops, self.head, features, next_tokens, positions, rows, slots, self._tables, self.bufs
-        )  # fmt: skip
+        write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self._tables, self.bufs)
 
 
 def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
     """Raise `UsageError` unless every node can have ``top_k`` children among ``draft_vocab`` rows."""
     if draft_vocab < tree.top_k:
-        raise UsageError(
-            f"top_k = {tree.top_k} children of a node cannot be drafted from {draft_vocab} ids. Lower top_k, "
-            "or draft over more ids.",
-            option="top_k", expected=draft_vocab, found=tree.top_k,
-        )  # fmt: skip
+        raise misfit("top_k", f"at most the {draft_vocab} ids that are drafted over", tree.top_k)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, check_choice, misfit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -133,21 +133,13 @@ class FollowRows:
 
 def check_follow(follow: str) -> None:
     """Raise `UsageError` unless ``follow`` is "prompt", the only text that can be followed."""
-    if follow != "prompt":
-        raise UsageError(
-            f"follow = {follow!r} is unknown; expected 'prompt' or None.",
-            option="follow", found=follow, expected="prompt",
-        )  # fmt: skip
+    check_choice("follow", follow, ("prompt", None))
 
 
 def check_follow_rows(most: int) -> None:
     """Raise `UsageError` unless so many ids can join a sequence."""
     if isinstance(most, bool) or not isinstance(most, (int, np.integer)) or not 1 <= most <= MAX_FOLLOW_ROWS:
-        raise UsageError(
-            f"follow_rows = {most!r} must be a number from 1 to {MAX_FOLLOW_ROWS:,}: how many ids of a prompt join the "
-            "draft vocabulary at most.",
-            option="follow_rows", found=most, expected=(1, MAX_FOLLOW_ROWS),
-        )  # fmt: skip
+        raise misfit("follow_rows", f"a number from 1 to {MAX_FOLLOW_ROWS:,}", most)
 
 
 @dataclass(frozen=True)

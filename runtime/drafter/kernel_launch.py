@@ -18,7 +18,6 @@ from .follow import UNIT_ROWS
 from .kernels.ancestor_attention import KVCache
 from .kernels.frontier import ROWS
 from .kernels.gated_mlp import MlpShape
-from .kernels.grid_barrier import ERROR
 from .kernels.lm_topk import HeadTiles, Selection, TailRows, len_lists
 from .kernels.packing import rows_per_program
 from .kernels.persistent import Features, Grid, HeadShape, HeadTensors, Phases, StepInputs, draft_kernel
@@ -27,8 +26,7 @@ from .kernels.row_operands import RowShape
 from .kernels.tree_build import TreeOutputs, TreeShape
 from .launch_params import INTERPRETER, Chip, LaunchParams, block_rows
 from .packed_head import PackedHead, StreamLayout, bias_layout
-from .tails import tail_tiles
-from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs
+from .workspace import BUFFERS, OperandLayout, Workspace, attention_shape, has_pairs, tail_tiles
 
 _WIDEST_PIECE = 16384
 
@@ -167,15 +165,3 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
         **compile_options(params),
         **cooperative,
     )
-
-
-def check_finished(bufs: Buffers) -> None:
-    """Wait for the last draft and raise `DrafterError` if its grid barrier timed out; the next draft starts afresh."""
-    if int(bufs.workspace["barrier"][ERROR]):
-        for name in ("barrier", "node_arrivals"):
-            bufs.workspace[name].zero_()
-        raise DrafterError(
-            "The drafter's grid barrier timed out: not all programs were running at once, or one of them failed. The "
-            "draft is undefined. Is another process using the GPU's SMs exclusively?",
-            buffer="barrier",
-        )

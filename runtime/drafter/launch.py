@@ -12,11 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..errors import DrafterError, UsageError
+from ..errors import DrafterError, UsageError, check_choice
 from ..ops import Ops
-from .buffers import Buffers, check_room
+from .buffers import Buffers, check_ids, check_room
 from .checks import check_features, check_parts, check_step
 from .dimensions import DrafterConfig, check_kernel_limits
+from .kernels.grid_barrier import ERROR
 from .packed_weights import Weights
 from .prompt_pairs import write_pairs
 from .reference import draft_ref
@@ -49,10 +50,8 @@ def launch_drafter(
     are not of this configuration, for a step that does not fit (where the host can know it: written by
     `Buffers.set_step`, or lying on the CPU), and an unknown backend; `DrafterError` where the kernel cannot run.
     """
-    if not callable(backend) and backend not in BACKENDS:
-        raise UsageError(
-            f"backend = {backend!r} is unknown; expected {' or '.join(BACKENDS)}.", option="backend", found=backend
-        )
+    if not callable(backend):
+        check_choice("backend", backend, BACKENDS)
     check_parts(cfg, weights, bufs)
     taps = check_features(cfg, X)
     if taps[0].device != bufs.keys.device:
@@ -86,7 +85,7 @@ def allocate_buffers(cfg: DrafterConfig, weights: Weights, cache: tuple[Tensor, 
         check_kernel_limits(cfg)
         bufs.workspace.update(allocate_workspace(cfg, params, device))
     if cfg.tail_rows:
-        from .tails import allocate_tails
+        from .workspace import allocate_tails
 
         bufs = replace(bufs, tails=allocate_tails(cfg, params, device))
     return bufs
@@ -102,7 +101,7 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
     if follow is None or bufs.tails is None:
         raise UsageError("This head has no rows that could join a draft vocabulary: follow is None.", field="follow")
     _check_slot(cfg, slot)
-    _check_ids(cfg, slot, token_ids)
+    check_ids(slot, token_ids, cfg.target_vocab)
     bufs.tails.set_slot(slot, follow.tail_of(token_ids), follow)
     if bufs.tails.rows is not None:
         from .kernels.tail_rows import gather_rows
@@ -112,10 +111,20 @@ def set_tail(cfg: DrafterConfig, weights: Weights, bufs: Buffers, slot: int, tok
 
 def check_finished(bufs: Buffers) -> None:
     """Wait for the device and raise `DrafterError` if a draft did not finish properly."""
-    if bufs.workspace:
-        from .kernel_launch import check_finished as check
+    if bufs.workspace and int(bufs.workspace["barrier"][ERROR]):
+        raise timed_out(bufs)
 
-        check(bufs)
+
+def timed_out(bufs: Buffers) -> DrafterError:
+    """Make a grid barrier that timed out usable again, and return the error to raise."""
+    for name in ("barrier", "node_arrivals"):
+        if name in bufs.workspace:
+            bufs.workspace[name].zero_()
+    return DrafterError(
+        "The drafter's grid barrier timed out: not all its programs were running at once, or one of them failed. The "
+        "draft is undefined. Is another process using the GPU's SMs exclusively?",
+        buffer="barrier",
+    )
 
 
 def prefill_drafter(
@@ -134,29 +143,25 @@ def prefill_drafter(
     and a tree do not fit, and for other shapes, slots and token ids.
     """
     check_parts(cfg, weights, bufs)
-    if not isinstance(X, Tensor):
-        if not isinstance(X, (tuple, list)) or len(X) != 3 or not all(isinstance(tap, Tensor) for tap in X):
-            raise UsageError(
-                f"A prompt's features are one tensor, or a tuple of three; got {type(X).__name__}.", tensor="features"
-            )
+    if isinstance(X, (tuple, list)) and len(X) == 3 and all(isinstance(tap, Tensor) for tap in X):
         X = torch.cat(tuple(X), -1)
     _check_slot(cfg, slot)
-    if not isinstance(next_tokens, Tensor) or next_tokens.is_floating_point():
+    given = tuple(tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (X, next_tokens))
+    are_ids = isinstance(next_tokens, Tensor) and not next_tokens.is_floating_point()
+    if (
+        not are_ids
+        or not isinstance(X, Tensor)
+        or given != ((len(next_tokens), cfg.feature_width), (len(next_tokens),))
+    ):
         raise UsageError(
-            f"Next tokens are an int64 tensor [seq]; got {getattr(next_tokens, 'dtype', next_tokens)}.",
-            tensor="next_tokens",
-        )
-    if next_tokens.dim() != 1 or X.shape != (len(next_tokens), cfg.feature_width):
-        raise UsageError(
-            f"A prompt has features [seq, {cfg.feature_width}] and next tokens [seq]; got {tuple(X.shape)} and "
-            f"{tuple(next_tokens.shape)}.",
-            tensor="features",
-            found=(tuple(X.shape), tuple(next_tokens.shape)),
-        )
+            f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
+            f"got {given[0]} and {given[1]}.",
+            tensor="features" if are_ids else "next_tokens", found=given,
+        )  # fmt: skip
     check_room(slot, start, len(next_tokens), bufs.tree_rows, bufs.keys.shape[2])
     head, device = weights.head, bufs.keys.device
     next_tokens = next_tokens.to(device, torch.int64)
-    _check_ids(cfg, slot, next_tokens.tolist())
+    check_ids(slot, next_tokens.tolist(), cfg.target_vocab)
     tables = head.rotary_halves(cfg.max_positions, cfg.num_tokens)
     rows = torch.arange(start, start + len(next_tokens), dtype=torch.int32, device=device)
     chunk = 1024
@@ -171,14 +176,6 @@ def _check_slot(cfg: DrafterConfig, slot: int) -> None:
     if not 0 <= slot < cfg.num_slots:
         raise UsageError(
             f"Slot {slot} is not among the {cfg.num_slots} of this configuration (0 is the first).", slot=slot
-        )
-
-
-def _check_ids(cfg: DrafterConfig, slot: int, token_ids: Sequence[int]) -> None:
-    wrong = [token for token in token_ids if not 0 <= token < cfg.target_vocab]
-    if wrong:
-        raise UsageError(
-            f"Slot {slot}: token id {wrong[0]}; the target has 0 to {cfg.target_vocab - 1}.", slot=slot, token=wrong[0]
         )
 
 

@@ -54,15 +54,6 @@ class StoredLayout:
                 head_rows=self.head_rows,
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StoredLayout:
-        """Inverse of `to_json`."""
-        return cls(**values)
-
 
 @dataclass(frozen=True)
 class LaunchParams:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, misfit
 from .dimensions import DrafterConfig, check_head_fits, check_kernel_limits
 from .weights import HeadWeights
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Weights:
     """A head to draft with: as tensors for the reference, and packed for the kernel (`pack`).
 
-    Raises `UsageError` for an ``order`` of other rows than this head's, and for the packed weights of another head.
+    Raises `UsageError` for the packed weights of another head.
     """
 
     head: HeadWeights
@@ -32,15 +32,8 @@ class Weights:
     def __post_init__(self) -> None:
         if not isinstance(self.head, HeadWeights):
             raise UsageError(f"Weights are made of HeadWeights; got {type(self.head).__name__}.", part="head")
-        check_order(self.head, self.order)
         if self.packed is not None and self.packed.draft_vocab != self.head.draft_vocab:
-            raise UsageError(
-                f"{self.packed.draft_vocab} LM-head rows are packed, the head has {self.head.draft_vocab}; take "
-                "Weights.pack(head, cfg).",
-                field="draft_vocab",
-                found=self.packed.draft_vocab,
-                expected=self.head.draft_vocab,
-            )
+            raise misfit("draft_vocab", self.head.draft_vocab, self.packed.draft_vocab, "field")
 
     @classmethod
     def pack(
@@ -48,32 +41,28 @@ class Weights:
         head: HeadWeights,
         cfg: DrafterConfig,
         order: Tensor | None = None,
-        strict: bool = False,
         cache: TunedCache | None = None,
     ) -> Weights:
         """Lay a head out for the kernel on its device, with tuned launch parameters where the cache has them.
 
         One packing serves every number of slots and every tree; each configuration's launch parameters are looked up
         when it is first used. ``order``: int64 [draft_vocab], LM-head rows best first; then a launch may use any
-        smaller ``draft_vocab``. ``strict``: a miss in the tuned cache is a `DrafterError` (also
-        ``EAGLE_SLIM_STRICT=1``). ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships; its
-        ``hits`` and ``misses`` count. Raises `UsageError` for a configuration or an order of another head, and draft
-        ids that the target does not have.
+        smaller ``draft_vocab``. ``cache``: default the one that ``EAGLE_SLIM_TUNED`` names or the one that ships.
+        Raises `UsageError` for a configuration or an order of
+        another head, and draft ids that the target does not have.
         """
         from .kernel_launch import chip_of
         from .packed_head import pack_head
-        from .tuned_cache import LaunchTable, is_strict
+        from .tuned_cache import LaunchTable, open_tuned_cache
 
         check_kernel_limits(cfg)
         check_head_fits(cfg, head)
-        check_order(head, order)
+        _check_order(head, order)
         ids = head.draft_to_target
         if ids.device.type != "meta" and not bool(((ids >= 0) & (ids < cfg.target_vocab)).all()):
-            raise UsageError(
-                f"draft_to_target must hold ids of the target, 0 to {cfg.target_vocab - 1}.", tensor="draft_to_target"
-            )
+            raise misfit("draft_to_target", f"ids of the target, 0 to {cfg.target_vocab - 1}", ids, "tensor")
         cache, chip = open_tuned_cache() if cache is None else cache, chip_of(head.device)
-        launches = LaunchTable(cache.layout(cfg, chip), cache, chip, strict or is_strict())
+        launches = LaunchTable(cache.layout(cfg, chip), cache, chip)
         launches.get(cfg)  # a miss that is an error is one before anything is packed
         return cls(head, pack_head(_contiguous(head), cfg, launches, order), order)
 
@@ -109,33 +98,24 @@ class SharedPacking:
     """A head packed once, when it is first drafted with, for all who draft with it.
 
     One serves every number of slots, every tree, every length, and every draft vocabulary that is the first of its
-    rows in ``order`` (int64 [draft_vocab], LM-head rows best first; None for the head's own order). ``strict`` as in
-    `Weights.pack`.
+    rows in ``order`` (int64 [draft_vocab], LM-head rows best first; None for the head's own order).
     """
 
-    def __init__(
-        self,
-        head: HeadWeights,
-        order: Tensor | None = None,
-        weight_dtype: torch.dtype | None = None,
-        strict: bool = False,
-    ) -> None:
-        check_order(head, order)
+    def __init__(self, head: HeadWeights, order: Tensor | None = None, weight_dtype: torch.dtype | None = None) -> None:
         self.head, self.order = head, order
         self.weight_dtype = weight_dtype or head.dtype
-        self._strict = strict
         self._weights: Weights | None = None
 
     def weights(self, cfg: DrafterConfig) -> Weights:
         """The packed head with positions for ``cfg``; packs at the first call. Raises as `Weights.pack` does."""
         if self._weights is None:
-            self._weights = Weights.pack(self.head, cfg, self.order, self._strict)
+            self._weights = Weights.pack(self.head, cfg, self.order)
         self._weights = self._weights.with_positions(cfg.max_positions, cfg.num_tokens)
         return self._weights
 
     def for_head(self, head: HeadWeights, order: Tensor | None = None) -> SharedPacking:
         """Return this packing if it serves ``head``, else a new one of the same type, with an ``order`` of its own."""
-        return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype, self._strict)
+        return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype)
 
     def serves(self, head: HeadWeights) -> bool:
         """Whether ``head`` is this one with all or the first of its LM-head rows."""
@@ -147,35 +127,20 @@ class SharedPacking:
         return torch.equal(ranked[: len(ids)].sort().values, ids)
 
 
-def open_tuned_cache() -> TunedCache:
-    """Open the cache of launch parameters that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships.
-
-    Pass one to several `Weights.pack` to count over all of them. Raises `DrafterError` for a file of another
-    kind.
-    """
-    from .tuned_cache import default_cache
-
-    return default_cache()
-
-
 def _contiguous(head: HeadWeights) -> HeadWeights:
     """The kernel knows no strides but the contiguous ones."""
     tensors = {name: tensor.contiguous() for name, tensor in head.tensors.items()}
     return replace(head, tensors=tensors, embedding=head.embedding.contiguous())
 
 
-def check_order(head: HeadWeights, order: Tensor | None) -> None:
-    """Raise `UsageError` unless ``order`` holds each row of the head's LM head once; None is fine."""
+def _check_order(head: HeadWeights, order: Tensor | None) -> None:
     if order is None:
         return
+    wanted = f"int64 with each of the {head.draft_vocab} rows of the LM head once"
     if not isinstance(order, Tensor):
-        raise UsageError(f"order must be an int64 tensor; got {type(order).__name__}.", tensor="order")
+        raise misfit("order", wanted, type(order).__name__, "tensor")
     if order.device.type == "meta":
         return
     rows = torch.arange(head.draft_vocab, device=order.device)
     if order.dtype != torch.int64 or order.shape != rows.shape or not torch.equal(order.sort().values, rows):
-        raise UsageError(
-            f"order must be int64 and hold each of the {head.draft_vocab} rows of the LM head once; got {order.dtype} "
-            f"{tuple(order.shape)}.",
-            tensor="order",
-        )
+        raise misfit("order", wanted, (order.dtype, tuple(order.shape)), "tensor")

@@ -3,7 +3,8 @@
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
 use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
 not hold, `launch_params` derives. The length of the KV cache is no key. Both give the same results, only at different
-speed.
+speed. Shapes that were launched without tuned parameters are recorded, one JSON object a line, in the file that
+``EAGLE_SLIM_SHAPES`` names; ``python -m eagle_slim.runtime.tune`` reads it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import json
 import logging
 import os
+from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import DrafterError
+import torch
+
+from ..errors import DrafterError, UsageError
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
-from .shape_records import record_shape
 
 logger = logging.getLogger(__name__)
 
@@ -44,24 +47,23 @@ def _key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
 
 
 class TunedCache:
-    """Tuned layouts and launch parameters by key, in one JSON file; counts the launches it held and missed.
+    """Tuned layouts and launch parameters by key, in one JSON file.
 
     Raises `DrafterError` for a file of another kind. A file that does not exist is an empty cache.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.hits = 0
-        self.misses = 0
-        self.layouts: dict[str, Any] = {}
-        self.launches: dict[str, Any] = {}
+        self.layouts: dict[str, StoredLayout] = {}
+        self.launches: dict[str, LaunchParams] = {}
         try:
             if path.exists():
                 values = json.loads(path.read_text())
-                self.layouts, self.launches = values["layouts"], values["launches"]
-            layouts = {key: StoredLayout.from_json(value) for key, value in self.layouts.items()}
-            for key, value in self.launches.items():
-                LaunchParams.from_json(value, layouts[_layout_of(key)])
+                self.layouts = {key: StoredLayout(**value) for key, value in values["layouts"].items()}
+                self.launches = {
+                    key: LaunchParams.from_json(value, self.layouts[_layout_of(key)])
+                    for key, value in values["launches"].items()
+                }
         except (OSError, ValueError, TypeError, AttributeError, KeyError, DrafterError) as error:
             raise DrafterError(
                 f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
@@ -71,36 +73,18 @@ class TunedCache:
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
         """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
-        found = self.layouts.get(layout_key(cfg, chip))
-        return choose_layout(cfg, chip) if found is None else StoredLayout.from_json(found)
+        return self.layouts.get(layout_key(cfg, chip)) or choose_layout(cfg, chip)
 
-    def lookup(
-        self, cfg: DrafterConfig, chip: Chip, strict: bool = False, layout: StoredLayout | None = None
-    ) -> LaunchParams:
-        """Return the tuned parameters for a head packed in ``layout`` (the cache's own), or `choose_launch`'s.
+    def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
+        """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
 
-        ``strict`` makes a miss a `DrafterError`.
+        Those that are not are `choose_launch`'s, and the shape goes to the file that ``EAGLE_SLIM_SHAPES`` names.
         """
-        return self.find(cfg, chip, strict, layout)[0]
-
-    def find(
-        self, cfg: DrafterConfig, chip: Chip, strict: bool = False, layout: StoredLayout | None = None
-    ) -> tuple[LaunchParams, bool]:
-        """As `lookup`, with whether the cache held them. A miss goes to the file that ``EAGLE_SLIM_SHAPES`` names."""
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key)
         if found is not None and layout in (None, own):
-            self.hits += 1
-            return LaunchParams.from_json(found, own), True
-        self.misses += 1
+            return found, True
         record_shape(cfg, chip)
-        if strict:
-            raise DrafterError(
-                f"No tuned launch parameters for {key} in {self.path.name}, and strict mode is on. Run "
-                "python -m eagle_slim.runtime.tune for this head, or switch strict mode off.",
-                key=key,
-                path=self.path,
-            )
         logger.info("No tuned launch parameters for %s: derived ones are used.", key)
         return choose_launch(cfg, chip, own if layout is None else layout), False
 
@@ -109,30 +93,29 @@ class TunedCache:
 
         Another layout than before drops what was tuned over the one before.
         """
-        key, layout = layout_key(cfg, chip), params.layout.to_json()
-        if self.layouts.get(key, layout) != layout:
+        key = layout_key(cfg, chip)
+        if self.layouts.get(key, params.layout) != params.layout:
             self.launches = {name: value for name, value in self.launches.items() if _layout_of(name) != key}
-        self.layouts[key] = layout
-        self.launches[cache_key(cfg, chip)] = params.to_json()
+        self.layouts[key] = params.layout
+        self.launches[cache_key(cfg, chip)] = params
 
     def save(self) -> None:
         """Write the file whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(".tmp")
-        values = {"layouts": self.layouts, "launches": self.launches}
+        values = {
+            "layouts": {key: asdict(layout) for key, layout in self.layouts.items()},
+            "launches": {key: params.to_json() for key, params in self.launches.items()},
+        }
         temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, self.path)
 
 
 class LaunchTable:
-    """Launch parameters of one packed head for every configuration, each looked up once.
+    """Launch parameters of one packed head for every configuration, each looked up once."""
 
-    ``strict``: a `DrafterError` where the cache does not hold them.
-    """
-
-    def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip, strict: bool = False) -> None:
-        self.layout = layout
-        self._tuned, self._chip, self._strict = tuned, chip, strict
+    def __init__(self, layout: StoredLayout, tuned: TunedCache, chip: Chip) -> None:
+        self.layout, self._tuned, self._chip = layout, tuned, chip
         self._found: dict[str, tuple[LaunchParams, bool]] = {}
         self._keys: dict[DrafterConfig, str] = {}
 
@@ -149,7 +132,7 @@ class LaunchTable:
         if key is None:
             key = self._keys[cfg] = cache_key(cfg, self._chip)
         if key not in self._found:
-            self._found[key] = self._tuned.find(cfg, self._chip, self._strict, self.layout)
+            self._found[key] = self._tuned.find(cfg, self._chip, self.layout)
         return self._found[key]
 
 
@@ -163,8 +146,11 @@ class FixedLaunch(LaunchTable):
         return self._params, False
 
 
-def default_cache() -> TunedCache:
-    """The cache named by ``EAGLE_SLIM_TUNED``, or the one that ships; a process reads each file once."""
+def open_tuned_cache() -> TunedCache:
+    """Open the cache that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships; each file is read once.
+
+    Raises `DrafterError` for a file of another kind.
+    """
     return _read_once(Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json")))
 
 
@@ -178,12 +164,64 @@ def _read_once(path: Path) -> TunedCache:
     return tuned
 
 
-def is_strict() -> bool:
-    """Whether ``EAGLE_SLIM_STRICT`` asks that a missing cache entry be an error."""
-    return os.environ.get("EAGLE_SLIM_STRICT", "").strip().lower() not in ("", "0", "false", "no", "off")
-
-
 def _layout_of(key: str) -> str:
     """The key of the layout that the launch parameters of a key belong to."""
     chip, dims, types = key.rsplit("/", 2)
     return f"{chip}/{dims.split('-v')[0]}/{types}"
+
+
+def record_shape(cfg: DrafterConfig, chip: Chip) -> None:
+    """Append a configuration to the file that ``EAGLE_SLIM_SHAPES`` names; without that, do nothing.
+
+    A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
+    """
+    name = os.environ.get("EAGLE_SLIM_SHAPES")
+    if not name:
+        return
+    line = json.dumps({"chip": chip.name, **_plain(cfg)}) + "\n"
+    try:
+        descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise DrafterError(
+            f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder.",
+            path=name,
+        ) from error
+
+
+def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
+    """Read what was recorded: (chip, configuration), each once, in the order of the file.
+
+    Raises `UsageError` for a file that cannot be read, and for a line that is no shape, with its number.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: shapes cannot be read ({error}).", path=path) from error
+    found: dict[tuple[str, DrafterConfig], None] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            values = json.loads(line)
+            chip = values.pop("chip")
+            types = {name: getattr(torch, values.pop(name)) for name in ("dtype", "weight_dtype")}
+            found[chip, DrafterConfig(**values, **types)] = None
+        except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
+            raise UsageError(
+                f"{path}, line {number}: no shape of a draft ({type(error).__name__}: {error}). Expected a file that "
+                f"EAGLE_SLIM_SHAPES recorded, a JSON object a line.",
+                path=path, line=number,
+            ) from error  # fmt: skip
+    return list(found)
+
+
+def _plain(cfg: DrafterConfig) -> dict[str, Any]:
+    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in values.items()
+    }

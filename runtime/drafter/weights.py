@@ -16,7 +16,7 @@ from eagle_slim.convert.head.open import DraftHead
 from eagle_slim.convert.lm_head.lm_head import rows_of_ids
 from torch import Tensor
 
-from ..errors import HeadWarning, UnsupportedModelError, UsageError
+from ..errors import HeadWarning, UnsupportedModelError, UsageError, misfit
 from .follow import FollowRows
 from .rope import RotaryEmbedding, rotary_dim, rotary_embedding, rotated_first
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from ..target.wrapper import TargetModel
 
-_OPTIONAL = frozenset({"fc.bias", "self_attn.o_proj.bias"})
-
 
 @dataclass(frozen=True)
 class HeadWeights:
@@ -36,7 +34,8 @@ class HeadWeights:
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
     ``.bias``, ``mlp.{gate,up,down}_proj.weight`` and ``.bias``, ``input_layernorm.weight``, ``hidden_norm.weight``,
     ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: if there.
-    Raises `UsageError` for tensors that are missing, or of a shape, type or device that does not fit the others.
+    `open_head` has checked that they are there and fit each other. Raises `UsageError` for an embedding, an LM head or
+    ids of another shape, and for tensors of another type or device.
     """
 
     kind: str
@@ -67,71 +66,20 @@ class HeadWeights:
     def __post_init__(self) -> None:
         hidden, ids = self.hidden, self.draft_to_target
         if self.embedding.dim() != 2 or self.embedding.shape[1] != hidden:
-            raise _misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape))
+            raise misfit("embedding", f"[target_vocab, {hidden}]", tuple(self.embedding.shape), "tensor")
         if self.lm_head.dim() != 2 or self.lm_head.shape[1] != hidden:
-            raise _misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape))
+            raise misfit("lm_head", f"[draft_vocab, {hidden}]", tuple(self.lm_head.shape), "tensor")
         if ids.dtype != torch.int64 or ids.shape != self.lm_head.shape[:1]:
-            raise UsageError(
-                f"draft_to_target must be int64 [{self.draft_vocab}], an id for each row of lm_head; got {ids.dtype} "
-                f"{tuple(ids.shape)}.",
-                tensor="draft_to_target", expected=self.draft_vocab, found=tuple(ids.shape),
-            )  # fmt: skip
-        shapes = self._shapes()
-        missing = [name for name in shapes if name not in self.tensors and name not in _OPTIONAL]
-        if missing:
-            raise UsageError(
-                f"{missing[0]} is missing among the tensors of this {self.kind} head.", tensor=missing[0], missing=True
-            )
-        if ids.device != self.device:
-            raise UsageError(
-                f"draft_to_target is on {ids.device}, lm_head on {self.device}. All of a head must be on one device.",
-                tensor="draft_to_target", expected=str(self.device), found=str(ids.device),
-            )  # fmt: skip
-        for name, tensor in {"embedding": self.embedding, **self.tensors}.items():
-            if tensor.dtype != self.dtype or tensor.device != self.device:
-                raise UsageError(
-                    f"{name} is {tensor.dtype} on {tensor.device}, lm_head {self.dtype} on {self.device}. A head has "
-                    "one type and is on one device.",
-                    tensor=name, expected=self.dtype, found=tensor.dtype,
-                )  # fmt: skip
-            if name in shapes and tensor.shape != shapes[name]:
-                raise _misfit(name, f"{shapes[name]} by this head's dimensions", tuple(tensor.shape))
+            raise misfit("draft_to_target", f"int64 [{self.draft_vocab}]", f"{ids.dtype} {tuple(ids.shape)}", "tensor")
+        for name, tensor in {"embedding": self.embedding, "draft_to_target": ids, **self.tensors}.items():
+            if tensor.device != self.device or (tensor is not ids and tensor.dtype != self.dtype):
+                found = f"{tensor.dtype} on {tensor.device}"
+                raise misfit(name, f"{self.dtype} on {self.device}, as lm_head", found, "tensor")
         if self.follow is not None:
             rows = self.follow.rows
             if rows.shape[1:] != (hidden,) or rows.dtype != self.dtype or rows.device != self.device:
                 found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
-                raise _misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors whose names a head of this kind has or may have."""
-        hidden, eagle3 = self.hidden, self.kind == "eagle3"
-        gate = self.tensors.get("mlp.gate_proj.weight")
-        intermediate = 0 if gate is None else gate.shape[0]
-        sizes = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
-        shapes: dict[str, tuple[int, ...]] = {
-            f"self_attn.{name}_proj.weight": (heads * self.head_dim, (2 if eagle3 else 1) * hidden)
-            for name, heads in sizes.items()
-        }
-        biased = any(f"self_attn.{name}_proj.bias" in self.tensors for name in sizes)
-        if biased:
-            shapes |= {f"self_attn.{name}_proj.bias": (heads * self.head_dim,) for name, heads in sizes.items()}
-        if any(f"mlp.{name}_proj.bias" in self.tensors for name in ("gate", "up", "down")):
-            shapes |= {f"mlp.{name}_proj.bias": (intermediate,) for name in ("gate", "up")}
-            shapes["mlp.down_proj.bias"] = (hidden,)
-        for name in self.tap_norms:
-            shapes[name] = (self.feature_width // len(self.tap_norms),)
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-        shapes |= {
-            "self_attn.o_proj.weight": (hidden, self.num_heads * self.head_dim),
-            "mlp.gate_proj.weight": (intermediate, hidden), "mlp.up_proj.weight": (intermediate, hidden),
-            "mlp.down_proj.weight": (hidden, intermediate), "post_attention_layernorm.weight": (hidden,),
-        }  # fmt: skip
-        if eagle3:
-            shapes |= {f"{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm", "norm")}
-        if not eagle3 or self.feature_width != hidden:
-            shapes["fc.weight"] = (hidden, self.feature_width if eagle3 else 2 * hidden)
-            shapes["fc.bias"] = (hidden,)
-        return shapes
+                raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
 
     @property
     def tap_norms(self) -> list[str]:
@@ -190,10 +138,6 @@ class HeadWeights:
         return self.lm_head.dtype
 
 
-def _misfit(name: str, expected: str, found: object) -> UsageError:
-    return UsageError(f"{name} must be {expected}; got {found}.", tensor=name, expected=expected, found=found)
-
-
 def choose_draft_ids(
     head: DraftHead,
     draft_vocab: int | DraftVocab | None,
@@ -214,18 +158,9 @@ def choose_draft_ids(
         rank_order, available = ranked, np.sort(ranked)
     if not isinstance(draft_vocab, int):
         if not hasattr(draft_vocab, "ascending_ids"):
-            raise UsageError(
-                f"draft_vocab must be a number of rows, a DraftVocab or None (all); got {draft_vocab!r}.",
-                option="draft_vocab", found=draft_vocab,
-            )  # fmt: skip
+            raise misfit("draft_vocab", "a number of rows, a DraftVocab or None (all)", draft_vocab)
         ids = np.asarray(draft_vocab.ascending_ids, dtype=np.int64)
-        missing = np.setdiff1d(ids, available)
-        if missing.size:
-            raise UsageError(
-                f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
-                f"(first: {missing[0]}). Rank among the head's own ids.",
-                option="draft_vocab", ids=missing.tolist(),
-            )  # fmt: skip
+        check_available(ids, available)
         return ids
     count = len(available if rank_order is None else rank_order)
     if draft_vocab == count:
@@ -246,6 +181,17 @@ def choose_draft_ids(
             option="draft_vocab", expected=(smallest, count), found=draft_vocab,
         )  # fmt: skip
     return np.sort(rank_order[:draft_vocab])
+
+
+def check_available(ids: NDArray[np.int64], available: NDArray[np.int64]) -> None:
+    """Raise `UsageError` for ids of a draft vocabulary that a head cannot draft."""
+    missing = np.setdiff1d(ids, available)
+    if missing.size:
+        raise UsageError(
+            f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
+            f"(first: {missing[0]}). Rank among the head's own ids.",
+            option="draft_vocab", ids=missing.tolist(),
+        )  # fmt: skip
 
 
 def rank_with_kept(head: DraftHead, rank_order: NDArray[np.int64]) -> NDArray[np.int64]:

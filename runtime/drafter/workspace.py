@@ -1,7 +1,5 @@
 """What the persistent kernel passes between its phases: one table, from which the workspace is allocated.
 
-    python -m eagle_slim.runtime.drafter.workspace        # the table for docs/kernels.md
-
 Phases are those of docs/kernels.md, and ``tree`` after the last ``pick``. Nothing here grows with the draft vocabulary
 times the nodes.
 """
@@ -9,17 +7,19 @@ times the nodes.
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS
 from .dimensions import DrafterConfig
+from .follow import UNIT_ROWS, Tails
 from .kernels.ancestor_attention import AttentionShape, heads_per_attention_unit
 from .kernels.frontier import MAX_DEPTH
-from .kernels.lm_topk import len_lists, places
+from .kernels.lm_topk import HeadTiles, len_lists, places
 from .kernels.selection import LOWEST_KEY
+from .kernels.weight_stream import Tile
 from .launch_params import LaunchParams, block_rows, group_rows, num_groups
 
 
@@ -176,20 +176,6 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     }
 
 
-SIZES = {
-    "slots": "sequences side by side", "slot rows": "16 for each slot",
-    "rows": "16 for each slot, to a power of two", "programs": "one on each multiprocessor",
-    "lists": "one for each program, to a multiple of 16", "places": "top_k, to a power of two",
-    "candidates": "all that are drafted: top_k + depth * top_k^2", "nodes": "total_tokens",
-    "chain": f"{MAX_DEPTH} levels", "hidden": "the head's width", "qkv": "(heads + 2 kv_heads) * head_dim",
-    "input rows": "embeddings, then features", "raw rows": "the same; 1 where `x_raw` is not used",
-    "operand values": "all operands together", "part rows": "groups * split * rows of a group, the largest of the four",
-    "attention rows": "queries of all parts of all heads", "head block": "head_dim, to a power of two",
-    "head tile": "LM-head rows multiplied at a time", "barrier": "4 words",
-}  # fmt: skip
-"""What the names mean, for readers."""
-
-
 def allocate_workspace(cfg: DrafterConfig, params: LaunchParams, device: torch.device | str) -> dict[str, Tensor]:
     """Allocate `BUFFERS`, poisoned: NaN in floats; integers are what the kernel expects to find, 0 or empty lists."""
     size, types = sizes(cfg, params), element_types(cfg)
@@ -205,15 +191,31 @@ def _fresh(shape: list[int], dtype: torch.dtype, device: torch.device | str) -> 
     return torch.full(shape, fill, dtype=dtype, device=device)
 
 
-def table() -> str:
-    """The table, in Markdown."""
-    lines = ["| buffer | type | shape | written in | read in | what |", "| --- | --- | --- | --- | --- | --- |"]
-    for buffer in BUFFERS:
-        cells = (f"`{buffer.name}`", buffer.dtype, ", ".join(buffer.shape), buffer.written, buffer.read, buffer.holds)
-        lines.append(f"| {' | '.join(cells)} |")
-    meanings = "; ".join(f"*{name}*: {meaning}" for name, meaning in SIZES.items())
-    return "\n".join([*lines, "", f"Sizes: {meanings}."])
+_MOST_ROWS = 64
+"""Rows of a product of a unit: what the matrix units of sm_90 multiply at a time."""
 
 
-if __name__ == "__main__":
-    print(table())
+def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
+    """How one unit is stored and read: in the steps of the base's LM head, with no more shared memory than there."""
+    tile = params.tiles["head"]
+    block_n = min(_MOST_ROWS, tile.block_n)
+    scaled = cfg.weight_dtype != cfg.dtype
+    return HeadTiles(
+        stored=UNIT_ROWS, owned=UNIT_ROWS, hidden=cfg.hidden, chunk=tile.block_k, scaled=scaled, several=True,
+        tile=Tile(block_n, tile.block_k, tile.stages),
+    )  # fmt: skip
+
+
+def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails | None:
+    """Allocate empty tails, with rows for the kernel unless ``params`` is None; None where nothing joins."""
+    if cfg.tail_rows == 0:
+        return None
+    slots, width = cfg.num_slots, cfg.tail_rows
+    tails = Tails.allocate(slots, width, device)
+    if params is None:
+        return tails
+    tiles = tail_tiles(cfg, params)
+    shape = (slots, width // UNIT_ROWS, cfg.hidden // tiles.chunk, UNIT_ROWS, tiles.chunk)
+    scales = torch.ones((slots, width) if tiles.scaled else (1, 1), dtype=torch.float32, device=device)
+    rows = torch.zeros(shape, dtype=cfg.weight_dtype, device=device)
+    return replace(tails, rows=rows, scales=scales, loaded=torch.full_like(tails.ranks, -1))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, misfit
 from ..settings import SamplingConfig
 from .options import SAMPLING
 
@@ -20,9 +20,7 @@ DEFAULT_MAX_NEW_TOKENS = 256
 def read_count(name: str, value: Any, least: int) -> int:
     """Return a whole number of at least ``least``; numpy's integers count, True does not. Raises `UsageError`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise UsageError(
-            f"{name} must be an integer of at least {least}, got {value!r}.", option=name, expected=least, found=value
-        )
+        raise misfit(name, f"an integer of at least {least}", value)
     return int(value)
 
 
@@ -58,7 +56,7 @@ def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> 
 def read_seconds(name: str, value: Any) -> float:
     """Return a number of seconds above 0. Raises `UsageError`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-        raise UsageError(f"{name} must be a number of seconds above 0, got {value!r}.", option=name, found=value)
+        raise misfit(name, "a number of seconds above 0", value)
     return float(value)
 
 

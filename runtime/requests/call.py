@@ -22,10 +22,10 @@ from .arguments import (
     read_seconds,
     read_stop_strings,
 )
-from .logit_records import LogitRecord
 from .options import build_processors, join_options, without_padding
 from .prompts import ReadPrompts, check_prompts, read_prompts
 from .requests import Request
+from .sampling import LogitRecord
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
 from ..errors import UsageError
-from .logit_records import LogitRecord
+from .sampling import LogitRecord
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTIES = (
@@ -85,12 +85,6 @@ def join_options(
     for name, value in [*fields.items(), *keywords.items()]:
         if name in _WITHOUT_EFFECT:
             continue
-        if name == "assistant_model" and value is not None:
-            raise UsageError(
-                "generate() drafts with the model's own head: name it with head= in from_pretrained, and leave "
-                "assistant_model out.",
-                option=name,
-            )
         if name not in defaults or not (value is None or name in served or _asks_nothing(name, value, defaults[name])):
             raise UsageError(
                 f"generate() cannot serve {name}. Of a GenerationConfig it takes {', '.join(served)}. Anything else "

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
-from .logit_records import LogitRecord
-from .missed import HeldIds, MissedTokens, most_missed_first
 from .options import Processors
-from .sampling import uniform_stream
-from .stats import GenerationStats
+from .sampling import LogitRecord, uniform_stream
+from .stats import GenerationStats, HeldIds, MissedTokens, most_missed_first
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
 OnTokens = Callable[[int, Sequence[int]], None]
@@ -116,22 +114,13 @@ class RunningRequest:
     def output(self, timings: dict[str, Any]) -> RequestOutput:
         """Return the finished result; ``timings`` are `GenerationStats` fields, {} where the time is shared."""
         assert self.finish_reason is not None
-        stats = GenerationStats(
-            accepted_lengths=dict(sorted(self.accepted_lengths.items())),
-            num_new_tokens=len(self.token_ids),
-            num_prompt_tokens=len(self.request.prompt_ids),
-            missed_ids={} if self.missed is None else most_missed_first([self.missed.counts]),
-            num_plain_tokens=len(self.token_ids) if self.missed is None else 0,
-            num_reused_tokens=self.num_reused,
-            **timings,
-        )
         place, record = (len(self.request.prompt_ids), len(self.token_ids)), self.request.record
         return RequestOutput(
             list(self.request.prompt_ids),
             list(self.token_ids),
             self._text(),
             self.finish_reason,
-            stats,
+            _stats_of([self], timings),
             None if record is None else record.logits(*place),
             None if record is None else record.scores(*place),
         )
@@ -207,17 +196,19 @@ def collect(
 ) -> tuple[list[RequestOutput], GenerationStats]:
     """Return the outputs of finished requests and the statistics of all; time is theirs only if there is one."""
     outputs = [state.output(timings if len(states) == 1 else {}) for state in states]
+    return outputs, _stats_of(states, timings | counts)
+
+
+def _stats_of(states: Sequence[RunningRequest], more: dict[str, Any]) -> GenerationStats:
     lengths: Counter[int] = Counter()
     for state in states:
         lengths.update(state.accepted_lengths)
-    total = GenerationStats(
+    return GenerationStats(
         accepted_lengths=dict(sorted(lengths.items())),
         num_new_tokens=sum(len(state.token_ids) for state in states),
         num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
         num_plain_tokens=sum(len(state.token_ids) for state in states if state.missed is None),
         num_reused_tokens=sum(state.num_reused for state in states),
-        **timings,
-        **counts,
+        **more,
     )
-    return outputs, total

@@ -1,4 +1,4 @@
-"""Random numbers of a request, fixed by seed and position, and transformers' warpers, for scores that are reported.
+"""Random numbers of a request, fixed by seed and position, and the scores that are reported of its tokens.
 
 Every request has one stream of uniform numbers, drawn from its own generator (seed, request index). The token at new
 position i is chosen with number i of the stream (`step.kernels.choose_tokens`). So a request's sampled text depends on
@@ -9,6 +9,7 @@ same seed, and the distribution is exactly the target's.
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -53,3 +54,40 @@ def warp(logits: Tensor, sampling: SamplingConfig) -> Tensor:
         scores = TypicalLogitsWarper(sampling.typical_p)(ids, scores)
     assert isinstance(scores, Tensor)
     return scores
+
+
+@dataclass
+class LogitRecord:
+    """Listens at both ends of a request's logits processors, wherever a token is chosen.
+
+    Positions of drafts that are not kept are overwritten when the position is chosen again, so what is there at the end
+    belongs to the tokens of the answer.
+    """
+
+    sampling: SamplingConfig
+    _logits: dict[int, Tensor] = field(default_factory=dict)
+    _scores: dict[int, Tensor] = field(default_factory=dict)
+
+    def before(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Keep the target's logits, float32 [1, vocab], after the tokens int64 [1, seq]; return them as they are."""
+        self._logits[input_ids.shape[1]] = logits[0].clone()
+        return logits
+
+    def after(self, input_ids: Tensor, logits: Tensor) -> Tensor:
+        """Keep what the processors made of them."""
+        self._scores[input_ids.shape[1]] = logits[0].clone()
+        return logits
+
+    def logits(self, prompt_length: int, num_tokens: int) -> Tensor:
+        """Return the target's logits for each new token: float32 [num_tokens, vocab]."""
+        return _stack(self._logits, prompt_length, num_tokens)
+
+    def scores(self, prompt_length: int, num_tokens: int) -> Tensor:
+        """Return the scores that each new token was chosen by, processed and warped: float32 [num_tokens, vocab]."""
+        scores = _stack(self._scores, prompt_length, num_tokens)
+        return scores if self.sampling.is_greedy or not num_tokens else warp(scores, self.sampling)
+
+
+def _stack(rows: dict[int, Tensor], first: int, count: int) -> Tensor:
+    found = [rows[place] for place in range(first, first + count)]
+    return torch.stack(found) if found else torch.empty((0, 0))

@@ -1,19 +1,73 @@
-"""The cost of a generation: accepted lengths, and seconds by phase."""
+"""The cost of a generation: accepted lengths, tokens that no draft could have proposed, and seconds by phase.
+
+Generated tokens that the draft vocabulary did not hold are counted on the host as they arrive, so that the device has
+nothing more to do.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .missed import most_missed_first
+if TYPE_CHECKING:
+    from ..drafter.follow import FollowRows
+    from ..drafter.weights import HeadWeights
 
+_IN_JSON = (
+    "num_prompt_tokens", "num_reused_tokens", "num_nodes", "num_new_tokens", "num_passes", "num_accepted_tokens",
+    "mean_accepted_length", "accepted_lengths", "num_plain_tokens", "num_missed", "missed_rate", "missed_ids",
+    "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "num_empty_steps",
+    "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
+)  # fmt: skip
 PHASES = ("prefill", "draft", "verify", "step")
+
+
+@dataclass(frozen=True)
+class HeldIds:
+    """What a drafter can propose.
+
+    Attributes:
+        base: one byte for each target id, 1 where the draft vocabulary holds it.
+        follow: rows that join it while a prompt is followed; None where none do.
+    """
+
+    base: bytes
+    follow: FollowRows | None = None
+
+    @classmethod
+    def of(cls, weights: HeadWeights) -> HeldIds:
+        """The ids of a head's draft vocabulary, and what may join them."""
+        return cls(weights.held_ids, weights.follow)
+
+
+class MissedTokens:
+    """Counts what one request generates outside what could be drafted; `counts` are by target id."""
+
+    def __init__(self, held: HeldIds, prompt_ids: Sequence[int]) -> None:
+        self.held, self.counts = held, Counter[int]()
+        self._joined: tuple[int, ...] = () if held.follow is None else held.follow.tail_of(prompt_ids)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Take the tokens of one step, in order."""
+        base, follow = self.held.base, self.held.follow
+        outside = [token for token in tokens if not base[token]]
+        for token in outside:
+            if follow is None or not follow.holds(self._joined, token):
+                self.counts[token] += 1
+
+
+def most_missed_first(counts: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Add up counts by id, and order them: the most frequent first, ties by id."""
+    total: Counter[int] = Counter()
+    for each in counts:
+        total.update(each)
+    return dict(sorted(total.items(), key=lambda item: (-item[1], item[0])))
 
 
 class StepTimes(NamedTuple):
@@ -126,33 +180,10 @@ class GenerationStats:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers, keyed as in this class."""
-        return {
-            "num_prompt_tokens": self.num_prompt_tokens,
-            "num_reused_tokens": self.num_reused_tokens,
-            "num_nodes": self.num_nodes,
-            "num_new_tokens": self.num_new_tokens,
-            "num_passes": self.num_passes,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "mean_accepted_length": self.mean_accepted_length,
-            "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
-            "num_plain_tokens": self.num_plain_tokens,
-            "num_missed": self.num_missed,
-            "missed_rate": self.missed_rate,
-            "missed_ids": {str(token): count for token, count in self.missed_ids.items()},
-            "prefill_s": self.prefill_s,
-            "draft_s": self.draft_s,
-            "verify_s": self.verify_s,
-            "step_s": self.step_s,
-            "host_s": self.host_s,
-            "total_s": self.total_s,
-            "tokens_per_s": self.tokens_per_s,
-            "num_empty_steps": self.num_empty_steps,
-            "cache_bytes": self.cache_bytes,
-            "graph_bytes": self.graph_bytes,
-            "tuned_hits": self.tuned_hits,
-            "tuned_misses": self.tuned_misses,
-            "path": self.path,
-        }
+        by_name = {name: getattr(self, name) for name in _IN_JSON}
+        for name in ("accepted_lengths", "missed_ids"):
+            by_name[name] = {str(key): count for key, count in by_name[name].items()}
+        return by_name
 
     @classmethod
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:

@@ -35,9 +35,9 @@ class LayerPatch:
         with torch.inference_mode(False), torch.no_grad():
             self.session = build(tree_of(layer))
 
-    def apply(self, follow_kv: bool = True) -> None:
-        """Draft for the layer from now on: behind the ``stable_kv`` that it has, or from an empty one."""
-        self.write_kv(getattr(self.layer, "stable_kv", None) if follow_kv else None)
+    def apply(self) -> None:
+        """Draft for the layer from now on, after the ``stable_kv`` that it has."""
+        self.write_kv(getattr(self.layer, "stable_kv", None))
 
         def topK_genrate(  # noqa: N802  # upstream's name
             layer: Any, hidden_states: Tensor, input_ids: Tensor, head: Any, logits_processor: Any

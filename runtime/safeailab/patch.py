@@ -13,8 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..drafter.choose import check_drafter, choose_drafter
-from ..drafter.draft_weights import check_draft_weights
+from ..drafter.choose import check_draft_weights, check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
 from ..errors import UsageError
 from .drafting import LayerPatch
@@ -35,7 +34,7 @@ def patch_ea_model_with_triton_drafter(
     *,
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
-    drafter: str = "triton",
+    drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel; everything else stays upstream's.
@@ -55,7 +54,7 @@ def patch_ea_model_with_triton_drafter(
             of one or of a token map; None takes all the head has.
         counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
-        drafter: "triton", or "reference" for the same in plain PyTorch, on any device.
+        drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
     Returns:
@@ -75,7 +74,7 @@ def patch_eagle_model(
     *,
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
-    drafter: str = "triton",
+    drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
@@ -114,14 +113,7 @@ def unpatch_ea_model(model: Any) -> Any:
     return model
 
 
-def is_patched(model: Any) -> bool:
-    """Whether an EaModel, or the ``ea_layer`` that it has now, is patched."""
-    return is_rebound(model) or is_rebound(model.ea_layer)
-
-
-def unpatch_eagle_model(model: Any) -> Any:
-    """Undo `patch_eagle_model`; the same as `unpatch_ea_model`."""
-    return unpatch_ea_model(model)
+unpatch_eagle_model = unpatch_ea_model
 
 
 class EaModelPatch:
@@ -136,25 +128,24 @@ class EaModelPatch:
         drafter: str | DraftFunction = "triton",
         draft_weights: str = "auto",
         whole: bool = True,
-        strict: bool = False,
     ) -> None:
         check_ea_model(model)
-        if is_patched(model):
-            raise UsageError("This model is patched already: unpatch_ea_model(model) comes first.", option="model")
+        if is_rebound(model) or is_rebound(model.ea_layer):
+            raise UsageError("This EaModel is patched already: unpatch_ea_model(model) comes first.", option="model")
         weight = model.ea_layer.embed_tokens.weight
         check_drafter(drafter, weight.device, BACKENDS)
         check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
         head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
-        built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights, strict=strict)
+        built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
         # Sessions of all tree sizes share what is packed.
         self.layer = LayerPatch(
             model.ea_layer, target_lm_head(model), lambda tree: Session(built.like(built.weights, tree))
         )
         self.step = StepPatch(model, self.layer) if whole else None
 
-    def apply(self, follow_kv: bool = True) -> None:
+    def apply(self) -> None:
         """Put the patch on; see `LayerPatch.apply`."""
-        self.layer.apply(follow_kv)
+        self.layer.apply()
         if self.step is not None:
             self.step.apply()
 

@@ -167,21 +167,18 @@ class Session:
 
 def _check_kv(kv: StableKV, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
     """Take keys and values out of upstream's nesting."""
+    found: object = type(kv).__name__
     try:
         ((keys, values),) = kv
-        fits = all(
-            tensor.dim() == 4 and tensor.shape[:2] == (1, kv_heads) and tensor.shape[3] == head_dim
-            for tensor in (keys, values)
-        ) and keys.shape == values.shape  # fmt: skip
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError(
-            f"stable_kv must be None or ((keys, values),), as topK_genrate leaves it; got {type(kv).__name__}.",
-            attribute="stable_kv", found=type(kv).__name__,
-        ) from error  # fmt: skip
+        found = tuple(keys.shape), tuple(values.shape)
+        shape = (1, kv_heads, keys.shape[2], head_dim)
+        fits = found == (shape, shape)
+    except (TypeError, ValueError, AttributeError, IndexError):
+        fits = False
     if not fits:
         raise UsageError(
-            f"stable_kv must hold keys and values [1, {kv_heads}, length, {head_dim}]; got {tuple(keys.shape)} and "
-            f"{tuple(values.shape)}.",
-            attribute="stable_kv", expected=(1, kv_heads, None, head_dim), found=tuple(keys.shape),
+            f"stable_kv must be None or ((keys, values),), both [1, {kv_heads}, length, {head_dim}], as topK_genrate "
+            f"leaves it; got {found}.",
+            attribute="stable_kv", expected=(1, kv_heads, None, head_dim), found=found,
         )  # fmt: skip
     return keys, values

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.buffers import Buffers
-from ..errors import DrafterError, UnsupportedModelError, UsageError
+from ..drafter.launch import timed_out
+from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops
 from ..step.kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
@@ -84,8 +84,7 @@ class StepPatch:
     """
 
     def __init__(self, model: Any, layer_patch: LayerPatch) -> None:
-        # Whoever keeps patches by model must not keep the model with them.
-        self._model, self.layer_patch = weakref.ref(model), layer_patch
+        self.model, self.layer_patch = model, layer_patch
         self.decoder = model.base_model.model
         self._tensors: _Tensors | None = None
         self._retrieve_indices: Tensor | None = None
@@ -99,15 +98,14 @@ class StepPatch:
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
-        model = self._model()
-        loops = {name: self._loop(type(model), name) for name in LOOPS}
-        rebind(model, {**loops, _STEP: self})
-        rebind(self.decoder, self._mask_method.replacing(self.ops(tree_bias)))
+        loops = {name: self._loop(type(self.model), name) for name in LOOPS}
+        rebind(self.model, {**loops, _STEP: self})
+        rebind(self.decoder, _masks_by(self.ops(tree_bias), *self._mask_method))
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`."""
         restore(self.decoder)
-        restore(self._model())
+        restore(self.model)
 
     def _loop(self, model_class: type, name: str) -> Callable[..., Any]:
         original = getattr(model_class, name)
@@ -237,11 +235,7 @@ class StepPatch:
                 done.synchronize()
             record = tensors.record.tolist()
             if record[-1][0]:
-                drafter.clear_error_()
-                raise DrafterError(
-                    "The drafter's grid barrier timed out: not all its programs were running at once, or one of them "
-                    "failed. Is another process using the GPU's SMs exclusively?"
-                )
+                raise timed_out(bufs)
             count = record[0][0]
             session.length += count
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
@@ -292,53 +286,46 @@ def _check_loop(model_class: type, name: str) -> None:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _MaskMethod:
-    """Where a base model makes its mask: Llama, Qwen3 and Mixtral in one method, Qwen2 in another."""
+def _masks_by(tree_bias: Callable[..., Tensor], name: str, original: Callable[..., Any]) -> Mapping[str, Any]:
+    """Members for `rebind`: masks of whole trees by the kernel, all others by the model's own method."""
 
-    name: str
-    original: Callable[..., Any]
+    def of_llama(
+        decoder: Any, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, past_length: int
+    ) -> Any:
+        tree = _whole_tree(decoder, attention_mask, input_shape[-1], past_length + input_shape[-1])
+        if tree is None:
+            return original(decoder, attention_mask, input_shape, inputs_embeds, past_length)
+        # As upstream: float32, whatever the model's type.
+        return _bias(tree, attention_mask, past_length, inputs_embeds.device, torch.float32)
 
-    def replacing(self, tree_bias: Callable[..., Tensor]) -> Mapping[str, Any]:
-        """Members for `rebind`: masks of whole trees by the kernel, all others by the model's own method."""
-        original = self.original
+    def of_qwen2(decoder: Any, attention_mask: Tensor | None, **options: Any) -> Any:
+        nodes, keys = options["sequence_length"], options["target_length"]
+        tree = _whole_tree(decoder, attention_mask, nodes, keys)
+        if tree is None:
+            return original(decoder, attention_mask, **options)
+        return _bias(tree, attention_mask, keys - nodes, options["device"], options["dtype"])
 
-        def of_llama(
-            decoder: Any, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, past_length: int
-        ) -> Any:
-            tree = _whole_tree(decoder, attention_mask, input_shape[-1], past_length + input_shape[-1])
-            if tree is None:
-                return original(decoder, attention_mask, input_shape, inputs_embeds, past_length)
-            # As upstream: float32, whatever the model's type.
-            return _bias(tree, attention_mask, past_length, inputs_embeds.device, torch.float32)
+    def _bias(
+        tree: Tensor, attention_mask: Tensor | None, length: int, device: torch.device, dtype: torch.dtype
+    ) -> Tensor:
+        tree = tree.to(device)
+        keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
+        key_mask = keys if attention_mask is None else attention_mask[0].to(device)
+        with _current_device(device):
+            return tree_bias(tree, key_mask, dtype)[None, None]
 
-        def of_qwen2(decoder: Any, attention_mask: Tensor | None, **options: Any) -> Any:
-            nodes, keys = options["sequence_length"], options["target_length"]
-            tree = _whole_tree(decoder, attention_mask, nodes, keys)
-            if tree is None:
-                return original(decoder, attention_mask, **options)
-            return _bias(tree, attention_mask, keys - nodes, options["device"], options["dtype"])
-
-        def _bias(
-            tree: Tensor, attention_mask: Tensor | None, length: int, device: torch.device, dtype: torch.dtype
-        ) -> Tensor:
-            tree = tree.to(device)
-            keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
-            key_mask = keys if attention_mask is None else attention_mask[0].to(device)
-            with _current_device(device):
-                return tree_bias(tree, key_mask, dtype)[None, None]
-
-        return {self.name: of_qwen2 if self.name == _QWEN2_MASK else of_llama}
+    return {name: of_qwen2 if name == _QWEN2_MASK else of_llama}
 
 
 _LLAMA_MASK = "_prepare_decoder_attention_mask"
 _QWEN2_MASK = "_prepare_4d_causal_attention_mask_with_cache_position"
 
 
-def _mask_method(decoder: Any) -> _MaskMethod:
+def _mask_method(decoder: Any) -> tuple[str, Callable[..., Any]]:
+    """Find where a base model makes its mask: Llama, Qwen3 and Mixtral in one method, Qwen2 in another."""
     for name in (_LLAMA_MASK, _QWEN2_MASK):
         if hasattr(type(decoder), name):
-            return _MaskMethod(name, inspect.getattr_static(type(decoder), name))
+            return name, inspect.getattr_static(type(decoder), name)
     raise UnsupportedModelError(
         f"{type(decoder).__name__} makes its attention mask neither in {_LLAMA_MASK} nor in {_QWEN2_MASK}. "
         "patch_ea_model_with_triton_drafter replaces the drafter alone.",

@@ -13,7 +13,8 @@ from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
 
-from ..errors import HeadWarning, UsageError
+from ..drafter.weights import check_available
+from ..errors import HeadWarning, UsageError, misfit
 from .reading import trained_ids
 
 if TYPE_CHECKING:
@@ -56,7 +57,9 @@ def choose_ids(
             raise UsageError(
                 "A DraftVocab says itself which ids it has: leave counts and token_map out.", option="draft_vocab"
             )
-        return _own_ids(draft_vocab.for_target(_vocab_size(model)), available)
+        ids = draft_vocab.for_target(_vocab_size(model)).ascending_ids
+        check_available(ids, available)
+        return ids
     size = _read_size(draft_vocab, len(available))
     if counts is not None:
         return _ranked_by_counts(model, size, counts, available)
@@ -78,27 +81,10 @@ def _read_size(draft_vocab: Any, largest: int) -> int | None:
     if draft_vocab is None:
         return None
     if isinstance(draft_vocab, bool) or not isinstance(draft_vocab, int | np.integer):
-        raise UsageError(
-            f"draft_vocab must be a number of ids, a DraftVocab, a path or None (all); got {draft_vocab!r}.",
-            option="draft_vocab", found=draft_vocab,
-        )  # fmt: skip
+        raise misfit("draft_vocab", "a number of ids, a DraftVocab, a path or None (all)", draft_vocab)
     if not 1 <= draft_vocab <= largest:
-        raise UsageError(
-            f"draft_vocab = {draft_vocab} is outside 1 to {largest}, the rows of this head.",
-            option="draft_vocab", expected=(1, largest), found=int(draft_vocab),
-        )  # fmt: skip
+        raise misfit("draft_vocab", f"from 1 to {largest}, the rows of this head", int(draft_vocab))
     return int(draft_vocab)
-
-
-def _own_ids(vocab: DraftVocab, available: NDArray[np.int64]) -> NDArray[np.int64]:
-    missing = np.setdiff1d(vocab.target_ids, available)
-    if missing.size:
-        raise UsageError(
-            f"{missing.size} ids of the draft vocabulary are not among the {len(available)} the head can draft "
-            f"(first: {missing[0]}). Rank among the head's own ids.",
-            option="draft_vocab", ids=missing.tolist(),
-        )  # fmt: skip
-    return vocab.ascending_ids
 
 
 def _ranked_by_counts(

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from eagle_slim.runtime.drafter.compile_check import assembler_report, to_ptx
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
 from eagle_slim.runtime.drafter.kernels import tail_rows
 from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip
@@ -29,6 +28,7 @@ from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.choosing import ALL_RULES, random_case
+from kernels.compiled_drafter import assembler_report, to_ptx
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 

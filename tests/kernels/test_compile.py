@@ -36,7 +36,8 @@ Report = dict[str, object]
 
 def compile_in_a_process(arguments: list[str], sass: Path) -> Report:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "eagle_slim.runtime.drafter.compile_check", *arguments, "--sass", str(sass)]
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    command = [sys.executable, "-m", "kernels.compiled_drafter", *arguments, "--sass", str(sass)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return {**json.loads(done.stdout.splitlines()[-1]), "sass": sass.read_text()}
@@ -69,7 +70,7 @@ def test_fits_and_does_not_spill(reports: dict[str, Future[Report]], name: str) 
 
 def test_a_spill_among_the_products_is_seen(reports: dict[str, Future[Report]]) -> None:
     """The check on real machine code, doctored: a reload after the first product of the first loop."""
-    from eagle_slim.runtime.drafter.compile_check import product_loops
+    from kernels.compiled_drafter import product_loops
 
     sass = str(reports["sm_90"].result()["sass"])
     clean = product_loops(sass)
@@ -104,7 +105,7 @@ LISTING = """
 
 def test_the_listing_is_read_right() -> None:
     """A loop without copies is no loop of the stream, and what lies outside the products is told apart."""
-    from eagle_slim.runtime.drafter.compile_check import ProductLoop, product_loops
+    from kernels.compiled_drafter import ProductLoop, product_loops
 
     assert product_loops(LISTING.format(middle="NOP", after="NOP")) == [ProductLoop(1, 2, 1, 0, 0)]
     assert product_loops(LISTING.format(middle="NOP", after="LDL R2, [R1]")) == [ProductLoop(1, 2, 1, 0, 1)]

@@ -134,13 +134,13 @@ def test_features_of_other_forms(bufs: Buffers, features: object) -> None:
     [("new_tokens", torch.zeros(3, 16, dtype=torch.int64), {"expected": (torch.int32, (3, 16))}),
      ("values", torch.zeros(3, 1, 44, 16), {"expected": (torch.float32, (3, 2, 44, 16))}),
      ("parents", torch.zeros(3, 3, dtype=torch.int64), {"expected": (torch.int64, (3, 20))}),
-     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3), {"expected": "contiguous"}),
+     ("keys", torch.zeros(3, 2, 16, 44).transpose(2, 3), {}),
      ("keys", torch.zeros(3, 2, 44), {}),
-     ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), {"expected": "contiguous"})],
+     ("prefix", torch.zeros(3, dtype=torch.int32, device="meta"), {})],
 )  # fmt: skip
 def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts: Facts) -> None:
     with raises(UsageError, tensor=name, **facts):
-        replace(bufs, **{name: tensor})
+        draft(replace(bufs, **{name: tensor}))
 
 
 @pytest.mark.parametrize(
@@ -175,21 +175,17 @@ def test_what_set_step_wrote_is_known_until_something_else_writes(bufs: Buffers)
     assert bufs.most_new_tokens() is None
 
 
-def tensors_without(name: str) -> dict[str, Tensor]:
-    return {key: tensor for key, tensor in HEAD.tensors.items() if key != name}
-
-
 @pytest.mark.parametrize(
     ("changed", "facts"),
     [({"embedding": torch.zeros(300, 32)}, {"tensor": "embedding", "found": (300, 32)}),
      ({"lm_head": torch.zeros(120, 32)}, {"tensor": "lm_head", "found": (120, 32)}),
-     ({"draft_to_target": torch.arange(119)}, {"tensor": "draft_to_target", "expected": 120}),
-     ({"draft_to_target": torch.arange(120, device="meta")}, {"tensor": "draft_to_target", "found": "meta"}),
-     ({"tensors": tensors_without("norm.weight")}, {"tensor": "norm.weight", "missing": True}),
+     ({"draft_to_target": torch.arange(119)}, {"tensor": "draft_to_target", "expected": "int64 [120]"}),
+     (
+         {"draft_to_target": torch.arange(120, device="meta")},
+         {"tensor": "draft_to_target", "found": "torch.int64 on meta"},
+     ),
      ({"tensors": {**HEAD.tensors, "norm.weight": torch.ones(64).half()}},
-      {"tensor": "norm.weight", "found": torch.float16}),
-     ({"tensors": {**HEAD.tensors, "fc.weight": torch.ones(64, 128)}}, {"tensor": "fc.weight", "found": (64, 128)}),
-     ({"num_kv_heads": 4}, {"tensor": "self_attn.k_proj.weight", "found": (32, 128)})],
+      {"tensor": "norm.weight", "found": "torch.float16 on cpu"})],
 )  # fmt: skip
 def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts) -> None:
     with raises(UsageError, **facts):
@@ -199,7 +195,7 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
 OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
     "tree": (
         lambda: (replace(CFG, total_tokens=12), WEIGHTS),
-        {"tensor": "draft_tokens", "found": (3, 20), "expected": (3, 12)},
+        {"tensor": "draft_tokens", "found": (torch.int64, (3, 20)), "expected": (torch.int64, (3, 12))},
     ),
     "depth": (lambda: (replace(CFG, depth=2), WEIGHTS), {"tensor": "retrieve_indices"}),
     "positions": (lambda: (replace(CFG, max_positions=500), WEIGHTS), {"tensor": "keys"}),
@@ -213,7 +209,6 @@ OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
     "norms": (lambda: (replace(CFG, norm_output=True), WEIGHTS), {"field": "norm_output", "found": False}),
     "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), {"field": "target_vocab"}),
     "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), {"field": "dtype", "found": torch.float16}),
-    "no weights": (lambda: (CFG, HEAD), {"part": "HeadWeights", "expected": "Weights"}),  # type: ignore
     "head": (lambda: (CFG, Weights(random_head(hidden=32))), {"field": "hidden", "found": 32, "expected": 64}),
     "kind": (lambda: (CFG, Weights(random_head(kind="eagle"))), {"field": "kind", "found": "eagle"}),
 }

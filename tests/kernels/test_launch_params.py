@@ -22,20 +22,19 @@ from eagle_slim.runtime.drafter.launch_params import (
     group_rows,
     stage_bytes,
 )
-from eagle_slim.runtime.drafter.packed_weights import Weights, open_tuned_cache
-from eagle_slim.runtime.drafter.shape_records import read_shapes
+from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.tuned_cache import (
     LaunchTable,
     TunedCache,
     cache_key,
-    default_cache,
-    is_strict,
     layout_key,
+    open_tuned_cache,
+    read_shapes,
 )
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from support.drafting import problem, random_head
+from support.drafting import random_head
 from support.raising import raises
 
 TREE = TreeConfig(5, 10, 60)
@@ -98,14 +97,13 @@ def test_the_cache_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "tuned.json"
     cfg, chip = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90]
     cache = TunedCache(path)
-    derived = cache.lookup(cfg, chip)
-    assert (derived, cache.hits, cache.misses) == (choose_launch(cfg, chip), 0, 1)
+    derived, is_tuned = cache.find(cfg, chip)
+    assert (derived, is_tuned) == (choose_launch(cfg, chip), False)
     tuned = replace(derived, part_keys=derived.part_keys * 2)
     cache.store(cfg, chip, tuned)
     cache.save()
     again = TunedCache(path)
-    assert again.lookup(cfg, chip, strict=True) == tuned
-    assert (again.hits, again.misses) == (1, 0)
+    assert again.find(cfg, chip) == (tuned, True)
     assert list(tmp_path.iterdir()) == [path]
     assert LaunchParams.from_json(json.loads(json.dumps(tuned.to_json())), tuned.layout) == tuned
 
@@ -119,21 +117,19 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
     layout = replace(choose_layout(one, chip), split=dict.fromkeys(("fc", "qkv", "o", "down"), 1))
     cache.store(one, chip, choose_launch(one, chip, layout))
     assert set(cache.launches) == {cache_key(one, chip), cache_key(other, chip)}
-    assert cache.layouts[layout_key(four, chip)] == layout.to_json()
-    params = cache.lookup(four, chip)
-    assert (params, cache.misses) == (choose_launch(four, chip, layout), 1)
+    assert cache.layouts[layout_key(four, chip)] == layout
+    assert cache.find(four, chip) == (choose_launch(four, chip, layout), False)
     # A head that lies in another layout than the cache's cannot use what is tuned for that.
-    assert cache.lookup(one, chip, layout=choose_layout(one, chip)) == choose_launch(one, chip)
-    assert (cache.hits, cache.misses) == (0, 2)
+    assert cache.find(one, chip, choose_layout(one, chip)) == (choose_launch(one, chip), False)
 
 
 def test_layouts_beyond_the_kernels_are_refused() -> None:
     params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
-    values = params.layout.to_json()
+    values = vars(params.layout)
     with raises(DrafterError, split={**params.split, "o": 8}):
-        StoredLayout.from_json({**values, "split": {**params.split, "o": 8}})
+        StoredLayout(**{**values, "split": {**params.split, "o": 8}})
     with raises(DrafterError, head_rows=100):
-        StoredLayout.from_json({**values, "head_rows": 100})
+        StoredLayout(**{**values, "head_rows": 100})
     tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}
     with raises(DrafterError, tile="mlp", block_k=128, chunk=64):
         replace(params, tiles=tiles)
@@ -149,20 +145,19 @@ def test_misses_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
         longer = replace(cfg, max_positions=length + 100)
         assert table.get(longer) == choose_launch(cfg, chip)
         assert not table.is_tuned(longer)
-    cache.lookup(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
+    cache.find(replace(cfg, num_slots=8), KNOWN_CHIPS[100])
     recorded = [replace(shape, max_positions=cfg.max_positions) for _, shape in read_shapes(path)]
     assert recorded == [cfg, replace(cfg, num_slots=8)]
     assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_100"]
-    assert (cache.hits, cache.misses) == (0, 2)
     cache.store(cfg, chip, choose_launch(cfg, chip))
-    assert LaunchTable(cache.layout(cfg, chip), cache, chip, strict=True).is_tuned(cfg)
+    assert LaunchTable(cache.layout(cfg, chip), cache, chip).is_tuned(cfg)
     assert len(read_shapes(path)) == 2
     path.write_text('{"chip": "sm_90"}\n')
     with raises(UsageError, path=path, line=1):
         read_shapes(path)
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(tmp_path / "missing" / "shapes.json"))
     with raises(DrafterError, path=str(tmp_path / "missing" / "shapes.json")):
-        cache.lookup(replace(cfg, num_slots=2), chip)
+        cache.find(replace(cfg, num_slots=2), chip)
 
 
 def test_a_process_reads_the_cache_once(
@@ -170,7 +165,7 @@ def test_a_process_reads_the_cache_once(
 ) -> None:
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     with caplog.at_level(logging.INFO):
-        assert default_cache() is open_tuned_cache()
+        assert open_tuned_cache() is open_tuned_cache()
     assert [record.args[-1] for record in caplog.records] == [tmp_path / "tuned.json"]
 
 
@@ -186,38 +181,18 @@ def test_the_key_holds_what_speed_depends_on() -> None:
     assert cache_key(replace(base, max_positions=9000), chip) == cache_key(base, chip)
 
 
-def test_strict_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = random_head()
-    monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "none.json"))
-    with raises(DrafterError, path=tmp_path / "none.json") as missed:
-        problem(head, TreeConfig(1, 2, 5), [3], [1], strict=True)
-    assert missed.value.facts["key"].startswith("interpreter/eagle3-h64")
-    assert "Run python -m eagle_slim.runtime.tune for this head" in str(missed.value)
-    assert not is_strict()
-    monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
-    assert is_strict()
-    with raises(DrafterError, path=tmp_path / "none.json"):
-        problem(head, TreeConfig(1, 2, 5), [3], [1])
-    for off in ("0", "false", "No", " off ", ""):
-        monkeypatch.setenv("EAGLE_SLIM_STRICT", off)
-        assert not is_strict()
-    _, _, weights, _ = problem(head, TreeConfig(1, 2, 5), [3], [1])
-    assert isinstance(weights, Weights)
-
-
-def test_lookups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_looks_parameters_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(tmp_path / "tuned.json"))
     head = random_head()
     tree = TreeConfig(1, 2, 5)
     cfg = DrafterConfig.of(head, tree, 1, 20)
     cache = open_tuned_cache()
-    Weights.pack(head, cfg, cache=cache)
+    assert not Weights.pack(head, cfg, cache=cache).packed.launches.is_tuned(cfg)
     cache.store(cfg, chip_of(head.device), choose_launch(cfg, chip_of(head.device)))
     cache.save()
-    Weights.pack(head, cfg, cache=cache, strict=True)
-    Weights.pack(head, DrafterConfig.of(head, tree, 2, 20), cache=cache)
-    assert (cache.hits, cache.misses) == (1, 2)
-    Weights.pack(head, cfg, strict=True)  # reads the file
+    packed = Weights.pack(head, cfg).packed
+    assert packed.launches.is_tuned(cfg)
+    assert not packed.launches.is_tuned(DrafterConfig.of(head, tree, 2, 20))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}', '{"a": {"tiles": {}}}'])
@@ -231,7 +206,7 @@ def test_files_of_another_kind(text: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_shipped_cache_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EAGLE_SLIM_TUNED", "")
-    cache = default_cache()
+    cache = open_tuned_cache()
     assert cache.path.name == "tuned.json"
     assert cache.launches
     for key in [*cache.layouts, *cache.launches]:

@@ -57,7 +57,7 @@ def test_backends_and_parts(step: Problem, device: str) -> None:
     cfg, features, weights, bufs = step
     with raises(UsageError, option="backend", found="cuda") as unknown:
         launch_drafter(cfg, features, weights, bufs, backend="cuda")
-    assert str(unknown.value) == "backend = 'cuda' is unknown; expected triton or reference."
+    assert str(unknown.value) == "backend = 'cuda' is unknown; expected one of 'triton', 'reference'."
     with raises(DrafterError, missing="packed weights"):
         launch_drafter(cfg, features, Weights(weights.head), bufs)
     with raises(DrafterError, missing="workspace"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +17,7 @@ from eagle_slim.runtime.drafter.launch_params import (
     choose_launch,
     choose_layout,
 )
-from eagle_slim.runtime.drafter.shape_records import record_shape
-from eagle_slim.runtime.drafter.tuned_cache import cache_key
+from eagle_slim.runtime.drafter.tuned_cache import cache_key, record_shape
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -113,10 +111,10 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     for cfg, chip in ((replace(CFG, num_slots=4), CHIP), (small, CHIP), (CFG, CHIP), (CFG, KNOWN_CHIPS[100])):
         record_shape(cfg, chip)
     found = tune.recorded_configurations(path, CHIP.name)
-    assert [(dims, cfg.num_slots, cfg.draft_vocab) for _, dims, cfg in found] == [
+    assert [(dims, cfg.num_slots, cfg.draft_vocab) for dims, cfg in found] == [
         (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 4, 32000), (Dims.of(small), 2, 4096),
     ]  # fmt: skip
-    for recorded, (_, _, cfg) in zip((CFG, replace(CFG, num_slots=4), small), found, strict=True):
+    for recorded, (_, cfg) in zip((CFG, replace(CFG, num_slots=4), small), found, strict=True):
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree
     with raises(UsageError, path=path, chip="other"):
@@ -150,43 +148,14 @@ def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert min(timer(cfg, derived, changed)) > 0
 
 
-def test_heads_are_read_for_their_dimensions() -> None:
-    dims, rows = tune.head_dims(str(Path(__file__).parents[2] / "convert" / "default" / "head"))
-    assert dims == Dims(576, 1536, 9, 3, 64, 49152, "eagle3", 1728)
-    assert rows == 49152
-
-
-def test_types() -> None:
-    wanted = argparse.Namespace(
-        depth=5, top_k=10, total_tokens=60, all=False, head=None, from_shapes=None, dims="llama-3.2-1b",
-        draft_vocab=None, batch=[2], dtype="float16", fp8=True,
-    )  # fmt: skip
-    types = [(cfg.dtype, cfg.weight_dtype) for _, _, cfg in tune.configurations(wanted)]
-    assert types == [(torch.float16, torch.float16), (torch.float16, torch.float8_e4m3fn)]
-
-
-def test_options_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[argparse.Namespace] = []
-    monkeypatch.setattr(tune, "run", found.append)
-    tune.main(["--dims", "llama-3.1-8b"])
-    tune.main(["--all", "--depth", "3"])
-    tune.main(["--from-shapes", "shapes.json", "--rounds", "2"])
-    ((_, _, cfg),) = tune.configurations(found[0])
-    assert cfg == CFG
-    assert {cfg.depth for _, _, cfg in tune.configurations(found[1])} == {3}
-    assert (found[2].batch, found[2].rounds) == ([1], 2)
-
-
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "shapes.json"
     broken.write_text('{"chip": "sm_90", "hid')
     for arguments, words in (
-        (["--from-shapes", str(broken)], "line 1: no shape of a draft"),
-        (["--from-shapes", str(tmp_path / "missing")], "shapes cannot be read"),
-        (["--from-shapes", str(broken), "--batch", "4"], "--from-shapes says itself what --batch would say"),
-        (["--all", "--fp8"], "--all says itself what --fp8 would say"),
-        (["--dims", "llama-3.1-8b", "--variants", "-1"], "no whole number from 0 on"),
-        (["--dims", "llama-3.1-8b", "--out", str(tmp_path)], "cannot be written"),
+        ([str(broken)], "line 1: no shape of a draft"),
+        ([str(tmp_path / "missing")], "shapes cannot be read"),
+        ([str(broken), "--variants", "-1"], "no whole number from 0 on"),
+        ([str(broken), "--out", str(tmp_path)], "cannot be written"),
     ):
         with pytest.raises(SystemExit) as stopped:
             tune.main(arguments)
@@ -194,10 +163,12 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert words in capsys.readouterr().err
 
 
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
+    shapes = tmp_path / "shapes.json"
+    shapes.touch()
     with pytest.raises(SystemExit) as stopped:
-        tune.main(["--dims", "llama-3.1-8b"])
+        tune.main([str(shapes)])
     assert stopped.value.code == 1
     assert "needs an NVIDIA GPU" in capsys.readouterr().err

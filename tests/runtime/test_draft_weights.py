@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.drafter.choose import choose_drafter
-from eagle_slim.runtime.drafter.draft_weights import check_draft_weights
+from eagle_slim.runtime.drafter.choose import check_draft_weights, choose_drafter
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
 from eagle_slim.runtime.drafter.reference import draft_ref

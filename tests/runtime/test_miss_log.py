@@ -14,7 +14,7 @@ from eagle_slim.runtime.compare import CompareOptions, Prompt
 from eagle_slim.runtime.compare.answers import Answer, AnswerKey
 from eagle_slim.runtime.compare.candidates import PLAIN, Candidate
 from eagle_slim.runtime.compare.plan import Plan
-from eagle_slim.runtime.compare.token_log import log_of_answers
+from eagle_slim.runtime.compare.run import log_of_answers
 from eagle_slim.runtime.miss_log import check_log
 from eagle_slim.vocab_tools import TokenCounts, merge_counts, rank_vocabulary
 from eagle_slim.vocab_tools.errors import TokenizerError, UsageError, VocabularyError

@@ -191,7 +191,7 @@ def test_layout_of_a_batch_treats_sequences_apart() -> None:
 @pytest.mark.parametrize(
     ("depth", "top_k", "total", "facts"),
     [(2, 2, 12, {"option": "total_tokens", "expected": 11, "found": 12}), (-1, 2, 3, {"option": "depth", "found": -1}),
-     (2, 0, 3, {"option": "top_k", "found": 0}), (2, 2, 1, {"option": "total_tokens", "expected": 2})],
+     (2, 0, 3, {"option": "top_k", "found": 0}), (2, 2, 1, {"option": "total_tokens", "found": 1})],
 )  # fmt: skip
 def test_impossible_trees_are_refused(depth: int, top_k: int, total: int, facts: dict[str, Any]) -> None:
     with raises(UsageError, **facts):

@@ -121,14 +121,13 @@ def problem(
     active: list[int] | None = None,
     weight_dtype: torch.dtype | None = None,
     seed: int = 0,
-    strict: bool = False,
 ) -> tuple[DrafterConfig, torch.Tensor, Weights, Buffers]:
     """Set up a drafting step: caches filled to ``prefixes``, random features and tokens for the new positions."""
     slots = len(prefixes)
     device = head.device
     generator = torch.Generator().manual_seed(seed)
     cfg = DrafterConfig.of(head, tree, slots, max(prefixes) + 16, weight_dtype)
-    weights = Weights.pack(head, cfg, strict=strict)
+    weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)
     active = list(range(slots)) if active is None else active
     for slot in active:

@@ -48,9 +48,9 @@ def job_of(
 def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device, packed_vocab: int | None = None) -> Job:
     """The compilation of a configuration with the launch parameters that launches will find."""
     from ..kernel_launch import chip_of
-    from ..tuned_cache import default_cache
+    from ..tuned_cache import open_tuned_cache
 
-    return Job(dims, cfg, default_cache().lookup(cfg, chip_of(device)), packed_vocab)
+    return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0], packed_vocab)
 
 
 def compile_one(job: Job) -> float:

@@ -74,7 +74,7 @@ HEADLINE = Row("llama-3.1-8b", 32000, 5, 1, 512)
 
 
 def all_rows() -> list[Row]:
-    """What ``benchmarks.draft`` measures and ``tune --all`` tunes for, the most wanted first.
+    """What ``benchmarks.draft`` measures, the most wanted first.
 
     Rows that share a compiled kernel are neighbours.
     """

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import (
-    SpeculativeModel,
-    frontier_generate,
-    fused_draft_token_generation,
     patch_ea_model_with_triton_drafter,
     patch_eagle_model,
-    register_triton_backend,
     unpatch_eagle_model,
-    unregister_backend,
 )
-from support.upstream_models import NEEDS_UPSTREAM, OWN_TRANSFORMERS, build, prompt
+from support.upstream_models import NEEDS_UPSTREAM, build, prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,22 +55,3 @@ def test_drafts_and_text_are_upstreams(tmp_path: Path, name: str) -> None:
     patch_eagle_model(model)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(texts(), wanted, strict=True))
     unpatch_eagle_model(model)
-
-
-@OWN_TRANSFORMERS
-def test_named_backends_and_the_one_call_give_the_targets_text() -> None:
-    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="reference")
-    ids = model.encode_chat("What is the capital of France?")
-    wanted = model.generate(ids, max_new_tokens=16, speculative=False).results[0].token_ids
-    register_triton_backend("strictly tuned or not", strict=False)
-    try:
-        for backend in ("triton", "strictly tuned or not"):
-            output = frontier_generate(model, ids, backend=backend, max_new_tokens=16)
-            assert output.results[0].token_ids == wanted
-            assert output.stats.mean_accepted_length > 1.5
-    finally:
-        unregister_backend("strictly tuned or not")
-    loaded = model.target.model
-    output = fused_draft_token_generation(loaded, ids, max_new_tokens=16)
-    assert output.results[0].token_ids == wanted
-    assert "drafter triton" in output.stats.path

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from eagle_slim.runtime import GenerationStats, MissLog, SpeculativeModel
-from eagle_slim.runtime.requests.missed import HeldIds, MissedTokens, most_missed_first
+from eagle_slim.runtime.requests.stats import HeldIds, MissedTokens, most_missed_first
 from eagle_slim.runtime.requests.tree_size import TreeSize
 from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head

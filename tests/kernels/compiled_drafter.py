@@ -1,6 +1,6 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m eagle_slim.runtime.drafter.compile_check --chip 90 [--fp8] [--slots 1] [--small | --wide]
+    python -m kernels.compiled_drafter --chip 90 [--fp8] [--slots 1] [--small | --wide]
         [--options] [--tail 512]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
@@ -20,17 +20,16 @@ from typing import Any
 
 import torch
 import triton
+from eagle_slim.runtime.drafter.dimensions import DrafterConfig
+from eagle_slim.runtime.drafter.kernel_launch import compile_options, kernel_constants
+from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
+from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
+from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
+from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
+from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
+from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
-
-from .dimensions import DrafterConfig
-from .kernel_launch import compile_options, kernel_constants
-from .kernels.ancestor_attention import KVCache
-from .kernels.lm_topk import TailRows
-from .kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
-from .kernels.tree_build import TreeOutputs
-from .launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
-from .workspace import BUFFERS, Workspace, element_types
 
 LLAMA_8B = DrafterConfig(
     kind="eagle3", hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128, feature_width=12288,
