@@ -159,6 +159,17 @@ def test_every_folder_and_file_has_a_floor(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_contributing_tells_the_floors(package: str) -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    table = page.split(f"| `{package}/` | |\n", 1)[1].split("\n\n", 1)[0]
+    named = [name for row in table.splitlines()[1:] for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    commands = re.compile(r".*cli(\.py)?|errors(\.py)?")
+    floors = [name for name in FLOORS[package].split() if not commands.fullmatch(name)]
+    told = [name.removesuffix("/").removesuffix(".py") for name in named if not commands.fullmatch(name)]
+    assert sorted(told) == sorted(floors)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_nothing_imports_upwards(package: str) -> None:
     floors = [line.split() for line in FLOORS[package].strip().splitlines()]
     height = {name: floor for floor, names in enumerate(floors) for name in names}

@@ -1,4 +1,4 @@
-"""What README.md prints, run as printed and in order; its table of folders; the links of all pages."""
+"""What README.md prints, run as printed and in order; its length; the links of all pages."""
 
 from __future__ import annotations
 
@@ -49,12 +49,8 @@ def test_readme(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} - ignored == {"convert", "examples"}
 
 
-def test_the_tree_names_every_folder() -> None:
-    modules = (path for package in ("convert", "runtime", "vocab_tools") for path in (ROOT / package).glob("*/*.py"))
-    folders = {f"{path.parent.relative_to(ROOT)}/" for path in modules}
-    page = (ROOT / "README.md").read_text("utf-8")
-    named = re.findall(r"^\| `((?:convert|runtime|vocab_tools)/[^`]+/)` \|", page, re.MULTILINE)
-    assert sorted(named) == sorted(folders)
+def test_readme_is_read_in_two_minutes() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 130
 
 
 @pytest.mark.parametrize("page", sorted(path.relative_to(ROOT).as_posix() for path in PAGES))
