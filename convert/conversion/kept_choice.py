@@ -62,7 +62,7 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
     After those that the ranking holds come, for an artifact that is slimmed again, the others by their rank in it.
 
     Args:
-        keep: rows at hand in all, the draft vocabulary's among them; "full" for all that the ranking holds.
+        keep: rows in total, the draft vocabulary's among them; "full" for all that the ranking holds.
         ranking: that `vocab` was cut from.
         vocab: the draft vocabulary.
 

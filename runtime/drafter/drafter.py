@@ -102,7 +102,7 @@ class BufferedDrafter:
         self.error = barrier[ERROR : ERROR + 1]
         """int32 [1]: not 0 after a draft whose grid barrier timed out."""
         self._tables = self.head.rotary_halves(cfg.max_positions, cfg.num_tokens)
-        # Made here: a captured graph must not be what makes it.
+        # Built before capture.
         _ = self.head.kv_projection
 
     @property

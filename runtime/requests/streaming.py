@@ -17,7 +17,7 @@ class Streamer(Protocol):
         """Take token ids, int64 [1, seq] for the prompt and [new] afterwards, on the CPU."""
 
     def end(self) -> None:
-        """Hear that nothing more comes."""
+        """End of stream."""
 
 
 def send_tokens(streamer: Streamer) -> Callable[[int, Sequence[int]], None]:

@@ -1,15 +1,15 @@
-"""How many nodes a tree has where nobody says: chosen from measured steps, by active slots and context.
+"""How many nodes a tree has by default: chosen from measured steps, by active slots and context.
 
     tokens a second = slots * accepted length(nodes) / step(slots, context, nodes)
     step            = measured step + measured draft * (bytes that a draft reads / those of the head measured - 1)
 
 `tree_sizes.json`, which ``benchmarks.tree_sizes`` makes, holds both: the accepted length by nodes of one real head, and
 milliseconds of steps on named devices. The size with the most tokens a second is taken; a tree of one node is plain
-decoding. What is not in the tables goes by the nearest that is: tables of the same device, else of another of its kind
+decoding. What is not in the tables uses the nearest entry: tables of the same device, else of another of its kind
 (GPU or CPU); of those the target nearest in bytes of weights; then the next larger number of slots, and the nearest
 context, by ratio. Only the draft is scaled, as heads differ in their vocabulary; for the rest only ratios decide. That
-drafting does not pay at all is believed of the very GPU that was measured; elsewhere, and on CPUs, of which one says
-little of another, there is always a tree.
+drafting does not pay at all applies only to the GPU that was measured; elsewhere, and on CPUs, of which one says little
+of another, there is always a tree.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def unpatch_ea_model(model: Any) -> Any:
 
     The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. After
     `patch_eagle_model`, so are a base model and an ``ea_layer`` that it had then and were replaced since. A model that
-    is not patched is returned as it is. Raises `UsageError` for what is no EaModel.
+    is not patched is returned as it is. Raises `UsageError` for non-EaModel objects.
     """
     if not is_ea_model(model):
         check_ea_model(model)

@@ -267,7 +267,7 @@ class Decoder:
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
-        """Hide running slots, what they accepted last and the prompt in the box while something runs for practice."""
+        """Hide running slots, what they accepted last and the prompt in the box while something runs as warm-up."""
         # A phase may be practised alone, between those of a real step: a commit would go by that step's record.
         hidden = (self.state.active_count, self.state.active_inverse, self.state.record, self.box.numbers)
         before = [tensor.clone() for tensor in hidden]

@@ -143,7 +143,7 @@ def test_stop_strings_within_and_across_tokens_of_several_letters() -> None:
     assert state.finish_reason == "stop"
 
 
-def test_streamer_hears_the_prompt_then_every_token_once(tmp_path: Path) -> None:
+def test_streamer_is_called_with_the_prompt_then_every_token_once(tmp_path: Path) -> None:
     heard: list[list[int]] = []
 
     class Streamer:

@@ -199,6 +199,6 @@ def _chat_errors() -> Iterator[None]:
 
     try:
         yield
-    # A template is a program: besides refusing in its own words it may trip over anything in a message.
+    # A template is a program: it may refuse in its own words, or trip over anything in a message.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise ChatError(f"the chat template refuses this conversation: {error}", refused_by="template") from error

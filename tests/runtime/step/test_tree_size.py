@@ -1,4 +1,4 @@
-"""The size of a tree where nobody says: the rule by hand, the tables that ship, and what a call does with it."""
+"""The size of a tree by default: the rule by hand, the tables that ship, and what a call does with it."""
 
 from __future__ import annotations
 
