@@ -1,4 +1,4 @@
-"""Reading a tensor, or some of its rows, from any file of weights: piece by piece, by several threads, hashed on the way.
+"""Reading a tensor, or some of its rows, from any file of weights: piece by piece, by several threads, and hashed.
 
 The only place that reads tensor data and the only one that hashes it. A file says how rows are brought into memory
 (`WeightsFile.reading`); here they are asked for one piece ahead of the consumer.

@@ -123,7 +123,7 @@ class KVCache:
 
 
 class ForwardBuffers:
-    """What a forward of up to ``places * nodes`` rows writes, other than the cache; static, as graphs hold its addresses.
+    """What a forward of up to ``places * nodes`` rows writes beyond the cache; static, as graphs hold its addresses.
 
     ``features`` [rows, feature_width], ``logits`` [logit_rows, vocab], the attention's scratch (None without the
     kernel), and whatever the target asks for: ``working`` shapes by name, in the target's type. A target whose forward
