@@ -7,6 +7,8 @@ operations is rounded here too. Bytes moved: each operand once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -143,10 +145,18 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
 
 
+class CacheRows(NamedTuple):
+    """A layer's keys and values, and the distances of slots and heads in them, in elements."""
+
+    key_rows: Tensor
+    value_rows: Tensor
+    stride_slot: int
+    stride_head: int
+
+
 @triton.jit
 def _rotate_append_kernel(
-    qkv_ptr, bias_ptr, norm_q_ptr, norm_k_ptr, eps, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_row_ptr,
-    key_ptr, value_ptr, stride_slot, stride_head,
+    qkv_ptr, bias_ptr, norm_q_ptr, norm_k_ptr, eps, cos_ptr, sin_ptr, position_ptr, slot_ptr, kv_row_ptr, cache,
     NODES: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -184,15 +194,15 @@ def _rotate_append_kernel(
         kv_row = tl.load(kv_row_ptr + row).to(tl.int64)
         slot = tl.load(slot_ptr + row // NODES).to(tl.int64)
         kept = i < tl.where(kv_row >= 0, HALF, 0)
-        at = slot * stride_slot + kv_row * HEAD_DIM + i
+        at = slot * cache.stride_slot + kv_row * HEAD_DIM + i
         if head < HEADS + KV_HEADS:
-            at += (head - HEADS) * stride_head
-            tl.store(key_ptr + at, first, mask=kept)
-            tl.store(key_ptr + at + HALF, second, mask=kept)
+            at += (head - HEADS) * cache.stride_head
+            tl.store(cache.key_rows + at, first, mask=kept)
+            tl.store(cache.key_rows + at + HALF, second, mask=kept)
         else:
-            at += (head - HEADS - KV_HEADS) * stride_head
-            tl.store(value_ptr + at, first, mask=kept)
-            tl.store(value_ptr + at + HALF, second, mask=kept)
+            at += (head - HEADS - KV_HEADS) * cache.stride_head
+            tl.store(cache.value_rows + at, first, mask=kept)
+            tl.store(cache.value_rows + at + HALF, second, mask=kept)
 
 
 def rotate_append(
@@ -215,7 +225,7 @@ def rotate_append(
     norm_q, norm_k = (qkv, qkv) if norms is None else norms
     _rotate_append_kernel[(rows, heads + 2 * kv_heads)](
         qkv, qkv if bias is None else bias, norm_q, norm_k, eps, cos, sin, positions, slots, kv_rows,
-        keys, values, keys.stride(0), keys.stride(1),
+        CacheRows(keys, values, keys.stride(0), keys.stride(1)),
         NODES=rows // len(slots), HEADS=heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim,
         BLOCK=triton.next_power_of_2(head_dim // 2), BIAS=bias is not None, NORM=norms is not None, num_warps=1,
     )  # fmt: skip

@@ -19,6 +19,7 @@ launch merges them. fp32 accumulation throughout.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,8 +29,7 @@ from torch import Tensor
 NODES_PER_WORD = 64
 
 
-@dataclass(frozen=True)
-class AttentionRows:
+class AttentionRows(NamedTuple):
     """Which rows attend to what: shared by all layers of a forward; all on one device.
 
     ``slots`` int32 [places] (-1: an empty place); ``lengths`` int32 [slots]: committed rows, by slot; ``counts`` int32
@@ -52,8 +52,7 @@ class AttentionRows:
         return (self.ancestors[:, :, node // NODES_PER_WORD] >> (node % NODES_PER_WORD)) & 1 == 1
 
 
-@dataclass(frozen=True)
-class AttentionScratch:
+class AttentionScratch(NamedTuple):
     """Partial results, fp32: ``out`` [parts, rows, head_dim], ``stats`` [parts, rows, 2] (largest, sum).
 
     A part is a split of a place; the splits of a place lie together.
@@ -122,14 +121,51 @@ def tree_attention_ref(
         out[place * nodes : place * nodes + count] = attended.to(out.dtype)
 
 
+class AttentionNumbers(NamedTuple):
+    """Numbers of a layer, and distances in elements: of queries' rows, and of slots and heads in the cache."""
+
+    scale: float
+    softcap: float
+    window: int
+    stride_query: int
+    stride_slot: int
+    stride_head: int
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the kernels are compiled for; ``block_d``: ``head_dim`` to a power of two."""
+
+    nodes: int
+    group: int
+    kv_heads: int
+    head_dim: int
+    block_d: int
+    words: int
+    is_causal: bool
+    has_window: bool
+    is_capped: bool
+    precision: str
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """How the kernel cuts its work: query rows, keys a tile, warps and pipeline stages."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
 @triton.jit
-def _scores(q, key, to_log2, softcap, CAPPED: tl.constexpr, PRECISION: tl.constexpr):
+def _scores(q, key, numbers, SHAPE: tl.constexpr):
     """Scores in powers of two."""
-    score = tl.dot(q, key, input_precision=PRECISION) * to_log2
-    if CAPPED:
+    score = tl.dot(q, key, input_precision=SHAPE.precision) * (numbers.scale * 1.4426950408889634)
+    if SHAPE.is_capped:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
-        cap = softcap * 1.4426950408889634
-        score = cap - 2.0 * cap / (tl.exp2(score * (2.0 / softcap)) + 1.0)
+        cap = numbers.softcap * 1.4426950408889634
+        score = cap - 2.0 * cap / (tl.exp2(score * (2.0 / numbers.softcap)) + 1.0)
     return score
 
 
@@ -141,23 +177,23 @@ def _splits_in_use(total, most, keys_per_split):
 # Batches of all sizes share a kernel.
 @triton.jit(do_not_specialize=["most", "keys_per_split"])
 def _tree_attention_kernel(
-    q_ptr, stride_q, key_ptr, value_ptr, stride_slot, stride_head,
-    slot_ptr, length_ptr, count_ptr, ancestor_ptr, depth_ptr, out_ptr, stat_ptr, scale, softcap, window, most,
-    keys_per_split,
-    NODES: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    WORDS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, key_ptr, value_ptr, rows, scratch, numbers, most, keys_per_split, SHAPE: tl.constexpr, TILES: tl.constexpr
 ):  # fmt: skip
+    NODES: tl.constexpr = SHAPE.nodes
+    GROUP: tl.constexpr = SHAPE.group
+    KV_HEADS: tl.constexpr = SHAPE.kv_heads
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
+    BLOCK_Q: tl.constexpr = TILES.block_q
+    BLOCK_K: tl.constexpr = TILES.block_k
     kv_head = tl.program_id(0) % KV_HEADS
     block = tl.program_id(0) // KV_HEADS
     split = tl.program_id(1)
     place = tl.program_id(2).to(tl.int64)
-    slot = tl.load(slot_ptr + place).to(tl.int64)
+    slot = tl.load(rows.slots + place).to(tl.int64)
     if slot < 0:
         return
-    length = tl.load(length_ptr + slot)
-    count = tl.load(count_ptr + place)
+    length = tl.load(rows.lengths + slot)
+    count = tl.load(rows.counts + place)
     total = length + count
     splits = _splits_in_use(total, most, keys_per_split)
     if split >= splits:
@@ -167,45 +203,44 @@ def _tree_attention_kernel(
     node = row // GROUP
     head = kv_head * GROUP + row % GROUP
     in_use = node < tl.minimum(count, NODES)
-    d = tl.arange(0, BLOCK_D)
+    d = tl.arange(0, SHAPE.block_d)
     in_head = d < HEAD_DIM
-    q_at = (place * NODES + node)[:, None] * stride_q + head[:, None] * HEAD_DIM + d[None, :]
+    q_at = (place * NODES + node)[:, None] * numbers.stride_query + head[:, None] * HEAD_DIM + d[None, :]
     q = tl.load(q_ptr + q_at, mask=in_use[:, None] & in_head[None, :], other=0.0)
-    if WINDOW:
-        depth = tl.load(depth_ptr + place * NODES + node, mask=in_use, other=0)
+    if SHAPE.has_window:
+        depth = tl.load(rows.depths + place * NODES + node, mask=in_use, other=0)
         query_position = length + depth
 
     # Each split takes whole tiles, so that the committed keys need no mask.
     per_split = tl.cdiv(tl.cdiv(total, splits), BLOCK_K) * BLOCK_K
     first = split * per_split
     last = tl.minimum(first + per_split, total)
-    if CAUSAL:
+    if SHAPE.is_causal:
         last = tl.minimum(last, length + (block * BLOCK_Q + BLOCK_Q - 1) // GROUP + 1)
     unmasked = tl.minimum(last, length // BLOCK_K * BLOCK_K)
-    if WINDOW:
-        first = tl.maximum(first, tl.maximum(length - window + 1, 0) // BLOCK_K * BLOCK_K)
+    if SHAPE.has_window:
+        first = tl.maximum(first, tl.maximum(length - numbers.window + 1, 0) // BLOCK_K * BLOCK_K)
         unmasked = first
 
-    best = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    sum_exp = tl.zeros((BLOCK_Q,), tl.float32)
-    acc = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-    to_log2 = scale * 1.4426950408889634
-    base = slot * stride_slot + kv_head * stride_head
+    best = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    sum_exp = tl.full([BLOCK_Q], 0.0, tl.float32)
+    acc = tl.full([BLOCK_Q, SHAPE.block_d], 0.0, tl.float32)
+    base = slot * numbers.stride_slot + kv_head * numbers.stride_head
     for start in range(first, unmasked, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         key = tl.load(key_ptr + base + k[None, :] * HEAD_DIM + d[:, None], mask=in_head[:, None], other=0.0)
-        score = _scores(q, key, to_log2, softcap, CAPPED, PRECISION)
+        score = _scores(q, key, numbers, SHAPE)
         new_best = tl.maximum(best, tl.max(score, 1))
         decay = tl.exp2(best - new_best)
         weight = tl.exp2(score - new_best[:, None])
         value = tl.load(value_ptr + base + k[:, None] * HEAD_DIM + d[None, :], mask=in_head[None, :], other=0.0)
-        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=SHAPE.precision)
         sum_exp = sum_exp * decay + tl.sum(weight, 1)
         best = new_best
-    if not CAUSAL:
-        words = ancestor_ptr + (place * NODES + node) * WORDS
+    if not SHAPE.is_causal:
+        words = rows.ancestors + (place * NODES + node) * SHAPE.words
         low = tl.load(words, mask=in_use, other=0)
-        if WORDS == 2:
+        if SHAPE.words == 2:
             high = tl.load(words + 1, mask=in_use, other=0)
     # A few tiles at most: stages would only cost shared memory.
     for start in tl.range(tl.maximum(first, unmasked), last, BLOCK_K, num_stages=1):
@@ -215,21 +250,21 @@ def _tree_attention_kernel(
         key = tl.load(
             key_ptr + base + k[None, :] * HEAD_DIM + d[:, None], mask=in_head[:, None] & there[None, :], other=0.0
         )
-        score = _scores(q, key, to_log2, softcap, CAPPED, PRECISION)
+        score = _scores(q, key, numbers, SHAPE)
         own = k - length
-        if CAUSAL:
+        if SHAPE.is_causal:
             seen = there[None, :] & (own[None, :] <= node[:, None])
         else:
             shift = (tl.maximum(own, 0) % 64).to(tl.int64)
             is_ancestor = (low[:, None] >> shift[None, :]) & 1
-            if WORDS == 2:
+            if SHAPE.words == 2:
                 is_ancestor = tl.where((own >= 64)[None, :], (high[:, None] >> shift[None, :]) & 1, is_ancestor)
             seen = there[None, :] & ((own < 0)[None, :] | (is_ancestor != 0))
-        if WINDOW:
+        if SHAPE.has_window:
             is_own = there & (own >= 0)
-            key_depth = tl.load(depth_ptr + place * NODES + tl.maximum(own, 0), mask=is_own, other=0)
+            key_depth = tl.load(rows.depths + place * NODES + tl.maximum(own, 0), mask=is_own, other=0)
             key_position = tl.where(own >= 0, length + key_depth, k)
-            seen = seen & (query_position[:, None] - key_position[None, :] < window)
+            seen = seen & (query_position[:, None] - key_position[None, :] < numbers.window)
         score = tl.where(seen, score, float("-inf"))
         new_best = tl.maximum(best, tl.max(score, 1))
         # A row that has seen nothing yet: no -inf minus -inf.
@@ -239,59 +274,51 @@ def _tree_attention_kernel(
         value = tl.load(
             value_ptr + base + k[:, None] * HEAD_DIM + d[None, :], mask=in_head[None, :] & there[:, None], other=0.0
         )
-        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=PRECISION)
+        acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=SHAPE.precision)
         sum_exp = sum_exp * decay + tl.sum(weight, 1)
         best = new_best
 
     to = (place * most + split) * NODES * GROUP * KV_HEADS + node * GROUP * KV_HEADS + head
-    tl.store(out_ptr + to[:, None] * HEAD_DIM + d[None, :], acc, mask=in_use[:, None] & in_head[None, :])
-    tl.store(stat_ptr + to * 2, best, mask=in_use)
-    tl.store(stat_ptr + to * 2 + 1, sum_exp, mask=in_use)
+    tl.store(scratch.out + to[:, None] * HEAD_DIM + d[None, :], acc, mask=in_use[:, None] & in_head[None, :])
+    tl.store(scratch.stats + to * 2, best, mask=in_use)
+    tl.store(scratch.stats + to * 2 + 1, sum_exp, mask=in_use)
 
 
 @triton.jit(do_not_specialize=["most", "keys_per_split"])
 def _merge_kernel(
-    part_ptr, stat_ptr, sink_ptr, slot_ptr, length_ptr, count_ptr, out_ptr, most, keys_per_split,
-    NODES: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_S: tl.constexpr, SINKS: tl.constexpr,
+    rows, scratch, sink_ptr, out_ptr, most, keys_per_split, SHAPE: tl.constexpr, BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
+    NODES: tl.constexpr = SHAPE.nodes
+    HEADS: tl.constexpr = SHAPE.group * SHAPE.kv_heads
+    HEAD_DIM: tl.constexpr = SHAPE.head_dim
     row = tl.program_id(0)
     head = tl.program_id(1)
     place = (row // NODES).to(tl.int64)
     node = row % NODES
-    slot = tl.load(slot_ptr + place).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
+    slot = tl.load(rows.slots + place).to(tl.int64)
+    d = tl.arange(0, SHAPE.block_d)
     in_head = d < HEAD_DIM
     to = (row.to(tl.int64) * HEADS + head) * HEAD_DIM + d
-    count = tl.load(count_ptr + place)
+    count = tl.load(rows.counts + place)
     if (slot < 0) | (node >= count):
-        tl.store(out_ptr + to, tl.zeros((BLOCK_D,), tl.float32), mask=in_head)
+        tl.store(out_ptr + to, tl.full([SHAPE.block_d], 0.0, tl.float32), mask=in_head)
         return
-    splits = _splits_in_use(tl.load(length_ptr + slot) + count, most, keys_per_split)
+    splits = _splits_in_use(tl.load(rows.lengths + slot) + count, most, keys_per_split)
     split = tl.arange(0, BLOCK_S)
     used = split < splits
     at = (place * most + split) * NODES * HEADS + node * HEADS + head
-    best = tl.load(stat_ptr + at * 2, mask=used, other=float("-inf"))
+    best = tl.load(scratch.stats + at * 2, mask=used, other=float("-inf"))
     largest = tl.max(best)
     if SINKS:
         sink = tl.load(sink_ptr + head).to(tl.float32) * 1.4426950408889634
         largest = tl.maximum(largest, sink)
     factor = tl.exp2(best - largest)
-    total = tl.sum(tl.load(stat_ptr + at * 2 + 1, mask=used, other=0.0) * factor)
+    total = tl.sum(tl.load(scratch.stats + at * 2 + 1, mask=used, other=0.0) * factor)
     if SINKS:
         total += tl.exp2(sink - largest)
-    part = tl.load(part_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=used[:, None] & in_head[None, :], other=0.0)
+    part = tl.load(scratch.out + at[:, None] * HEAD_DIM + d[None, :], mask=used[:, None] & in_head[None, :], other=0.0)
     tl.store(out_ptr + to, tl.sum(part * factor[:, None], 0) / total, mask=in_head)
-
-
-@dataclass(frozen=True)
-class AttentionTiles:
-    """How the kernel cuts its work: query rows, keys a tile, warps and pipeline stages."""
-
-    block_q: int
-    block_k: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True)
@@ -381,21 +408,21 @@ def tree_attention(
     tiles = tiles or attention_tiles(nodes * group, head_dim, qkv.dtype, major_capability(qkv.device))
     splits = splits or choose_splits(places, kv_heads, nodes * group, tiles, num_processors(qkv.device))
     block_d = max(16, triton.next_power_of_2(head_dim))
-    causal = rows.ancestors is None
+    shape = AttentionShape(
+        nodes, group, kv_heads, head_dim, block_d, 1 if rows.ancestors is None else rows.ancestors.shape[2],
+        rows.ancestors is None, window is not None, softcap is not None,
+        "ieee" if qkv.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    numbers = AttentionNumbers(
+        scale, softcap or 1.0, window or 0, qkv.stride(0), keys.stride(0), keys.stride(1)
+    )  # fmt: skip
+    seen = rows if rows.ancestors is not None else rows._replace(ancestors=rows.slots)
     _tree_attention_kernel[(kv_heads * triton.cdiv(nodes * group, tiles.block_q), splits.most, places)](
-        qkv, qkv.stride(0), keys, values, keys.stride(0), keys.stride(1),
-        rows.slots, rows.lengths, rows.counts, rows.slots if rows.ancestors is None else rows.ancestors, rows.depths,
-        scratch.out, scratch.stats, scale, softcap or 1.0, window or 0, splits.most, splits.keys,
-        NODES=nodes, GROUP=group, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
-        BLOCK_Q=tiles.block_q, BLOCK_K=tiles.block_k,
-        WORDS=1 if rows.ancestors is None else rows.ancestors.shape[2], CAUSAL=causal, WINDOW=window is not None,
-        CAPPED=softcap is not None, PRECISION="ieee" if qkv.dtype == torch.float32 else "tf32",
+        qkv, keys, values, seen, scratch, numbers, splits.most, splits.keys, SHAPE=shape, TILES=tiles,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     block_s = triton.next_power_of_2(splits.most)
     _merge_kernel[(places * nodes, heads)](
-        scratch.out, scratch.stats, scratch.stats if sinks is None else sinks, rows.slots, rows.lengths, rows.counts,
-        out, splits.most, splits.keys,
-        NODES=nodes, HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+        seen, scratch, scratch.stats if sinks is None else sinks, out, splits.most, splits.keys, SHAPE=shape,
         BLOCK_S=block_s, SINKS=sinks is not None, num_warps=max(1, min(8, block_s * block_d // 2048)),
     )  # fmt: skip
