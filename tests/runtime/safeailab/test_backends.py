@@ -20,7 +20,7 @@ from support.tiny_models import plain_greedy, random_prompts, tiny_target, write
 from support.upstream_models import OWN_TRANSFORMERS, build, prompt
 
 
-def kept_drafters(model: Any) -> list[Any]:
+def kept_on(model: Any) -> list[Any]:
     return [each for place in vars(model)["_eagle_slim_kept"].values() for each, _ in place.values()]
 
 
@@ -69,11 +69,11 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
         check(frontier_generate, target, backend="mine", **loading)
         check(fused_draft_token_generation, target, drafter="reference", **loading)
     assert drafts
-    model = kept_drafters(target)[1]
-    assert len(kept_drafters(target)) == 2, "the second calls took what was there"
+    model = kept_on(target)[1]
+    assert len(kept_on(target)) == 2, "the second calls took what was there"
     for backend in ("reference", "mine", "mine"):
         check(frontier_generate, model, backend=backend)
-    assert len(kept_drafters(model)) == 1, "its own drafter needs no other"
+    assert len(kept_on(model)) == 1, "its own drafter needs no other"
     for given in ({"head": head}, {"draft_weights": "fp8"}):
         with raises(UsageError, option=next(iter(given))):
             fused_draft_token_generation(model, ids, drafter="reference", **given)  # type: ignore[arg-type]
@@ -81,7 +81,7 @@ def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: li
     other, gone = copy.deepcopy(target).double(), weakref.ref(target)
     target.double()
     check(fused_draft_token_generation, target, drafter="reference", **loading)
-    assert [each.drafter.weights.dtype for each in kept_drafters(target)] == [torch.float64]
+    assert [each.drafter.weights.dtype for each in kept_on(target)] == [torch.float64]
     model, target = None, other
     gc.collect()
     assert gone() is None, "what was kept went with its model"
@@ -97,9 +97,7 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, drafts: list[None])
             found = frontier_generate(model, prompt(model), backend=backend, max_new_tokens=12)
             assert (type(model), type(layer)) == kinds, "its methods are upstream's again"
             assert torch.equal(found, model.eagenerate(prompt(model), max_new_tokens=12))
-        assert [patch.layer.layer for patch in kept_drafters(model)] == [layer, layer], (
-            "built once for each layer and backend"
-        )
+        assert [patch.layer.layer for patch in kept_on(model)] == [layer, layer], "built once for a layer and backend"
     assert drafts
     runtime.register_triton_backend("fp8", draft_weights="fp8")
     with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
