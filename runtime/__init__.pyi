@@ -16,6 +16,7 @@ from .drafter.tuned_cache import open_tuned_cache
 from .errors import (
     AcceptanceWarning,
     DrafterError,
+    GPUAssertionError,
     HeadWarning,
     PairingError,
     PromptError,
@@ -28,6 +29,13 @@ from .model import SpeculativeModel
 from .requests.output import GenerationOutput
 from .requests.requests import RequestOutput
 from .requests.stats import GenerationStats
+from .safeailab.backends import (
+    frontier_generate,
+    fused_draft_token_generation,
+    register_triton_backend,
+    registered_backends,
+    unregister_backend,
+)
 from .safeailab.patch import (
     patch_ea_model_with_triton_drafter,
     patch_eagle_model,
@@ -46,6 +54,7 @@ __all__ = [
     "DrafterConfig",
     "DrafterError",
     "FollowRows",
+    "GPUAssertionError",
     "GenerationOutput",
     "GenerationStats",
     "HeadWarning",
@@ -63,12 +72,17 @@ __all__ = [
     "allocate_buffers",
     "check_finished",
     "compare",
+    "frontier_generate",
+    "fused_draft_token_generation",
     "launch_drafter",
     "open_tuned_cache",
     "patch_ea_model_with_triton_drafter",
     "patch_eagle_model",
     "prefill_drafter",
+    "register_triton_backend",
+    "registered_backends",
     "set_tail",
     "unpatch_ea_model",
     "unpatch_eagle_model",
+    "unregister_backend",
 ]

@@ -6,6 +6,7 @@ EagleSlimError
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
 ├── PromptError             the prompt is empty or too long for the model: other prompt
 ├── DrafterError            the drafter asked for cannot run here: other drafter or device
+│   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
 └── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
 """
 
@@ -17,6 +18,7 @@ __all__ = [
     "AcceptanceWarning",
     "DrafterError",
     "EagleSlimError",
+    "GPUAssertionError",
     "HeadWarning",
     "PairingError",
     "PromptError",
@@ -48,6 +50,10 @@ class PromptError(EagleSlimError):
 
 class DrafterError(EagleSlimError):
     """The drafter asked for cannot run with these dimensions or on this device."""
+
+
+class GPUAssertionError(DrafterError):
+    """A call that is made for a GPU found none that it can use; says what was expected, what was found, what to do."""
 
 
 class PromptFileError(EagleSlimError):

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from eagle_slim.runtime import (
+    SpeculativeModel,
+    frontier_generate,
+    fused_draft_token_generation,
     patch_ea_model_with_triton_drafter,
     patch_eagle_model,
     unpatch_eagle_model,
 )
-from support.upstream_models import NEEDS_UPSTREAM, build, prompt
+from support.upstream_models import NEEDS_UPSTREAM, OWN_TRANSFORMERS, build, prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,3 +58,15 @@ def test_drafts_and_text_are_upstreams(tmp_path: Path, name: str) -> None:
     patch_eagle_model(model)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(texts(), wanted, strict=True))
     unpatch_eagle_model(model)
+
+
+@OWN_TRANSFORMERS
+def test_a_named_backend_and_the_one_call_give_the_targets_text() -> None:
+    model = SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="reference")
+    ids = model.encode_chat("What is the capital of France?")
+    wanted = model.generate(ids, max_new_tokens=16, speculative=False).results[0].token_ids
+    assert frontier_generate(model, ids, backend="triton", max_new_tokens=16).results[0].token_ids == wanted
+    output = fused_draft_token_generation(model.target.model, ids, max_new_tokens=16)
+    assert output.results[0].token_ids == wanted
+    assert output.stats.mean_accepted_length > 1.5
+    assert "drafter triton" in output.stats.path

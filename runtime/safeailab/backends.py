@@ -1,0 +1,140 @@
+"""Drafting backends by name, generation over a named one, and generation that insists on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..drafter.choose import CHOICES
+from ..drafter.launch import DraftFunction
+from ..errors import GPUAssertionError, UsageError, check_choice, misfit
+from ..model import SpeculativeModel
+from ..requests.output import GenerationOutput
+from ..requests.prompts import Prompts
+from ..settings import TreeConfig
+from .patch import EaModelPatch
+from .reading import is_ea_model
+
+_registered: dict[str, dict[str, Any]] = {}
+
+
+def register_triton_backend(
+    name: str = "triton", draft: DraftFunction | None = None, *, draft_weights: str = "auto", overwrite: bool = False
+) -> None:
+    """Register a drafting backend for `frontier_generate`, under any name but "reference".
+
+    ``draft``: a `DraftFunction`, or None for the persistent kernel, whose matrices ``draft_weights`` "fp8" stores in
+    FP8. "triton" can be given other options, not another function. Raises `UsageError` for a name that is taken (unless
+    ``overwrite``) or no name at all, what cannot be called, and weights beside a function.
+    """
+    if not isinstance(name, str) or name in ("", "reference") or (name == "triton" and draft is not None):
+        raise misfit("name", "neither empty nor that of a built-in backend", name)
+    if name in _registered and not overwrite:
+        raise misfit("name", "a new one, or given with overwrite=True", name)
+    check_choice("draft_weights", draft_weights, CHOICES)
+    if draft is not None and (not callable(draft) or draft_weights != "auto"):
+        raise misfit("draft", "a DraftFunction, or None with draft_weights", type(draft).__name__)
+    _registered[name] = {"drafter": "triton" if draft is None else draft, "draft_weights": draft_weights}
+
+
+def unregister_backend(name: str) -> None:
+    """Forget a registered backend, or the options of "triton". Raises `UsageError` for what was not registered."""
+    if _registered.pop(name, None) is None:
+        raise misfit("name", f"one that was registered, of {[*_registered]}", name)
+
+
+def registered_backends() -> tuple[str, ...]:
+    """Names that `frontier_generate` knows, the built-in ones first."""
+    return ("reference", "triton", *(name for name in _registered if name != "triton"))
+
+
+def frontier_generate(
+    model: Any, input_ids: Any, *, backend: str = "triton", head: Any = None, draft_vocab: Any = None,
+    tree: TreeConfig | None = None, **options: Any,
+) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+    """Generate with a named drafting backend; the text is the target's own with any.
+
+    ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
+    EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
+    int64 [1, seq]; afterwards the EaModel's methods are upstream's again. The drafter is kept with the model, and built
+    again after that was moved to another device or type, or got another ``ea_layer`` or base model. Raises `UsageError`
+    for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it cannot run.
+    """
+    check_choice("backend", backend, registered_backends())
+    how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})
+    if head is None and not isinstance(model, SpeculativeModel) and not is_ea_model(model):
+        raise misfit("model", "a SpeculativeModel, an EaModel, or given with its head", type(model).__name__)
+    built = _build_once(model, how, head, draft_vocab, tree)
+    if isinstance(built, SpeculativeModel):
+        return built.generate(input_ids, **options)
+    built.apply()
+    try:
+        return model.eagenerate(input_ids, **options)  # type: ignore[no-any-return]
+    finally:
+        built.remove()
+
+
+def fused_draft_token_generation(
+    model: nn.Module | SpeculativeModel | str | Path | None, input_ids: Prompts, temperature: float = 0.0,
+    max_new_tokens: int = 256, *, drafter: str = "triton", draft_weights: str = "auto", head: Any = None,
+    draft_vocab: Any = None, tree: TreeConfig | None = None, **options: Any,
+) -> GenerationOutput:  # fmt: skip
+    """Generate with a transformers model and its draft head, the whole step on the GPU: one call.
+
+    As `frontier_generate`; ``model`` may also be what `SpeculativeModel.from_pretrained` loads, at every call. Raises
+    `GPUAssertionError` unless ``drafter`` is "reference" or there is an NVIDIA GPU of sm_80 or later with the model on
+    it; `UsageError` for an EaModel, for what a `SpeculativeModel` has already, and as `from_pretrained` and `generate`.
+    """
+    if is_ea_model(model):
+        raise misfit("model", "a transformers model (frontier_generate takes an EaModel)", type(model).__name__)
+    device = (_place(model) or [torch.device("cuda")])[0]
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
+    if drafter == "triton" and capability < (8, 0):
+        expected = "an NVIDIA GPU of sm_80 (Ampere) or later"
+        found = f"sm_{capability[0]}{capability[1]}" if has_gpu else f"none for a model on {device}"
+        hint = 'Move the model to one, or pass drafter="reference" to run in plain PyTorch, slowly.'
+        raise GPUAssertionError(f"Expected {expected}, found {found}. {hint}", expected=expected, found=found)
+    if isinstance(model, SpeculativeModel) and draft_weights != "auto":
+        raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
+    how = {"drafter": drafter, "draft_weights": draft_weights}
+    whole: SpeculativeModel = _build_once(model, how, head, draft_vocab, tree)
+    return whole.generate(input_ids, temperature=temperature, max_new_tokens=max_new_tokens, **options)
+
+
+class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it begin anew.
+    def __reduce__(self) -> Any:
+        return dict, ()
+
+
+def _build_once(model: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: Any) -> Any:
+    """Return the `SpeculativeModel`, or the `EaModelPatch`, that drafts as ``how`` says; kept with a loaded model."""
+    build: Any = SpeculativeModel.from_pretrained
+    given = {"target": model, "head": head, "draft_vocab": draft_vocab, **(vars(tree) if tree else {}), **how}
+    if isinstance(model, SpeculativeModel) or is_ea_model(model):
+        if not (head is draft_vocab is tree is None):
+            raise UsageError("This model has its own: leave head, draft_vocab and tree out.", option="head")
+        build, given = (EaModelPatch, {"model": model, **how}) if is_ea_model(model) else (model.with_drafter, how)
+    if isinstance(model, SpeculativeModel) and how == {"drafter": model.drafter.backend, "draft_weights": "auto"}:
+        return model
+    if not (place := _place(model)):
+        return build(**given)
+    kept = vars(model).get("_eagle_slim_kept")
+    if not isinstance(kept, _Kept) or place not in kept:
+        kept = vars(model)["_eagle_slim_kept"] = _Kept({place: {}})
+    # Objects by identity: they are kept alive here, so that none takes another's place.
+    key = tuple((name, each if isinstance(each, str | int | Path) else id(each)) for name, each in given.items())
+    if key not in kept[place]:
+        kept[place][key] = (build(**given), given)
+    return kept[place][key][0]
+
+
+def _place(model: Any) -> tuple[Any, ...]:
+    """Device and dtype of a loaded model; parts of an EaModel, and their classes, which are others while patched."""
+    layer = getattr(model, "ea_layer", model)
+    first: Any = next(layer.parameters(), None) if isinstance(layer, nn.Module) else layer
+    parts = (type(model), layer, type(layer), model.base_model) if is_ea_model(model) else ()
+    return (first.device, first.dtype, *parts) if hasattr(first, "dtype") else ()

@@ -1,0 +1,120 @@
+"""Drafting backends by name, generation over one, and the one call: errors, reuse, and the target's own text."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim import runtime
+from eagle_slim.runtime import DrafterError, GPUAssertionError, frontier_generate, fused_draft_token_generation
+from eagle_slim.runtime.drafter.reference import draft_ref
+from eagle_slim.runtime.errors import UsageError
+from support.raising import raises
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from support.upstream_models import OWN_TRANSFORMERS, build, prompt
+
+
+def kept_on(model: Any) -> list[Any]:
+    return [each for place in vars(model)["_eagle_slim_kept"].values() for each, _ in place.values()]
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One entry for each draft of a user's own function, registered as "mine"; no backend stays."""
+    monkeypatch.setattr("eagle_slim.runtime.safeailab.backends._registered", {})
+    calls: list[None] = []
+    runtime.register_triton_backend("mine", lambda *parts: calls.append(draft_ref(*parts)))
+    return calls
+
+
+def test_names_and_functions_are_checked(drafts: list[None]) -> None:
+    for name, draft in (("triton", draft_ref), ("reference", None), ("mine", draft_ref), ("", None)):
+        with raises(UsageError, option="name", found=name):
+            runtime.register_triton_backend(name, draft)
+    for draft, draft_weights in ((3, "auto"), (draft_ref, "fp8")):
+        with raises(UsageError, option="draft"):
+            runtime.register_triton_backend("new", draft, draft_weights=draft_weights)  # type: ignore[arg-type]
+    with raises(UsageError, option="draft_weights", found="int4"):
+        runtime.register_triton_backend("new", draft_weights="int4")
+    runtime.register_triton_backend()
+    with raises(UsageError, option="name", found="triton"):
+        runtime.register_triton_backend(draft_weights="fp8")
+    runtime.register_triton_backend(draft_weights="fp8", overwrite=True)
+    assert runtime.registered_backends() == ("reference", "triton", "mine")
+    with raises(UsageError, option="backend", found="other", expected=runtime.registered_backends()):
+        frontier_generate(object(), [1], backend="other")
+    with raises(UsageError, option="model", found="Linear"):
+        frontier_generate(torch.nn.Linear(2, 2), [1])
+    runtime.unregister_backend("mine")
+    with raises(UsageError, option="name", found="mine"):
+        runtime.unregister_backend("mine")
+
+
+@OWN_TRANSFORMERS
+def test_a_transformers_model_drafts_with_any_backend(tmp_path: Path, drafts: list[None]) -> None:
+    target, head, ids = tiny_target("llama"), write_head(tmp_path), random_prompts([7])[0]
+
+    def check(call: Any, model: Any, **options: Any) -> None:
+        output = call(model, ids, max_new_tokens=8, ignore_eos=True, **options)
+        assert list(output.results[0].token_ids) == plain_greedy(target, ids, 8, None)
+
+    loading: dict[str, Any] = {"head": head, "tree": runtime.TreeConfig(2, 3, 8)}
+    for _ in range(2):
+        check(frontier_generate, target, backend="mine", **loading)
+        check(fused_draft_token_generation, target, drafter="reference", **loading)
+    assert drafts
+    model = kept_on(target)[1]
+    assert len(kept_on(target)) == 2, "the second calls took what was there"
+    for backend in ("reference", "mine", "mine"):
+        check(frontier_generate, model, backend=backend)
+    assert len(kept_on(model)) == 1, "its own drafter needs no other"
+    for given in ({"head": head}, {"draft_weights": "fp8"}):
+        with raises(UsageError, option=next(iter(given))):
+            fused_draft_token_generation(model, ids, drafter="reference", **given)  # type: ignore[arg-type]
+    assert b"eagle_slim." not in pickle.dumps(target)
+    other, gone = copy.deepcopy(target).double(), weakref.ref(target)
+    target.double()
+    check(fused_draft_token_generation, target, drafter="reference", **loading)
+    assert [each.drafter.weights.dtype for each in kept_on(target)] == [torch.float64]
+    model, target = None, other
+    gc.collect()
+    assert gone() is None, "what was kept went with its model"
+    check(frontier_generate, target, backend="reference", **loading)
+
+
+def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, drafts: list[None]) -> None:
+    model, other = build("stand-in eagle3", tmp_path), build("stand-in eagle3", tmp_path, seed=3)
+    for layer in (model.ea_layer, other.ea_layer):
+        model.ea_layer = layer
+        kinds = type(model), type(layer)
+        for backend in ("reference", "mine", "mine"):
+            found = frontier_generate(model, prompt(model), backend=backend, max_new_tokens=12)
+            assert (type(model), type(layer)) == kinds, "its methods are upstream's again"
+            assert torch.equal(found, model.eagenerate(prompt(model), max_new_tokens=12))
+        assert [patch.layer.layer for patch in kept_on(model)] == [layer, layer], "built once for a layer and backend"
+    assert drafts
+    runtime.register_triton_backend("fp8", draft_weights="fp8")
+    with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
+        frontier_generate(model, prompt(model), backend="fp8")
+    with raises(UsageError, option="model"):
+        fused_draft_token_generation(model, prompt(model), drafter="reference")
+    runtime.patch_eagle_model(model, drafter="reference")
+    with raises(UsageError, option="model"):
+        frontier_generate(model, prompt(model), backend="mine")
+
+
+def test_one_call_says_what_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    for model, has_gpu, found in ((torch.nn.Linear(2, 2), True, "cpu"), (None, False, "cuda"), (None, True, "sm_75")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        with raises(GPUAssertionError, expected="an NVIDIA GPU of sm_80 (Ampere) or later") as caught:
+            fused_draft_token_generation(model, [1, 2])
+        assert found in caught.value.facts["found"]
+        assert 'drafter="reference"' in str(caught.value)
+    assert isinstance(caught.value, DrafterError)
