@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.kernels.frontier import MAX_DEPTH, frontier_on_device, frontier_ref
+from eagle_slim.runtime.drafter.kernels.frontier import MAX_DEPTH, frontier_ref
 from eagle_slim.runtime.tree import select_frontier
 from kernels.example_tree import CHAINS, FRONTIERS, LETTERS, LEVELS, TOP_K
+from kernels.parts import frontier_on_device
 
 FIELDS = ("scores", "candidates", "parents", "children", "chains")
 

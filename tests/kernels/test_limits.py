@@ -96,7 +96,6 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
 
 
 def test_a_workspace_larger_than_needed(device: str) -> None:
-    """As `benchmarks.shared.stages` makes the barrier's, for time stamps."""
     cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [3], [1])
     plain = launch_drafter(cfg, features, weights, bufs)[0].clone()
     bufs.workspace["barrier"] = torch.zeros(100, dtype=torch.int32, device=device)
