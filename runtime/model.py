@@ -41,13 +41,13 @@ from .loading import (
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
-from .requests.arguments import read_count, read_id_set
-from .requests.call import CallerModel, read_call
+from .requests.arguments import read_count
+from .requests.call import own_eos_ids, read_call
 from .requests.output import GenerationOutput, with_logprobs
 from .requests.prompts import Messages, Prompts, encode_conversation
 from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
-from .requests.stats import GenerationStats, HeldIds
+from .requests.stats import GenerationStats
 from .requests.streaming import Streamer, send_tokens
 from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import TreeConfig
@@ -345,7 +345,8 @@ class SpeculativeModel:
     @property
     def generation_config(self) -> GenerationConfig | None:
         """Generation configuration of the target; None where it has none."""
-        return getattr(self.target.model, "generation_config", None)
+        config: GenerationConfig | None = self.target.generation_config
+        return config
 
     @property
     def draft_vocab(self) -> int:
@@ -363,10 +364,7 @@ class SpeculativeModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the target's generation configuration, else of its configuration."""
-        found = getattr(self.generation_config, "eos_token_id", None)
-        if found is None:
-            found = getattr(self.target.text_config, "eos_token_id", None)
-        return read_id_set(found)
+        return own_eos_ids(self.target)
 
     def generate(
         self,
@@ -423,7 +421,7 @@ class SpeculativeModel:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
-        call = read_call(self._caller_model(), input_ids, options)
+        call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
         requests = call.requests
         max_slots = read_count("max_slots", max_slots, 1)
         if streamer is not None:
@@ -435,8 +433,8 @@ class SpeculativeModel:
         size = self._tree_size(requests, max_slots, speculative)
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         # Also where a measured size turns drafting off for a call: its tokens are still counted.
-        held = HeldIds.of(self.drafter.weights) if speculative else None
-        states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), held)
+        head = self.drafter.weights if speculative else None
+        states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
         tree = self._tree_of(size)
         loop = GenerationLoop(
             self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix
@@ -459,13 +457,6 @@ class SpeculativeModel:
             steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
         tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
         return f"{steps}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
-
-    def _caller_model(self) -> CallerModel:
-        return CallerModel(
-            self.generation_config, self.target.text_config, self.eos_token_ids,
-            int(self.target.text_config.vocab_size), self.target.embedding.shape[0], self.max_model_len, self.device,
-            self.tokenizer,
-        )  # fmt: skip
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
@@ -505,9 +496,8 @@ class SpeculativeModel:
         """
         num_prompts, max_slots = read_count("num_prompts", num_prompts, 1), read_count("max_slots", max_slots, 1)
         half = read_count("max_length", max_length, 2) // 2
-        call = read_call(
-            self._caller_model(), [[0] * half], {"max_new_tokens": max_length - half, "seed": 0, **options}
-        )  # fmt: skip
+        described = {"max_new_tokens": max_length - half, "seed": 0, **options}
+        call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
         requests = call.requests * num_prompts
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         size = self._tree_size(requests, max_slots, speculative)

@@ -143,10 +143,10 @@ def first_rows(head: HeadWeights, draft_vocab: int) -> HeadWeights:
     return replace(head, lm_head=head.lm_head[:draft_vocab], draft_to_target=head.draft_to_target[:draft_vocab])
 
 
-def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers, seed: int = 0) -> Tensor:
+def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) -> Tensor:
     """Fill every slot's cache with ``prefix`` random pairs, write ``num_new`` tokens, and return their features."""
     device = bufs.keys.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     for cache in (bufs.keys, bufs.values):
         cache.normal_(generator=generator)
     tokens = torch.randint(0, cfg.target_vocab, (cfg.num_slots, num_new), generator=generator, device=device)
