@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
-from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow, check_follow_rows
+from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
@@ -185,8 +185,7 @@ class SpeculativeModel:
             raise UsageError(f"from_pretrained has no option {unknown[0]!r}.", option=unknown[0])
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
-            check_follow(follow)
-            check_follow_rows(follow_rows)
+            check_follow(follow, follow_rows)
         offline, revision = loading.get("offline", False), loading.get("revision")
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
@@ -276,8 +275,7 @@ class SpeculativeModel:
         """
         weights, rows = self.drafter.weights, None
         if follow is not None:
-            check_follow(follow)
-            check_follow_rows(follow_rows)
+            check_follow(follow, follow_rows)
             if self.opened is None:
                 raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
             rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
@@ -291,15 +289,14 @@ class SpeculativeModel:
         """
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
-    def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
+    def with_drafter(self, drafter: str | DraftFunction) -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
-        drafter other than the kernel where weights are in FP8.
+        Weights in FP8 stay so. Raises as `choose_drafter`; `UsageError` for a drafter other than the kernel where
+        weights are in FP8.
         """
         weights, own = self.drafter.weights, self.drafter
-        if draft_weights == "auto" and self.draft_weights == "fp8":
-            draft_weights = "fp8"
+        draft_weights = "fp8" if self.draft_weights == "fp8" else "auto"
         order = None if own.packing is None else own.packing.order
         if own.packing is None and self.opened is not None and weights.device.type == "cuda":
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
@@ -445,9 +442,10 @@ class SpeculativeModel:
             streamer.end()
         if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
+        asked = (bool(call.options.get(f)) for f in ("output_scores", "output_logits", "return_dict_in_generate"))
         return GenerationOutput(
             tuple(results), stats, call.fill, None if call.sampling.is_greedy else call.sampling.seed,
-            tuple(call.read.rows), call.read.device, call.has_scores, call.has_logits, call.is_dict,
+            tuple(call.read.rows), call.read.device, *asked,
         )  # fmt: skip
 
     def _path(self, rules: CallRules, size: TreeSize) -> str:

@@ -40,21 +40,6 @@ class Call:
     fill: int
     """What fills ``sequences`` where an answer has ended."""
 
-    @property
-    def has_scores(self) -> bool:
-        """Whether processed scores are asked for."""
-        return bool(self.options.get("output_scores"))
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether the target's own logits are asked for."""
-        return bool(self.options.get("output_logits"))
-
-    @property
-    def is_dict(self) -> bool:
-        """Whether the output is used by names."""
-        return bool(self.options.get("return_dict_in_generate"))
-
 
 _OURS = (
     "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",

@@ -16,10 +16,11 @@ from eagle_slim.runtime.drafter.launch import (
     launch_drafter,
     prefill_drafter,
 )
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
+from kernels.chips import KNOWN_CHIPS
 from support.drafting import problem, random_head, with_options
 from support.raising import raises
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, allocate_workspace, sizes
+from kernels.chips import KNOWN_CHIPS
 from kernels.compiled_drafter import LLAMA_8B, SMOLLM2
 
 DOCS = Path(__file__).parents[2] / "docs" / "kernels.md"
