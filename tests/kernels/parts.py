@@ -20,7 +20,7 @@ from eagle_slim.runtime.drafter.kernels.ancestor_attention import (
     query_place,
     unit_of,
 )
-from eagle_slim.runtime.drafter.kernels.frontier import ROWS, Frontier, FrontierNodes, choose_frontier
+from eagle_slim.runtime.drafter.kernels.frontier import ROWS, Frontier, choose_frontier
 from eagle_slim.runtime.drafter.kernels.gated_mlp import MlpShape, gated_mlp
 from eagle_slim.runtime.drafter.kernels.grid_barrier import grid_barrier, leave_grid
 from eagle_slim.runtime.drafter.kernels.lm_topk import (
@@ -104,7 +104,7 @@ def _frontier_kernel(
     choose_frontier(key_ptr, num_nodes, first_candidate, level, frontier, chain_ptr, next_chain_ptr, SELECT)
 
 
-def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -> FrontierNodes:
+def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -> tuple[Frontier, Tensor]:
     """Choose the next level's nodes; arguments as `frontier_ref`, ``top_k`` 1 to 16."""
     nodes = 1 if level == 0 else top_k
     select = Selection.of(top_k, 16, 16, 1)
@@ -113,8 +113,7 @@ def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -
     longer = torch.empty_like(chains)
     first = 0 if level == 0 else top_k + (level - 1) * top_k**2
     _frontier_kernel[(1,)](scores, keys, level, nodes, first, frontier, chains, longer, select, num_warps=8)
-    score, candidate, parent, child = (field[:top_k] for field in frontier)
-    return FrontierNodes(score, candidate, parent, child, longer[:top_k])
+    return Frontier(*(field[:top_k] for field in frontier)), longer[:top_k]
 
 
 @triton.jit

@@ -13,7 +13,6 @@ there were a level 3, its nodes would be G (C's child) and I (E's), with chains 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -92,19 +91,8 @@ def choose_frontier(
     tl.store(next_chain_ptr + offs_k[:, None] * CHAIN_COLUMNS + offs_e[None, :], chain, mask=mask_k[:, None])
 
 
-@dataclass(frozen=True)
-class FrontierNodes:
-    """The nodes chosen for the next level, best first: [top_k], and their chains int32 [top_k, MAX_DEPTH]."""
-
-    scores: Tensor
-    candidates: Tensor
-    parents: Tensor
-    children: Tensor
-    chains: Tensor
-
-
-def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> FrontierNodes:
-    """Definition, with Python's own sorting.
+def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> tuple[Frontier, Tensor]:
+    """Definition, with Python's own sorting: the nodes chosen, best first, and their chains int32 [top_k, MAX_DEPTH].
 
     ``scores`` fp32 [candidates of the level]: top_k at level 0, else top_k squared, by (node, child); ``chains`` int32
     [16, MAX_DEPTH] of the level's nodes.
@@ -119,4 +107,4 @@ def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> Fron
         if level > 0:
             longer[node, level - 1] = (level - 1) * top_k + parent
     chosen = torch.tensor(best, dtype=torch.int32)
-    return FrontierNodes(scores[best], first + chosen, chosen // top_k, chosen % top_k, longer)
+    return Frontier(scores[best], first + chosen, chosen // top_k, chosen % top_k), longer
