@@ -155,12 +155,7 @@ def empty_lists(num_programs: int, rows: int, max_k: int, device: torch.device |
 def lm_head_topk(
     x: Tensor, weight: Tensor, top_k: int, num_programs: int | None = None, block_n: int = 256, block_k: int = 64
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `lm_head_topk_ref` with the streaming kernel (two launches).
-
-    ``x`` [rows, hidden] and ``weight`` [draft_vocab, hidden] of one dtype (bf16, fp16 or fp32), rows <= 256, hidden a
-    multiple of 16, 1 <= top_k <= min(16, draft_vocab); contiguous. ``num_programs``: default one per SM. Packs the
-    weight on each call; a drafter packs once.
-    """
+    """Compute `lm_head_topk_ref` with the streaming kernel (two launches); ``num_programs``: default one per SM."""
     rows, hidden = x.shape
     vocab = weight.shape[0]
     block_k = chunk_size(hidden, block_k)
