@@ -1,7 +1,6 @@
 """How fast is the persistent drafter, against eager PyTorch, against a CUDA graph of PyTorch, and against the memory?
 
     python -m benchmarks.draft [--rows REGEX] [--out benchmarks/results/DATE-h200-draft.json]
-    python -m benchmarks.draft --stages --rows llama-3.1-8b/v32000/d5/b1/p512
 
 Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with top_k 10 and total_tokens 60, random
 weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
@@ -13,8 +12,8 @@ weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in 
 
 Before a row is timed, every variant's draft is replayed by the fp32 reference (`agreement.replay`), its graph must give
 what the plain launch gave, and a row that fails is not timed. Each sample starts on an idle device right after another
-variant ran; times are from event to event, median of ``--rounds`` with 10th and 90th percentile. ``--stages`` times the
-phases of the kernel instead, by stamps at barriers. Exit status 1: a draft was wrong.
+variant ran; times are from event to event, median of ``--rounds`` with 10th and 90th percentile.
+Exit status 1: a draft was wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks.shared.baseline import TorchDraft
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.stages import stamp_barriers, time_phases
 from benchmarks.shared.timing import copy_bytes_per_s, machine
 
 TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
@@ -161,35 +159,16 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     return measured
 
 
-def measure_stages(problems: Problems, row: Row) -> dict[str, Any]:
-    """Time the phases of a row's kernels, which must not have been compiled before `stamp_barriers`."""
-    found = {}
-    for name in supported_weights(problems.device):
-        key = f"{row.name} {name}"
-        found[key] = time_phases(problems.drafter(row, name))
-        for entry in found[key]:
-            show({"kernel": key, **entry})
-    return found
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     rows = {row.name: row for row in all_rows()}
     command = Command("draft", __doc__, rows)
     command.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
-    command.add_argument("--stages", action="store_true", help="time the phases of the kernel instead")
     args = command.parse_args(argv)
     chosen = [rows[name] for name in command.chosen(args)]
     problems = Problems(command.gpu())
     device = problems.device
     result: dict[str, Any] = {"machine": machine(device)}
-    if args.stages:
-        stamp_barriers()
-        result["stages"] = {}
-        for row in chosen:
-            result["stages"] |= measure_stages(problems, row)
-            write(result, args.out)
-        return
     kernels = dict.fromkeys(replace(row, prefix=0) for row in chosen)
     jobs = [
         tuned_job(MODELS[row.model], problems.config(row, weights), device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
-from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow, check_follow_rows
+from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError
@@ -41,13 +41,13 @@ from .loading import (
     target_location,
 )
 from .pairing import check_pairing, check_tokenizer, check_vocabulary, resolve_tap_layers
-from .requests.arguments import read_count, read_id_set
-from .requests.call import CallerModel, read_call
+from .requests.arguments import read_count
+from .requests.call import own_eos_ids, read_call
 from .requests.output import GenerationOutput, with_logprobs
 from .requests.prompts import Messages, Prompts, encode_conversation
 from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
-from .requests.stats import GenerationStats, HeldIds
+from .requests.stats import GenerationStats
 from .requests.streaming import Streamer, send_tokens
 from .requests.tree_size import TreeSize, device_name, measured_sizes
 from .settings import TreeConfig
@@ -185,8 +185,7 @@ class SpeculativeModel:
             raise UsageError(f"from_pretrained has no option {unknown[0]!r}.", option=unknown[0])
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
-            check_follow(follow)
-            check_follow_rows(follow_rows)
+            check_follow(follow, follow_rows)
         offline, revision = loading.get("offline", False), loading.get("revision")
         device_map = loading.get("device_map")
         device = device if device_map is None else read_device_map(device_map, device)
@@ -276,8 +275,7 @@ class SpeculativeModel:
         """
         weights, rows = self.drafter.weights, None
         if follow is not None:
-            check_follow(follow)
-            check_follow_rows(follow_rows)
+            check_follow(follow, follow_rows)
             if self.opened is None:
                 raise UsageError("with_follow needs the opened head: build the model with from_pretrained.")
             rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
@@ -291,15 +289,14 @@ class SpeculativeModel:
         """
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
-    def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
+    def with_drafter(self, drafter: str | DraftFunction) -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
-        drafter other than the kernel where weights are in FP8.
+        Weights in FP8 stay so. Raises as `choose_drafter`; `UsageError` for a drafter other than the kernel where
+        weights are in FP8.
         """
         weights, own = self.drafter.weights, self.drafter
-        if draft_weights == "auto" and self.draft_weights == "fp8":
-            draft_weights = "fp8"
+        draft_weights = "fp8" if self.draft_weights == "fp8" else "auto"
         order = None if own.packing is None else own.packing.order
         if own.packing is None and self.opened is not None and weights.device.type == "cuda":
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)
@@ -345,7 +342,8 @@ class SpeculativeModel:
     @property
     def generation_config(self) -> GenerationConfig | None:
         """Generation configuration of the target; None where it has none."""
-        return getattr(self.target.model, "generation_config", None)
+        config: GenerationConfig | None = self.target.generation_config
+        return config
 
     @property
     def draft_vocab(self) -> int:
@@ -363,10 +361,7 @@ class SpeculativeModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """End-of-sequence ids of the target's generation configuration, else of its configuration."""
-        found = getattr(self.generation_config, "eos_token_id", None)
-        if found is None:
-            found = getattr(self.target.text_config, "eos_token_id", None)
-        return read_id_set(found)
+        return own_eos_ids(self.target)
 
     def generate(
         self,
@@ -423,7 +418,7 @@ class SpeculativeModel:
             PromptError: an empty prompt, an id outside the vocabulary, or no room in the context.
             UsageError: arguments that contradict each other, cannot be served, or lack a tokenizer.
         """
-        call = read_call(self._caller_model(), input_ids, options)
+        call = read_call(self.target, self.tokenizer, self.max_model_len, input_ids, options)
         requests = call.requests
         max_slots = read_count("max_slots", max_slots, 1)
         if streamer is not None:
@@ -435,8 +430,8 @@ class SpeculativeModel:
         size = self._tree_size(requests, max_slots, speculative)
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         # Also where a measured size turns drafting off for a call: its tokens are still counted.
-        held = HeldIds.of(self.drafter.weights) if speculative else None
-        states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), held)
+        head = self.drafter.weights if speculative else None
+        states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
         tree = self._tree_of(size)
         loop = GenerationLoop(
             self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix
@@ -447,9 +442,10 @@ class SpeculativeModel:
             streamer.end()
         if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
+        asked = (bool(call.options.get(f)) for f in ("output_scores", "output_logits", "return_dict_in_generate"))
         return GenerationOutput(
             tuple(results), stats, call.fill, None if call.sampling.is_greedy else call.sampling.seed,
-            tuple(call.read.rows), call.read.device, call.has_scores, call.has_logits, call.is_dict,
+            tuple(call.read.rows), call.read.device, *asked,
         )  # fmt: skip
 
     def _path(self, rules: CallRules, size: TreeSize) -> str:
@@ -459,13 +455,6 @@ class SpeculativeModel:
             steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
         tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
         return f"{steps}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
-
-    def _caller_model(self) -> CallerModel:
-        return CallerModel(
-            self.generation_config, self.target.text_config, self.eos_token_ids,
-            int(self.target.text_config.vocab_size), self.target.embedding.shape[0], self.max_model_len, self.device,
-            self.tokenizer,
-        )  # fmt: skip
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
@@ -505,9 +494,8 @@ class SpeculativeModel:
         """
         num_prompts, max_slots = read_count("num_prompts", num_prompts, 1), read_count("max_slots", max_slots, 1)
         half = read_count("max_length", max_length, 2) // 2
-        call = read_call(
-            self._caller_model(), [[0] * half], {"max_new_tokens": max_length - half, "seed": 0, **options}
-        )  # fmt: skip
+        described = {"max_new_tokens": max_length - half, "seed": 0, **options}
+        call = read_call(self.target, self.tokenizer, self.max_model_len, [[0] * half], described)
         requests = call.requests * num_prompts
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         size = self._tree_size(requests, max_slots, speculative)

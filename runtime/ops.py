@@ -1,4 +1,4 @@
-"""Kernel or twin: the one place where it is chosen.
+"""Kernel or twin, and on which GPU: the one place where it is chosen.
 
 An operation is a function that launches Triton kernels; its twin is the plain PyTorch function in the same module whose
 name ends in ``_ref``, with the same arguments and results, which defines it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -33,3 +34,8 @@ class Ops:
             return operation
         twin: Operation = getattr(sys.modules[operation.__module__], f"{operation.__name__}_ref")
         return twin
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Launch kernels where a model is, which need not be the current GPU; nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

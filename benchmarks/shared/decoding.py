@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
-from eagle_slim.runtime.drafter.tuning.precompile import compile_all, job_of
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, first_rows, random_head
+from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder, Phase
@@ -116,7 +116,11 @@ class RandomModel:
 def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
     """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
     # Kernels do not depend on the length of the cache.
-    jobs = [job_of(model, tree, batch, 2048, rows, device) for tree, batch, rows in dict.fromkeys(shapes)]
+    dims = MODELS[model]
+    jobs = [
+        tuned_job(dims, draft_config(dims, rows, tree, batch, 2048), device)
+        for tree, batch, rows in dict.fromkeys(shapes)
+    ]
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
 
 

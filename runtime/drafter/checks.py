@@ -112,8 +112,7 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
 
     for name, like in allocate_workspace(cfg, weights.packed.launches.get(cfg), "meta").items():
         tensor = bufs.workspace.get(name)
-        # It may be larger: with time stamps, the barrier's state is.
-        if tensor is None or tensor.dtype != like.dtype or tensor.numel() < like.numel():
+        if tensor is None or tensor.dtype != like.dtype or tensor.shape != like.shape:
             held = "no" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise UsageError(
                 f"The buffers' workspace has {held} {name}, these weights need {like.dtype} {tuple(like.shape)}. "

@@ -33,24 +33,22 @@ NAMES = {
 _FIRST_WITH_FP8 = (8, 9)
 
 
-def check_drafter(
-    drafter: str | DraftFunction, device: torch.device, names: Sequence[str] = DRAFTERS, option: str = "drafter"
-) -> None:  # fmt: skip
+def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Sequence[str] = DRAFTERS) -> None:
     """Refuse a drafter that cannot run: `UsageError` for an unknown name, `DrafterError` for "triton" without a GPU.
 
     With ``TRITON_INTERPRET=1`` in the environment the kernel runs on the CPU, in Triton's interpreter.
     """
     if callable(drafter):
         return
-    check_choice(option, drafter, names)
+    check_choice("drafter", drafter, names)
     if drafter == "triton" and device.type != "cuda":
         from .kernels.persistent import is_interpreted
 
         if device.type != "cpu" or not is_interpreted():
             raise DrafterError(
-                f"{option} = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use {option}='reference', or "
+                f"drafter = 'triton' needs an NVIDIA GPU, and the model is on {device}. Use drafter='reference', or "
                 "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
-                option=option, expected="cuda", found=device.type,
+                option="drafter", expected="cuda", found=device.type,
             )  # fmt: skip
 
 

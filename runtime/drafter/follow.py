@@ -131,9 +131,10 @@ class FollowRows:
         return self.rows[self.row_of_rank[ranks].long()]
 
 
-def check_follow(follow: str) -> None:
-    """Raise `UsageError` unless ``follow`` is "prompt", the only text that can be followed."""
+def check_follow(follow: str, most: int) -> None:
+    """Raise `UsageError` unless ``follow`` is "prompt", the only text to be followed, and so many ids can join."""
     check_choice("follow", follow, ("prompt", None))
+    check_follow_rows(most)
 
 
 def check_follow_rows(most: int) -> None:

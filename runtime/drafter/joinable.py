@@ -35,18 +35,11 @@ class JoinableRows:
         row_of_id: int32 [target_vocab] on the same device: the row of each target id, -1 where there is none, since the
             head was never trained on it or its row was not kept.
         rank_order: target ids, best first, int64 [ranked], as far as the head's manifest ranks them; None without one.
-        origin: where the rows come from, in words.
     """
 
     rows: Tensor
     row_of_id: Tensor
     rank_order: NDArray[np.int64] | None
-    origin: str
-
-    @property
-    def target_ids(self) -> NDArray[np.int64]:
-        """The ids that have a row, ascending, int64 [rows]."""
-        return np.flatnonzero(self.row_of_id.cpu().numpy() >= 0)
 
 
 def load_joinable_rows(
@@ -82,18 +75,17 @@ def load_joinable_rows(
         rows = target.lm_head.detach()
         if rows.dtype != dtype or rows.device != device:
             rows = gather_target_rows(head, target, every, dtype, device)
-        return JoinableRows(rows, _places(every, len(every), device), rank_order, "the target's LM head")
-    origin = "the head's own rows"
+        return JoinableRows(rows, _places(every, len(every), device), rank_order)
     if manifest is not None and manifest.kept_rows is not None:
-        head, origin = with_kept_rows(head, offline), "the artifact's kept rows"
+        head = with_kept_rows(head, offline)
     elif head.draft_vocab <= len(draft_ids):
         original = original_at_hand(head)
         if original is None:
             raise _no_rows(head, len(draft_ids))
-        head, origin = original, f"the rows of {original.location}"
+        head = original
     ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else np.sort(head.draft_ids_to_target)
     rows = gather_lm_head_rows(head, target, ids, dtype, device)
-    return JoinableRows(rows, _places(ids, head.target_vocab, device), rank_order, origin)
+    return JoinableRows(rows, _places(ids, head.target_vocab, device), rank_order)
 
 
 def _has_rows_of(head: DraftHead, target: TargetModel) -> bool:

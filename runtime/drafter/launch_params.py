@@ -111,13 +111,6 @@ class Chip:
     num_sms: int
 
 
-# Opt-in shared memory per block: CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability".
-KNOWN_CHIPS = {
-    80: Chip("sm_80", 80, 166912, 108),
-    89: Chip("sm_89", 89, 101376, 128),
-    90: Chip("sm_90", 90, 232448, 132),
-    100: Chip("sm_100", 100, 232448, 148),
-}
 INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
 """One program does everything, one after the other."""
 

@@ -71,11 +71,6 @@ def read_criteria(criteria: Any) -> tuple[Callable[[Tensor, Any], Any], ...]:
     return tuple(given)
 
 
-def read_seed(seed: Any) -> int:
-    """Return the seed of a call; None draws one from PyTorch's generator, which `torch.manual_seed` sets."""
-    return int(torch.randint(2**63 - 1, ())) if seed is None else seed
-
-
 def read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
     """Return how many tokens to add to a prompt: ``max_new_tokens``, else what ``max_length`` leaves, else 256.
 
@@ -98,8 +93,8 @@ def read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
 def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
     """Read how to sample from joined options (`join_options`); the ``keywords`` must not contradict each other.
 
-    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None
-    (`read_seed`). Raises `UsageError`.
+    Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
+    from PyTorch's generator, which `torch.manual_seed` sets. Raises `UsageError`.
     """
     named = {name: keywords.get(name) for name in ("do_sample", *SAMPLING)}
     if named["do_sample"] is None and named["temperature"] is None:
@@ -109,7 +104,7 @@ def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed:
         return SamplingConfig(seed=first.seed)
     found = {name: options[name] for name in SAMPLING if name in options}
     sampling = sampling_config(do_sample=True, **found, seed=first.seed)
-    return replace(sampling, seed=read_seed(seed))
+    return replace(sampling, seed=int(torch.randint(2**63 - 1, ())) if seed is None else seed)
 
 
 def sampling_config(

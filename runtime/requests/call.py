@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import UsageError
 from ..settings import SamplingConfig
+from ..target.wrapper import TargetModel
 from .arguments import (
     read_count,
     read_criteria,
@@ -29,22 +29,6 @@ from .sampling import LogitRecord
 
 
 @dataclass(frozen=True)
-class CallerModel:
-    """What reading a call needs to know of the model."""
-
-    generation_config: Any
-    text_config: Any
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    """Logits per position."""
-    num_ids: int
-    """Rows of the embedding."""
-    max_model_len: int | None
-    device: torch.device
-    tokenizer: Any | None
-
-
-@dataclass(frozen=True)
 class Call:
     """A call, read and checked."""
 
@@ -56,21 +40,6 @@ class Call:
     fill: int
     """What fills ``sequences`` where an answer has ended."""
 
-    @property
-    def has_scores(self) -> bool:
-        """Whether processed scores are asked for."""
-        return bool(self.options.get("output_scores"))
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether the target's own logits are asked for."""
-        return bool(self.options.get("output_logits"))
-
-    @property
-    def is_dict(self) -> bool:
-        """Whether the output is used by names."""
-        return bool(self.options.get("return_dict_in_generate"))
-
 
 _OURS = (
     "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
@@ -79,8 +48,19 @@ _OURS = (
 """Arguments that are no fields of a `GenerationConfig`."""
 
 
-def read_call(model: CallerModel, input_ids: Any, keywords: Mapping[str, Any]) -> Call:
-    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does."""
+def own_eos_ids(target: TargetModel) -> frozenset[int]:
+    """End-of-sequence ids of a target's generation configuration, else of its configuration."""
+    found = getattr(target.generation_config, "eos_token_id", None)
+    return read_id_set(getattr(target.text_config, "eos_token_id", None) if found is None else found)
+
+
+def read_call(
+    target: TargetModel, tokenizer: Any | None, context_limit: int | None, input_ids: Any, keywords: Mapping[str, Any]
+) -> Call:
+    """Read the arguments of `SpeculativeModel.generate` that say what to generate. Raises as that does.
+
+    ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
+    """
     own = {name: keywords.get(name) for name in _OURS}
     fields = {name: value for name, value in keywords.items() if name not in _OURS}
     if own["inputs"] is not None:
@@ -89,12 +69,13 @@ def read_call(model: CallerModel, input_ids: Any, keywords: Mapping[str, Any]) -
         input_ids = own["inputs"]
     if input_ids is None:
         raise UsageError("No prompt was given: input_ids is None.", found=None)
-    tokenizer = model.tokenizer if own["tokenizer"] is None else own["tokenizer"]
-    options = join_options(model.generation_config, own["generation_config"], fields)
+    tokenizer = tokenizer if own["tokenizer"] is None else own["tokenizer"]
+    own_eos = own_eos_ids(target)
+    options = join_options(target.generation_config, own["generation_config"], fields)
     sampling = read_sampling(options, fields, own["seed"])
-    eos = frozenset() if own["ignore_eos"] else read_id_set(options.get("eos_token_id", model.eos_token_ids))
-    pad = _pad(model, options.get("pad_token_id"))
-    padding = None if pad in (eos or model.eos_token_ids) else pad
+    eos = frozenset() if own["ignore_eos"] else read_id_set(options.get("eos_token_id", own_eos))
+    pad = _pad(target, options.get("pad_token_id"))
+    padding = None if pad in (eos or own_eos) else pad
     read = read_prompts(input_ids, own["attention_mask"], padding, tokenizer)
     repeats = read_count("num_return_sequences", options.get("num_return_sequences", 1), 1)
     if repeats > 1 and sampling.is_greedy:
@@ -107,23 +88,23 @@ def read_call(model: CallerModel, input_ids: Any, keywords: Mapping[str, Any]) -
     stop = options.get("stop_strings") if own["stop"] is None else own["stop"]
     max_time = options.get("max_time")
     shared: dict[str, Any] = {
-        "eos_ids": eos, "context_limit": model.max_model_len, "stop": read_stop_strings(stop, tokenizer is not None),
+        "eos_ids": eos, "context_limit": context_limit, "stop": read_stop_strings(stop, tokenizer is not None),
         "decode": partial(_decode, tokenizer) if tokenizer else None,
         "criteria": read_criteria(own["stopping_criteria"]),
         "deadline": None if max_time is None else time.monotonic() + read_seconds("max_time", max_time),
-        "device": model.device,
+        "device": target.device,
     }  # fmt: skip
     requests = [
-        _read_request(model, options, sampling, index, prompt, len(read.rows[index]), own["logits_processor"], shared)
+        _read_request(target, options, sampling, index, prompt, len(read.rows[index]), own["logits_processor"], shared)
         for index, prompt in enumerate(read.prompts)
     ]
-    check_prompts(requests, model.num_ids)
-    fill = _fill(model, options.get("eos_token_id")) if pad is None else pad
+    check_prompts(requests, target.embedding.shape[0])
+    fill = _fill(target, options.get("eos_token_id")) if pad is None else pad
     return Call(requests, sampling, options, read, fill)
 
 
 def _read_request(
-    model: CallerModel,
+    target: TargetModel,
     options: Mapping[str, Any],
     sampling: SamplingConfig,
     index: int,
@@ -137,25 +118,25 @@ def _read_request(
     wants_logits = options.get("output_scores") or options.get("output_logits")
     record = LogitRecord(sampling) if wants_logits else None
     process = build_processors(
-        without_padding(options, padded_length - len(prompt)), len(prompt), new, shared["eos_ids"], model.vocab_size,
-        logits_processor or (), model.device, record,
+        without_padding(options, padded_length - len(prompt)), len(prompt), new, shared["eos_ids"],
+        int(target.text_config.vocab_size), logits_processor or (), target.device, record,
     )  # fmt: skip
     return Request(index, prompt, new, process=process, record=record, **shared)
 
 
-def _pad(model: CallerModel, given: int | None) -> int | None:
+def _pad(target: TargetModel, given: int | None) -> int | None:
     """Return the id that marks padding: as given, else the target's."""
-    found = [given, *(getattr(each, "pad_token_id", None) for each in (model.generation_config, model.text_config))]
+    found = [given, *(getattr(each, "pad_token_id", None) for each in (target.generation_config, target.text_config))]
     return next((int(token) for token in found if token is not None), None)
 
 
-def _fill(model: CallerModel, ends: Any) -> int:
+def _fill(target: TargetModel, ends: Any) -> int:
     """Return what fills ``sequences`` where nothing is named for padding: the first end of sequence, else 0."""
-    ends = getattr(model.generation_config, "eos_token_id", None) if ends is None else ends
+    ends = getattr(target.generation_config, "eos_token_id", None) if ends is None else ends
     first = ends.flatten()[:1].tolist() if isinstance(ends, Tensor) else ends
     if isinstance(first, Iterable):
         first = next(iter(first), None)
-    return min(model.eos_token_ids, default=0) if first is None else int(first)
+    return min(own_eos_ids(target), default=0) if first is None else int(first)
 
 
 def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

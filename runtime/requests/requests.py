@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,10 +14,13 @@ from torch import Tensor
 from ..settings import MAX_NEW_TOKENS, SamplingConfig
 from .options import Processors
 from .sampling import LogitRecord, uniform_stream
-from .stats import GenerationStats, HeldIds, MissedTokens, most_missed_first
+from .stats import GenerationStats, MissedTokens, most_missed_first
+
+if TYPE_CHECKING:
+    from ..drafter.weights import HeadWeights
 
 FinishReason = Literal["eos", "stop", "criteria", "length", "context", "time"]
-OnTokens = Callable[[int, Sequence[int]], None]
+OnTokens = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class RunningRequest:
     request: Request
     stream: Tensor | None
     """float64 [at least max_new_tokens]: this request's random numbers; None when greedy."""
-    on_tokens: Callable[[Sequence[int]], None] | None = None
+    on_tokens: OnTokens | None = None
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)
@@ -164,11 +167,11 @@ def start(
     requests: Sequence[Request],
     sampling: SamplingConfig,
     on_tokens: OnTokens | None = None,
-    held: HeldIds | None = None,
+    head: HeadWeights | None = None,
 ) -> list[RunningRequest]:
-    """Begin requests; ``on_tokens(i, ids)`` is called with the new tokens of request i.
+    """Begin requests; ``on_tokens`` is called with new tokens.
 
-    ``held``: what can be drafted, so that the others are counted; None where drafting was not asked for.
+    ``head``: what drafts, so that what it cannot propose is counted; None where drafting was not asked for.
     """
 
     def stream_of(request: Request) -> Tensor | None:
@@ -177,17 +180,14 @@ def start(
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
         return None if sampling.is_greedy else uniform_stream(sampling.seed, request.index, room)
 
-    def listener_of(place: int) -> Callable[[Sequence[int]], None] | None:
-        return None if on_tokens is None else lambda ids: on_tokens(place, ids)
-
     return [
         RunningRequest(
             request,
             stream_of(request),
-            listener_of(place),
-            missed=None if held is None else MissedTokens(held, request.prompt_ids),
+            on_tokens,
+            missed=None if head is None else MissedTokens(head, request.prompt_ids),
         )
-        for place, request in enumerate(requests)
+        for request in requests
     ]
 
 

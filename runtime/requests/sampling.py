@@ -27,15 +27,14 @@ from ..settings import SamplingConfig
 _COLDEST = 1e-30
 
 
-def request_generator(seed: int, request_index: int) -> torch.Generator:
-    """Return the generator of one request; different pairs give unrelated streams."""
-    digest = hashlib.sha256(f"{seed}/{request_index}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
 def uniform_stream(seed: int, request_index: int, length: int) -> Tensor:
-    """Return the first ``length`` numbers of a request's stream: float64 [length] in [0, 1)."""
-    return torch.rand(length, dtype=torch.float64, generator=request_generator(seed, request_index))
+    """Return the first ``length`` numbers of a request's stream: float64 [length] in [0, 1).
+
+    Different pairs of seed and index give unrelated streams.
+    """
+    digest = hashlib.sha256(f"{seed}/{request_index}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.rand(length, dtype=torch.float64, generator=generator)
 
 
 def warp(logits: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from ..drafter.follow import FollowRows
     from ..drafter.weights import HeadWeights
 
 _IN_JSON = (
@@ -28,35 +27,17 @@ _IN_JSON = (
 PHASES = ("prefill", "draft", "verify", "step")
 
 
-@dataclass(frozen=True)
-class HeldIds:
-    """What a drafter can propose.
-
-    Attributes:
-        base: one byte for each target id, 1 where the draft vocabulary holds it.
-        follow: rows that join it while a prompt is followed; None where none do.
-    """
-
-    base: bytes
-    follow: FollowRows | None = None
-
-    @classmethod
-    def of(cls, weights: HeadWeights) -> HeldIds:
-        """The ids of a head's draft vocabulary, and what may join them."""
-        return cls(weights.held_ids, weights.follow)
-
-
 class MissedTokens:
-    """Counts what one request generates outside what could be drafted; `counts` are by target id."""
+    """Counts what one request generates outside what a head could draft; `counts` are by target id."""
 
-    def __init__(self, held: HeldIds, prompt_ids: Sequence[int]) -> None:
-        self.held, self.counts = held, Counter[int]()
-        self._joined: tuple[int, ...] = () if held.follow is None else held.follow.tail_of(prompt_ids)
+    def __init__(self, head: HeadWeights, prompt_ids: Sequence[int]) -> None:
+        self.head, self.counts = head, Counter[int]()
+        self._joined: tuple[int, ...] = () if head.follow is None else head.follow.tail_of(prompt_ids)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Take the tokens of one step, in order."""
-        base, follow = self.held.base, self.held.follow
-        outside = [token for token in tokens if not base[token]]
+        held, follow = self.head.held_ids, self.head.follow
+        outside = [token for token in tokens if not held[token]]
         for token in outside:
             if follow is None or not follow.holds(self._joined, token):
                 self.counts[token] += 1

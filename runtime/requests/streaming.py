@@ -20,13 +20,10 @@ class Streamer(Protocol):
         """End of stream."""
 
 
-def send_tokens(streamer: Streamer) -> Callable[[int, Sequence[int]], None]:
-    """Return a listener for `GenerationLoop` that hands a request's new tokens to a streamer."""
+def send_tokens(streamer: Streamer) -> Callable[[Sequence[int]], None]:
+    """Return a listener that hands a request's new tokens to a streamer."""
 
-    def on_tokens(_request: int, token_ids: Sequence[int]) -> None:
-        streamer.put(torch.tensor(list(token_ids)))
-
-    return on_tokens
+    return lambda token_ids: streamer.put(torch.tensor(list(token_ids)))
 
 
 class StopTextStreamer(TextStreamer):  # type: ignore[misc]  # transformers carries no types

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -28,7 +28,7 @@ from torch import Tensor
 from ..drafter.buffers import Buffers
 from ..drafter.launch import timed_out
 from ..errors import UnsupportedModelError, UsageError
-from ..ops import Ops
+from ..ops import Ops, current
 from ..step.kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
@@ -158,7 +158,7 @@ class StepPatch:
     @contextmanager
     def _buffers(self) -> Iterator[None]:
         """Work on buffers: ones made in inference mode could not be written to outside it."""
-        with torch.inference_mode(False), torch.no_grad(), _current_device(self.session.head.device):
+        with torch.inference_mode(False), torch.no_grad(), current(self.session.head.device):
             yield
 
     def _current(self, vocab: int) -> _Tensors:
@@ -219,7 +219,7 @@ class StepPatch:
             kept = bufs.draft_tokens[0, state.path[0].clamp(min=0).long()]
             newest = state.new_tokens[0].long()
         # What upstream allocated may be a tensor of inference mode.
-        with torch.inference_mode(), _current_device(bufs.keys.device):
+        with torch.inference_mode(), current(bufs.keys.device):
             for data in past_key_values_data_list:
                 self.ops(commit_kv)(state, data[0::2], data[1::2])
             self.ops(commit_features)(
@@ -267,11 +267,6 @@ def step_of(model: object) -> StepPatch | None:
     return step
 
 
-def _current_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launch kernels where the model is, which need not be the current GPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 def _check_loop(model_class: type, name: str) -> None:
     """Refuse a loop that does not call what is replaced: its text would not change, or not as a whole."""
     loop: Any = getattr(model_class, name, None)
@@ -311,7 +306,7 @@ def _masks_by(tree_bias: Callable[..., Tensor], name: str, original: Callable[..
         tree = tree.to(device)
         keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
         key_mask = keys if attention_mask is None else attention_mask[0].to(device)
-        with _current_device(device):
+        with current(device):
             return tree_bias(tree, key_mask, dtype)[None, None]
 
     return {name: of_qwen2 if name == _QWEN2_MASK else of_llama}

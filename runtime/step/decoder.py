@@ -45,7 +45,6 @@ CHUNKS = (64, 512)
 """Rows of a prompt's forward: the smallest that holds what is left of it, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
 """Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
-PHASES = ("draft", "verify", "accept", "commit")
 
 Run = Callable[[], None]
 

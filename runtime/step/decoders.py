@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter, Drafter
+from ..ops import current
 from ..settings import TreeConfig
 from ..target.cache import KVCache
 from ..target.wrapper import TargetModel
@@ -108,7 +108,7 @@ class Decoders:
     def warm_up(self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules) -> WarmUp:
         """Compile and capture what calls of up to that many sequences and tokens will use."""
         device = self.target.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with current(device):
             num_slots = min(num_sequences, self.max_slots or num_sequences)
             decoder = self.get(num_slots, max_tokens, tree)
             decoder.clear_()

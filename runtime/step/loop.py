@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import DrafterError
+from ..drafter.launch import timed_out
+from ..ops import current
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
 from ..settings import TreeConfig
@@ -76,7 +76,7 @@ class GenerationLoop:
         if not self.waiting:
             return collect(self.states, {})
         device = self.decoders.target.device
-        with self.lock.hold(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with self.lock.hold(), current(device):
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
@@ -194,10 +194,8 @@ class GenerationLoop:
         self._free.append(record.values)
         if rows[-1][0]:
             self.decoder.clear_()
-            raise DrafterError(
-                "The drafter's grid barrier timed out: not all its programs were running at once, or one of them "
-                "failed. The step was not used. Is another process using the GPU's SMs exclusively?"
-            )
+            assert self.decoder.drafter is not None
+            raise timed_out(self.decoder.drafter.bufs)
         self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
         for slot, state in record.sequences.items():
             accepted, kept, ended = rows[slot][:RECORD_HEAD]

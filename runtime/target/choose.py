@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..errors import UnsupportedModelError, UsageError
-from .fused import FusedTarget, unfit_reason
+from .fused import unfit_reason
 
 TARGET_BACKENDS = ("auto", "fused", "transformers")
 
@@ -51,8 +51,3 @@ def choose_target_backend(asked: str, model: nn.Module, tap_layers: Sequence[int
     if device.type != "cuda":
         return Choice("transformers", f"the model is on {device}")
     return Choice("fused", f"{type(model).__name__} on {device}")
-
-
-def fuse(model: nn.Module, tap_layers: Sequence[int] | None, choice: Choice) -> FusedTarget | None:
-    """Build the fused forward if it was chosen."""
-    return FusedTarget(model, tap_layers) if choice.name == "fused" else None

@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache
 from ..errors import PairingError, UnsupportedModelError
 from . import attention
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
-from .choose import Choice, fuse
+from .choose import Choice
 from .contexts import CacheContext, ShapeProbe
+from .fused import FusedTarget
 from .kernels.tree_rows import ForwardRows
 from .lock import lock_of
 
@@ -69,8 +70,13 @@ class TargetModel:
         self._attention_configs = _distinct_attention_configs(model)
         self.backend = backend or Choice("transformers", "asked for")
         """The forward that generation uses, and why."""
-        self.runs: Target = fuse(model, self.tap_layers, self.backend) or self
+        self.runs: Target = FusedTarget(model, self.tap_layers) if self.backend.name == "fused" else self
         """Whose forward that is: the fused one, or this."""
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's generation configuration; None where it has none."""
+        return getattr(self.model, "generation_config", None)
 
     @property
     def device(self) -> torch.device:

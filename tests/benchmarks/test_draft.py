@@ -1,4 +1,4 @@
-"""The drafter's benchmark on a CPU with toy dimensions: rows, checks before times, ratios, stages."""
+"""The drafter's benchmark on a CPU with toy dimensions: rows, checks before times, ratios."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.launch_params import PROJECTIONS
 from eagle_slim.runtime.drafter.tuning import problem
 from eagle_slim.runtime.drafter.tuning.agreement import Agreement
 from eagle_slim.runtime.drafter.tuning.timing import Times, time_us
-from eagle_slim.runtime.settings import TreeConfig
 
 from benchmarks import draft
-from benchmarks.shared import stages
 
 TINY = problem.Dims(32, 32, 2, 1, 16, 100)
 ROW = problem.Row("tiny", 60, 1, 1, 20)
@@ -81,20 +78,3 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
             draft.main([])
         assert stopped.value.code == 2
         assert "needs an NVIDIA GPU" in capsys.readouterr().err
-
-
-def test_barriers_by_kind() -> None:
-    grouped, alone = dict.fromkeys(PROJECTIONS, 4), dict.fromkeys(PROJECTIONS, 1)
-    cfg = problem.draft_config(TINY, 60, TreeConfig(5, 10, 60), 1, 20)
-    assert len(stages.phases(cfg, grouped)) == 4 + 6 * 11 - 1
-    assert len(stages.phases(cfg, alone)) == 3 + 6 * 8 - 1
-    assert stages.phases(cfg, {**grouped, "qkv": 1})[:6] == ["rows", "fc", "fc sum", "norm", "qkv", "attention"]
-    eagle = problem.draft_config(problem.Dims(64, 96, 4, 2, 16, 300, "eagle"), 120, TreeConfig(5, 10, 60), 1, 20)
-    assert len(stages.phases(eagle, grouped)) == 1 + 6 * 13 - 1
-
-
-def test_stamps_are_summed_up_by_phase() -> None:
-    """Two programs, three barriers: arrivals and leavings in microseconds, the same in two drafts."""
-    draft_stamps = torch.tensor([[[1.0, 3], [2, 3]], [[5, 8], [7, 8]], [[10, 11], [9, 11]]], dtype=torch.float64)
-    entries = stages.summarise(["fc", "qkv", "qkv"], torch.stack([draft_stamps, draft_stamps]))
-    assert entries == [{"phase": "qkv", "times": 2, "us": 4.0}]

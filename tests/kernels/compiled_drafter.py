@@ -26,8 +26,9 @@ from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
 from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip, LaunchParams, choose_launch
+from eagle_slim.runtime.drafter.launch_params import Chip, LaunchParams, choose_launch
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
+from kernels.chips import KNOWN_CHIPS
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 

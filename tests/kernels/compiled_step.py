@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
 from eagle_slim.runtime.drafter.kernels import tail_rows
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, Chip
+from eagle_slim.runtime.drafter.launch_params import Chip
 from eagle_slim.runtime.safeailab.kernels import tree_bias
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
@@ -27,6 +27,7 @@ from eagle_slim.runtime.target.kernels import fused_layers, tree_attention, tree
 from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
+from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, random_case
 from kernels.compiled_drafter import assembler_report, to_ptx
 from triton.compiler import ASTSource

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.kernels.ancestor_attention import ancestor_attention, ancestor_attention_ref
+from eagle_slim.runtime.drafter.kernels.ancestor_attention import ancestor_attention_ref
 from kernels.example_tree import CHAINS
+from kernels.parts import ancestor_attention
 from kernels.tolerances import OP_ATOL
 from torch import Tensor
 

@@ -12,7 +12,6 @@ import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.launch_params import (
-    KNOWN_CHIPS,
     LaunchParams,
     StoredLayout,
     choose_launch,
@@ -34,6 +33,7 @@ from eagle_slim.runtime.drafter.tuned_cache import (
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
+from kernels.chips import KNOWN_CHIPS
 from support.drafting import random_head
 from support.raising import raises
 

@@ -16,10 +16,11 @@ from eagle_slim.runtime.drafter.launch import (
     launch_drafter,
     prefill_drafter,
 )
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
+from eagle_slim.runtime.drafter.launch_params import choose_launch
 from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.errors import DrafterError, UnsupportedModelError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
+from kernels.chips import KNOWN_CHIPS
 from support.drafting import problem, random_head, with_options
 from support.raising import raises
 
@@ -95,16 +96,11 @@ def test_weights_packed_for_another_configuration(step: Problem) -> None:
         Weights.pack(replace(weights.head, draft_to_target=weights.head.draft_to_target + 200), cfg)
 
 
-def test_a_workspace_larger_than_needed(device: str) -> None:
-    """As `benchmarks.shared.stages` makes the barrier's, for time stamps."""
-    cfg, features, weights, bufs = problem(random_head(device=device), TreeConfig(1, 2, 5), [3], [1])
-    plain = launch_drafter(cfg, features, weights, bufs)[0].clone()
-    bufs.workspace["barrier"] = torch.zeros(100, dtype=torch.int32, device=device)
-    larger = replace(bufs)
-    assert torch.equal(launch_drafter(cfg, features, weights, larger)[0], plain)
-    larger.workspace["hidden"] = larger.workspace["hidden"].half()
-    with raises(UsageError, buffer="hidden"):
-        launch_drafter(cfg, features, weights, replace(larger))
+def test_a_workspace_of_another_type_or_shape(step: Problem) -> None:
+    cfg, features, weights, bufs = step
+    for name, other in (("hidden", bufs.workspace["hidden"].half()), ("barrier", torch.zeros(100, dtype=torch.int32))):
+        with raises(UsageError, buffer=name):
+            launch_drafter(cfg, features, weights, replace(bufs, workspace={**bufs.workspace, name: other}))
 
 
 @pytest.mark.parametrize("order", [torch.arange(5), torch.zeros(120, dtype=torch.int64), torch.arange(120.0), [1, 2]])

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.kernels.row_operands import (
-    norm_factors,
-    norm_factors_ref,
-    tap_operands,
-    tap_operands_ref,
-)
+from eagle_slim.runtime.drafter.kernels.row_operands import norm_factors_ref, tap_operands_ref
+from kernels.parts import norm_factors, tap_operands
 
 
 def test_taps_by_hand(device: str) -> None:

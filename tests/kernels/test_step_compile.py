@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS
+from kernels.chips import KNOWN_CHIPS
 
 pytestmark = pytest.mark.compiled
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.kernels.tree_build import build_tree_on_device
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import Candidates, build_tree, level_offset, select_frontier
 from kernels.example_tree import PARENTS, ROOT, SCORES, TOKENS
+from kernels.parts import build_tree_on_device
 
 FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
 

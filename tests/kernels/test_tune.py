@@ -11,7 +11,6 @@ import torch
 from eagle_slim.runtime import tune
 from eagle_slim.runtime.drafter.launch_params import (
     INTERPRETER,
-    KNOWN_CHIPS,
     LaunchParams,
     StoredLayout,
     choose_launch,
@@ -21,6 +20,7 @@ from eagle_slim.runtime.drafter.tuned_cache import cache_key, record_shape
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
+from kernels.chips import KNOWN_CHIPS
 from support.raising import raises
 
 CHIP = KNOWN_CHIPS[90]

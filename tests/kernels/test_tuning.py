@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from eagle_slim.runtime.drafter.dimensions import MAX_NEW_TOKENS, DrafterConfig
 from eagle_slim.runtime.drafter.launch_params import INTERPRETER, choose_launch
@@ -39,10 +38,8 @@ def test_compiling_ahead_needs_more_than_one_kernel() -> None:
     assert precompile.compile_all([precompile.Job(TINY, cfg, choose_launch(cfg, INTERPRETER))], 1.0) == [False]
 
 
-def test_the_kernel_compiled_ahead_is_that_of_a_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(problem.MODELS, "tiny", TINY)
+def test_the_kernel_compiled_ahead_is_that_of_a_drafter() -> None:
     cpu, tree = torch.device("cpu"), TreeConfig(1, 2, 4)
     head = problem.first_rows(problem.random_head(TINY, cpu), 40)
-    job = precompile.job_of("tiny", tree, 1, 64, 40, cpu, 100)
+    job = precompile.tuned_job(TINY, problem.draft_config(TINY, 40, tree, 1, 64), cpu)
     assert job.cfg == DrafterConfig.of(head, tree, 1, 64 + MAX_NEW_TOKENS)
-    assert job.packed_vocab == 100

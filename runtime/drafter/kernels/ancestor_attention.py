@@ -473,37 +473,18 @@ def merge_heads(
         )  # fmt: skip
 
 
-@triton.jit
-def _attention_kernel(
-    qkv_ptr, cache, rope, chain_ptr, parts, prefix_ptr, num_new_ptr, level, SHAPE: tl.constexpr
-):  # fmt: skip
-    group = tl.program_id(0)
-    num_parts = tl.num_programs(1)
-    slot, unit = unit_of(group, tl.program_id(1), num_parts, SHAPE)
-    attend_unit(
-        qkv_ptr + slot * ROWS * SHAPE.qkv_size, cache_at(cache, slot.to(tl.int64), unit.kv_head), rope,
-        chain_ptr + slot * ROWS * SHAPE.max_depth, parts_at(parts, group.to(tl.int64) * num_parts, SHAPE), unit,
-        tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot), level + slot * 0, SHAPE, True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _merge_kernel(parts, out_ptr, num_parts, SHAPE: tl.constexpr):
-    slot, node = tl.program_id(0), tl.program_id(1)
-    head = tl.program_id(2) + tl.arange(0, 1)
-    group, row = query_place(slot, node, head, SHAPE)
-    merge_parts(
-        parts, group.to(tl.int64) * num_parts, row, head * 0 + num_parts, head >= 0,
-        out_ptr, head * 0 + slot * ROWS + node, head, SHAPE,
-    )  # fmt: skip
-
-
 def ancestor_attention_ref(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
     prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int, window: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Definition, one node and one head at a time in fp32; arguments as `ancestor_attention`, the cache is filled
-    too."""
+    """Definition, one node and one head at a time in fp32; the new keys and values are put into the cache.
+
+    ``qkv`` fp32 [slots, 16, (heads + 2 kv_heads) * head_dim], not rotated; ``keys``, ``values`` [slots, kv_heads,
+    positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
+    max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
+    last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
+    Returns fp32 [slots, 16, heads * head_dim]; rows that do not query are 0.
+    """
     slots, _, _, head_dim = keys.shape
     half = head_dim // 2
     out = torch.zeros(slots, 16, heads, head_dim)
@@ -533,40 +514,6 @@ def ancestor_attention_ref(
                 v = values[slot, head // (heads // kv_heads), seen].float()
                 out[slot, node, head] = torch.softmax(k @ query[head] / math.sqrt(head_dim), 0) @ v
     return out.flatten(2)
-
-
-def ancestor_attention(
-    qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
-    prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
-    num_parts: int = 1, block_t: int = 64, window: int | None = None,
-) -> Tensor:  # fmt: skip
-    """Attend one pass of drafted nodes, and append their keys and values to the cache.
-
-    ``qkv`` fp32 [slots, 16, (heads + 2 kv_heads) * head_dim], not rotated; ``keys``, ``values`` [slots, kv_heads,
-    positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
-    max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
-    last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
-    Returns [slots, 16, heads * head_dim] of the cache's dtype; rows that do not query are undefined. The caller
-    sees to it that all positions are within the cache.
-    """
-    slots, head_dim = keys.shape[0], keys.shape[3]
-    shape = AttentionShape(
-        heads, kv_heads, head_dim, top_k, chain.shape[-1], heads_per_attention_unit(heads // kv_heads, head_dim),
-        block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)), window=window or 0,
-    )  # fmt: skip
-    groups = slots * shape.groups
-    out = torch.empty(slots, 16, heads * head_dim, dtype=keys.dtype, device=qkv.device)
-    parts = AttentionParts(
-        qkv.new_empty(groups, num_parts, 2, shape.group_rows),
-        qkv.new_empty(groups, num_parts, shape.group_rows, shape.block_d),
-    )
-    cached = KVCache(keys, values, keys.stride(0), keys.stride(1))
-    _attention_kernel[(groups, num_parts)](
-        qkv, cached, Rope(cos, sin), chain, parts, prefix, num_new, level, shape, num_warps=8
-    )
-    nodes = 1 if level == 0 else top_k
-    _merge_kernel[(slots, nodes, heads)](parts, out, num_parts, shape, num_warps=4)
-    return out
 
 
 def heads_per_attention_unit(group: int, head_dim: int) -> int:

@@ -13,7 +13,6 @@ there were a level 3, its nodes would be G (C's child) and I (E's), with chains 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .lm_topk import Selection
-from .selection import LOWEST_KEY, count_ahead, key_index, key_value, order_key
+from .selection import LOWEST_KEY, count_ahead, key_index, key_value
 from .weight_stream import hidden_zero
 
 MAX_DEPTH = 16
@@ -93,35 +91,12 @@ def choose_frontier(
     tl.store(next_chain_ptr + offs_k[:, None] * CHAIN_COLUMNS + offs_e[None, :], chain, mask=mask_k[:, None])
 
 
-@triton.jit
-def _frontier_kernel(
-    score_ptr, key_ptr, level, num_nodes, first_candidate, frontier, chain_ptr, next_chain_ptr, SELECT: tl.constexpr
-):  # fmt: skip
-    MAX_K: tl.constexpr = SELECT.max_k
-    place = tl.arange(0, SELECT.pairs)
-    node = place // MAX_K
-    child = place % MAX_K
-    real = (node < num_nodes) & (child < SELECT.top_k)
-    candidate = node * SELECT.top_k + child
-    score = tl.load(score_ptr + candidate, mask=real, other=0.0)
-    tl.store(key_ptr + place, tl.where(real, order_key(score, candidate), LOWEST_KEY))
-    tl.debug_barrier()
-    choose_frontier(key_ptr, num_nodes, first_candidate, level, frontier, chain_ptr, next_chain_ptr, SELECT)
+def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> tuple[Frontier, Tensor]:
+    """Definition, with Python's own sorting: the nodes chosen, best first, and their chains int32 [top_k, MAX_DEPTH].
 
-
-@dataclass(frozen=True)
-class FrontierNodes:
-    """The nodes chosen for the next level, best first: [top_k], and their chains int32 [top_k, MAX_DEPTH]."""
-
-    scores: Tensor
-    candidates: Tensor
-    parents: Tensor
-    children: Tensor
-    chains: Tensor
-
-
-def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> FrontierNodes:
-    """Definition, with Python's own sorting; arguments as `frontier_on_device`."""
+    ``scores`` fp32 [candidates of the level]: top_k at level 0, else top_k squared, by (node, child); ``chains`` int32
+    [16, MAX_DEPTH] of the level's nodes.
+    """
     first = 0 if level == 0 else top_k + (level - 1) * top_k**2
     values = [0.0 + value for value in scores.tolist()]
     best = sorted(range(len(values)), key=lambda place: (-values[place], place))[:top_k]
@@ -132,21 +107,4 @@ def frontier_ref(scores: Tensor, chains: Tensor, level: int, top_k: int) -> Fron
         if level > 0:
             longer[node, level - 1] = (level - 1) * top_k + parent
     chosen = torch.tensor(best, dtype=torch.int32)
-    return FrontierNodes(scores[best], first + chosen, chosen // top_k, chosen % top_k, longer)
-
-
-def frontier_on_device(scores: Tensor, chains: Tensor, level: int, top_k: int) -> FrontierNodes:
-    """Choose the next level's nodes.
-
-    ``scores`` fp32 [candidates of the level]: top_k at level 0, else top_k squared, by (node, child); ``chains`` int32
-    [16, MAX_DEPTH] of the level's nodes; ``top_k`` 1 to 16.
-    """
-    nodes = 1 if level == 0 else top_k
-    select = Selection.of(top_k, 16, 16, 1)
-    keys = torch.empty(select.pairs, dtype=torch.int64, device=scores.device)
-    frontier = Frontier(scores.new_empty(16), *(chains.new_empty(16) for _ in range(3)))
-    longer = torch.empty_like(chains)
-    first = 0 if level == 0 else top_k + (level - 1) * top_k**2
-    _frontier_kernel[(1,)](scores, keys, level, nodes, first, frontier, chains, longer, select, num_warps=8)
-    score, candidate, parent, child = (field[:top_k] for field in frontier)
-    return FrontierNodes(score, candidate, parent, child, longer[:top_k])
+    return Frontier(scores[best], first + chosen, chosen // top_k, chosen % top_k), longer

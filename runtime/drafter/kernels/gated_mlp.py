@@ -19,11 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...errors import UsageError
-from ...tensor_checks import check_tensors
-from .packing import assign_rows, chunk_size, cut_chunks, rows_per_program
 from .weight_stream import (
-    Tile,
     hidden_zero,
     operand_dot,
     operand_mask,
@@ -122,22 +118,14 @@ def gated_mlp(
         store_activation(out_ptr, offs_m[None, :], feature[:, None], mixed, mask, SHAPE.intermediate)
 
 
-@triton.jit
-def _mlp_kernel(
-    x_ptr, factor_ptr, stream_ptr, bias_ptr, out_ptr, num_rows,
-    BLOCK_M: tl.constexpr, SHAPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    offs_m = tl.arange(0, BLOCK_M)
-    mask_m = offs_m < num_rows
-    factor = tl.load(factor_ptr + offs_m, mask=mask_m, other=0.0)
-    region = stream_ptr + tl.program_id(0) * (2 * SHAPE.rows * SHAPE.hidden)
-    gated_mlp(x_ptr, factor, mask_m, region, factor_ptr, bias_ptr, out_ptr, SHAPE, TILE)
-
-
 def gated_mlp_ref(
     x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, activation: str = "silu", bias: Tensor | None = None
 ) -> Tensor:
-    """Definition, fp32 [rows, intermediate]; arguments as `gated_mlp_on_device`."""
+    """Definition, fp32 [rows, intermediate].
+
+    ``x`` [rows, hidden]; ``factor`` fp32 [rows]; ``gate``, ``up`` [intermediate, hidden]; ``bias`` [2, intermediate],
+    of gate and of up; ``activation`` one of `drafter.dimensions.ACTIVATIONS`.
+    """
     scaled = x.float() * factor[:, None]
     gate_bias, up_bias = torch.zeros(2, 1, device=x.device) if bias is None else bias.float()
     gated = scaled @ gate.float().T + gate_bias
@@ -147,35 +135,3 @@ def gated_mlp_ref(
         gated = torch.nn.functional.gelu(gated, approximate="tanh" if activation == "gelu_tanh" else "none")
     result: Tensor = gated * (scaled @ up.float().T + up_bias)
     return result
-
-
-def gated_mlp_on_device(
-    x: Tensor, factor: Tensor, gate: Tensor, up: Tensor, num_programs: int = 1, block_n: int = 64,
-    activation: str = "silu", bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute `gated_mlp_ref` as the drafter does, in ``x``'s dtype: [rows, intermediate].
-
-    ``x`` [rows, hidden]; ``factor`` fp32 [rows]; ``gate``, ``up`` [intermediate, hidden] and ``bias`` [2, intermediate]
-    (of gate, of up) of x's dtype; at most 256 rows, hidden a multiple of 16; ``activation`` one of
-    `drafter.dimensions.ACTIVATIONS`. Packs the weights on each call. Raises `UsageError` for other tensors.
-    """
-    (rows, hidden), intermediate = x.shape, gate.shape[0]
-    block_k = chunk_size(hidden, 64)
-    check_tensors(
-        x.device, x=(x, x.dtype, (rows, hidden)), factor=(factor, torch.float32, (rows,)),
-        gate=(gate, x.dtype, (intermediate, hidden)), up=(up, x.dtype, (intermediate, hidden)),
-    )  # fmt: skip
-    if block_k == 0 or not 1 <= rows <= 256:
-        raise UsageError(f"{rows=} must be 1 to 256 and {hidden=} a multiple of 16.", rows=rows, hidden=hidden)
-    if bias is not None:
-        check_tensors(x.device, bias=(bias, x.dtype, (2, intermediate)))
-    stream = torch.cat([cut_chunks(assign_rows(matrix, num_programs), block_k) for matrix in (gate, up)], 2)
-    out = torch.empty(rows, intermediate, dtype=x.dtype, device=x.device)
-    rows_each = rows_per_program(intermediate, num_programs)
-    shape = MlpShape(hidden, intermediate, rows_each, block_k, False, activation, bias is not None)
-    block_m = max(16, triton.next_power_of_2(rows))
-    biases = x if bias is None else bias
-    _mlp_kernel[(num_programs,)](
-        x, factor, stream.contiguous(), biases, out, rows, block_m, shape, Tile(block_n, block_k, 2), num_warps=8
-    )
-    return out

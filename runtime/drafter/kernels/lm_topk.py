@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .packing import assign_rows, chunk_size, cut_tiles, rows_per_program
 from .selection import (
     LANES,
     LOWEST_KEY,
@@ -393,37 +392,6 @@ def merge_best(
     return rank, key_value(key), key_index(key), lse
 
 
-@triton.jit
-def _stream_kernel(
-    x_ptr, w_ptr, ids_ptr, scratch_ptr, lists, num_rows_x, num_rows_w, stride_x,
-    ROWS: tl.constexpr, SELECT: tl.constexpr, HEAD: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    num_ctas = tl.num_programs(0)
-    BLOCK_M: tl.constexpr = SELECT.block_m
-    HIDDEN: tl.constexpr = HEAD.hidden
-    offs_m = tl.arange(0, BLOCK_M)
-    mine = (num_rows_w - pid + num_ctas - 1) // num_ctas
-    first_list = pid.to(tl.int64) * BLOCK_M
-    head = HeadRows(w_ptr + pid.to(tl.int64) * ROWS * HIDDEN, w_ptr, ids_ptr + pid * ROWS, mine)
-    stream_topk(
-        x_ptr, tl.full([BLOCK_M], 1.0, tl.float32), offs_m.to(tl.int64) * stride_x, offs_m < num_rows_x,
-        Nodes(1, num_rows_x), head, scratch_ptr + first_list * HEAD.tile.block_n,
-        lists_at(lists, first_list, SELECT), SELECT, HEAD,
-    )  # fmt: skip
-
-
-@triton.jit
-def _merge_kernel(lists, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_ptr, num_lists, SELECT: tl.constexpr):
-    TOP_K: tl.constexpr = SELECT.top_k
-    row = tl.program_id(0)
-    owner = owner_ptr + row * SELECT.max_k
-    rank, value, index, lse = merge_best(lists_at(lists, row, SELECT), owner, num_lists, SELECT)
-    tl.store(out_values_ptr + row * TOP_K + rank, value, mask=rank < TOP_K)
-    tl.store(out_ids_ptr + row * TOP_K + rank, index, mask=rank < TOP_K)
-    tl.store(out_lse_ptr + row, lse)
-
-
 def places(top_k: int) -> int:
     """Places in a list of the ``top_k`` best: a power of two."""
     return max(2, int(triton.next_power_of_2(top_k)))
@@ -434,55 +402,8 @@ def len_lists(num_programs: int) -> int:
     return -(-num_programs // int(LIST_BATCH.value)) * int(LIST_BATCH.value)
 
 
-def empty_lists(num_programs: int, rows: int, max_k: int, device: torch.device | str) -> Tensor:
-    """Lists of best keys, empty: int64 [programs in whole batches, rows, max_k]."""
-    return torch.full((len_lists(num_programs), rows, max_k), LOWEST_KEY.value, dtype=torch.int64, device=device)
-
-
 def lm_head_topk_ref(x: Tensor, weight: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Definition: values fp32 [rows, k], ids int32 [rows, k], log-sum-exp fp32 [rows]; ties by smaller id."""
     logits = x.float() @ weight.float().T
     order = torch.sort(logits, dim=-1, descending=True, stable=True)
     return order.values[:, :top_k], order.indices[:, :top_k].int(), torch.logsumexp(logits, -1)
-
-
-def lm_head_topk(
-    x: Tensor, weight: Tensor, top_k: int, num_programs: int | None = None, block_n: int = 256, block_k: int = 64
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `lm_head_topk_ref` with the streaming kernel (two launches).
-
-    ``x`` [rows, hidden] and ``weight`` [draft_vocab, hidden] of one dtype (bf16, fp16 or fp32), rows <= 256, hidden a
-    multiple of 16, 1 <= top_k <= min(16, draft_vocab); contiguous. ``num_programs``: default one per SM. Packs the
-    weight on each call; a drafter packs once.
-    """
-    rows, hidden = x.shape
-    vocab = weight.shape[0]
-    block_k = chunk_size(hidden, block_k)
-    if num_programs is None:
-        num_programs = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
-    block_m = max(16, triton.next_power_of_2(rows))
-    select = Selection.of(top_k, block_m, block_m, num_programs)
-    num_warps = 8 if x.is_cuda else 1
-    rows_each = rows_per_program(vocab, num_programs)
-    packed = cut_tiles(assign_rows(weight, num_programs, dealt=True), block_n, block_k)
-    all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
-    row_ids = assign_rows(all_ids, num_programs, dealt=True).contiguous()
-    lists = Lists(
-        empty_lists(num_programs, block_m, select.max_k, x.device),
-        torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
-        torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
-    )
-    scratch = torch.empty(num_programs, block_m, block_n, dtype=torch.float32, device=x.device)
-    _stream_kernel[(num_programs,)](
-        x, packed, row_ids, scratch, lists, rows, vocab, x.stride(0), rows_each, select,
-        HeadTiles(block_n, rows_each, hidden, block_k, False, rows_each > block_n, Tile(block_n, block_k, 3)),
-        num_warps=num_warps,
-    )  # fmt: skip
-    out = (
-        torch.empty(rows, top_k, dtype=torch.float32, device=x.device),
-        torch.empty(rows, top_k, dtype=torch.int32, device=x.device),
-        torch.empty(rows, dtype=torch.float32, device=x.device),
-    )
-    owner = torch.empty(rows, select.max_k, dtype=torch.int32, device=x.device)
-    _merge_kernel[(rows,)](lists, owner, *out, min(num_programs, vocab), select, num_warps=num_warps)
-    return out

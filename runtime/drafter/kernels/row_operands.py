@@ -159,23 +159,6 @@ def norm_factor(squares_ptr, mask_m, PROGRAMS: tl.constexpr, SHAPE: tl.constexpr
     return tl.rsqrt(total / SHAPE.size + SHAPE.eps)
 
 
-@triton.jit
-def _taps_kernel(
-    source_ptr, offset_1, offset_2, x_ptr, factor_ptr, norm_ptr, stride, SHAPE: tl.constexpr, SCALED: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0)
-    write_taps(source_ptr + row * stride, offset_1, offset_2, x_ptr, row, factor_ptr + row, norm_ptr, SHAPE, SCALED)
-
-
-@triton.jit
-def _factor_kernel(
-    squares_ptr, out_ptr, num_rows, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, SHAPE: tl.constexpr
-):  # fmt: skip
-    offs_m = tl.arange(0, BLOCK_M)
-    mask_m = offs_m < num_rows
-    tl.store(out_ptr + offs_m, norm_factor(squares_ptr, mask_m, PROGRAMS, SHAPE), mask=mask_m)
-
-
 def tap_operands_ref(
     taps: tuple[Tensor, ...], scaled: bool, norm: Tensor | None = None, norms: int = 1, eps: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -192,38 +175,6 @@ def tap_operands_ref(
     return joined / divisor[:, None], divisor
 
 
-def tap_operands(
-    taps: tuple[Tensor, ...], scaled: bool, norm: Tensor | None = None, norms: int = 1, eps: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Join one tap or three, [rows, size] of one dtype, as operands: `tap_operands_ref` on the device, fp32.
-
-    ``norms``: one, or as many as pieces; one tensor is cut into so many.
-    """
-    first = taps[0]
-    rows, size = first.shape
-    segments = norms if len(taps) == 1 else len(taps)
-    piece = size * len(taps) // segments
-    offsets = [(tap.data_ptr() - first.data_ptr()) // first.element_size() for tap in (*taps, first, first)[1:3]]
-    if len(taps) == 1:
-        offsets = [piece, 2 * piece]
-    x = torch.empty(rows, len(taps) * size, device=first.device)
-    divisor = torch.ones(rows, device=first.device)
-    shape = RowShape(piece, segments, eps, 0 if norm is None else norms)
-    _taps_kernel[(rows,)](first, *offsets, x, divisor, first if norm is None else norm, first.stride(0), shape, scaled)
-    return x, divisor
-
-
 def norm_factors_ref(squares: Tensor, size: int, eps: float) -> Tensor:
     """Definition: fp32 [rows] from each program's part of the sum of squares, fp32 [programs, rows]."""
     return torch.rsqrt(squares.sum(0) / size + eps)
-
-
-def norm_factors(squares: Tensor, size: int, eps: float) -> Tensor:
-    """Compute `norm_factors_ref` on the device, for up to 256 rows."""
-    programs, rows = squares.shape
-    block_m = max(16, triton.next_power_of_2(rows))
-    padded = squares.new_full((programs, block_m), float("nan"))
-    padded[:, :rows] = squares
-    out = squares.new_empty(rows)
-    _factor_kernel[(1,)](padded, out, rows, programs, block_m, RowShape(size, eps=eps))
-    return out

@@ -12,10 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .selection import best_k_mask
 from .weight_stream import hidden_zero
@@ -178,37 +176,3 @@ def candidates_of(drafted, a, SHAPE: tl.constexpr):
         drafted.token + row, drafted.score + row, drafted.parent + row, drafted.node_of + row,
         drafted.chosen + a * SHAPE.total,
     )  # fmt: skip
-
-
-@triton.jit
-def _build_tree_kernel(drafted, root_ptr, out, SHAPE: tl.constexpr):
-    slot = tl.program_id(0)
-    build_tree(candidates_of(drafted, slot.to(tl.int64), SHAPE), tl.load(root_ptr + slot), slot, out, SHAPE)
-
-
-def build_tree_on_device(
-    root_tokens: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, total_tokens: int, path_width: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Build the trees of a batch: the fields of `eagle_slim.runtime.tree.DraftTree`, in their order.
-
-    ``root_tokens`` int32 [batch]; ``tokens`` int32, ``scores`` fp32, ``parents`` int32 [batch, candidates], of
-    which there are as many as nodes to choose, and up to 4096; at most 128 nodes.
-    """
-    batch, candidates = tokens.shape
-    device = tokens.device
-    int64: dict[str, Any] = {"dtype": torch.int64, "device": device}
-    outputs = TreeOutputs(
-        torch.empty(batch, total_tokens, **int64),
-        torch.empty(batch, total_tokens, **int64),
-        torch.empty(batch, 1, total_tokens, total_tokens, dtype=torch.bool, device=device),
-        torch.empty(batch, total_tokens, **int64),
-        torch.empty(batch, total_tokens, path_width, **int64),
-        torch.empty(batch, **int64),
-    )
-    node_of = torch.empty(batch, candidates, dtype=torch.int32, device=device)
-    chosen = torch.empty(batch, total_tokens, dtype=torch.int32, device=device)
-    _build_tree_kernel[(batch,)](
-        TreeCandidates(tokens, scores, parents, node_of, chosen), root_tokens, outputs,
-        TreeShape(candidates, total_tokens, path_width), num_warps=8,
-    )  # fmt: skip
-    return outputs

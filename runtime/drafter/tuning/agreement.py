@@ -220,18 +220,13 @@ def replay(
     return Agreement(worst, rms, cache_error, atol, tuple(faults))
 
 
-def draft_and_replay(
-    cfg: DrafterConfig, features: Tensor, weights: Weights, bufs: Buffers, reference: HeadWeights | None = None
-) -> Agreement:
-    """Draft the step that ``bufs`` hold with the persistent kernel, and replay it (waits for the device).
-
-    ``reference``: `exact_head` of these weights, where it is at hand.
-    """
+def draft_and_replay(cfg: DrafterConfig, features: Tensor, weights: Weights, bufs: Buffers) -> Agreement:
+    """Draft the step that ``bufs`` hold with the persistent kernel, and replay it (waits for the device)."""
     step = Step.of(features, bufs)
     launch_drafter(cfg, features, weights, bufs)
     check_finished(bufs)
     return replay(
-        reference or exact_head(weights.head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
+        exact_head(weights.head, cfg), cfg.tree, step, candidates_of(bufs), tree_of(bufs), bufs.keys,
         bufs.values, atol=log_prob_atol(cfg),
     )  # fmt: skip
 

@@ -15,11 +15,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...settings import MAX_NEW_TOKENS, TreeConfig
 from ..buffers import Buffers
 from ..dimensions import DrafterConfig
 from ..launch_params import LaunchParams
-from .problem import MODELS, Dims, first_rows, random_head
+from .problem import Dims, first_rows, random_head
 
 
 class Job(NamedTuple):
@@ -28,29 +27,14 @@ class Job(NamedTuple):
     dims: Dims
     cfg: DrafterConfig
     params: LaunchParams
-    packed_vocab: int | None = None
-    """LM-head rows that are packed, where a launch uses fewer of them."""
 
 
-def job_of(
-    model: str, tree: TreeConfig, num_slots: int, capacity: int, draft_vocab: int, device: torch.device,
-    packed_vocab: int | None = None,
-) -> Job:  # fmt: skip
-    """The compilation that a `BufferedDrafter` of these dimensions (`problem.MODELS`) on this device will need.
-
-    ``packed_vocab``: LM-head rows that are packed, where it drafts over fewer of them.
-    """
-    head = first_rows(random_head(MODELS[model], torch.device("meta")), draft_vocab)
-    cfg = DrafterConfig.of(head, tree, num_slots, capacity + MAX_NEW_TOKENS)
-    return tuned_job(MODELS[model], cfg, device, packed_vocab)
-
-
-def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device, packed_vocab: int | None = None) -> Job:
+def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device) -> Job:
     """The compilation of a configuration with the launch parameters that launches will find."""
     from ..kernel_launch import chip_of
     from ..tuned_cache import open_tuned_cache
 
-    return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0], packed_vocab)
+    return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0])
 
 
 def compile_one(job: Job) -> float:
@@ -62,9 +46,9 @@ def compile_one(job: Job) -> float:
     from ..workspace import allocate_workspace
 
     start = time.perf_counter()
-    dims, cfg, params, packed_vocab = job
+    dims, cfg, params = job
     device = torch.device("meta")
-    head = first_rows(random_head(dims, device, cfg.dtype), packed_vocab or cfg.draft_vocab)
+    head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
     packed = pack_head(head, cfg, FixedLaunch(params))
     bufs = Buffers.allocate(cfg, device)
     bufs.workspace.update(allocate_workspace(cfg, params, device))
@@ -79,9 +63,9 @@ def compile_one(job: Job) -> float:
     return time.perf_counter() - start
 
 
-def compile_all(jobs: Sequence[Job], seconds: float, processes: int | None = None) -> list[bool]:
+def compile_all(jobs: Sequence[Job], seconds: float) -> list[bool]:
     """Compile as many as ``seconds`` allow, in order; which are done. A failure shows again, in full, at the launch."""
-    processes = processes or max(1, min(12, (os.cpu_count() or 2) - 2))
+    processes = max(1, min(12, (os.cpu_count() or 2) - 2))
     if len(jobs) < 2 or processes < 2:
         return [False] * len(jobs)
     pool = ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn"))

@@ -143,10 +143,10 @@ def first_rows(head: HeadWeights, draft_vocab: int) -> HeadWeights:
     return replace(head, lm_head=head.lm_head[:draft_vocab], draft_to_target=head.draft_to_target[:draft_vocab])
 
 
-def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers, seed: int = 0) -> Tensor:
+def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) -> Tensor:
     """Fill every slot's cache with ``prefix`` random pairs, write ``num_new`` tokens, and return their features."""
     device = bufs.keys.device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
     for cache in (bufs.keys, bufs.values):
         cache.normal_(generator=generator)
     tokens = torch.randint(0, cfg.target_vocab, (cfg.num_slots, num_new), generator=generator, device=device)
@@ -160,10 +160,5 @@ def draft_config(
     dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None,
 ) -> DrafterConfig:  # fmt: skip
     """Dimensions of a draft with `random_head`."""
-    return DrafterConfig(
-        kind=dims.kind, hidden=dims.hidden, intermediate=dims.intermediate, num_heads=dims.heads,
-        num_kv_heads=dims.kv_heads, head_dim=dims.head_dim, feature_width=dims.feature_width, target_vocab=dims.vocab,
-        draft_vocab=draft_vocab, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens, norm_eps=1e-5,
-        num_slots=num_slots, max_positions=prefix + MAX_NEW_TOKENS + tree.depth * tree.top_k, dtype=dtype,
-        weight_dtype=weight_dtype or dtype, has_fc=dims.kind == "eagle" or dims.feature_width != dims.hidden,
-    )  # fmt: skip
+    head = first_rows(random_head(dims, torch.device("meta"), dtype), draft_vocab)
+    return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)

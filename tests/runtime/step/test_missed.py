@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from eagle_slim.runtime import GenerationStats, MissLog, SpeculativeModel
-from eagle_slim.runtime.requests.stats import HeldIds, MissedTokens, most_missed_first
+from eagle_slim.runtime.requests.stats import MissedTokens, most_missed_first
 from eagle_slim.runtime.requests.tree_size import TreeSize
 from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
@@ -82,7 +83,7 @@ class Tail:
 
 
 def test_ids_that_have_joined_are_not_missed() -> None:
-    held = HeldIds(bytes(int(token in (1, 3)) for token in range(VOCAB)), Tail())
+    held = SimpleNamespace(held_ids=bytes(int(token in (1, 3)) for token in range(VOCAB)), follow=Tail())
     missed = MissedTokens(held, [4, 5])
     missed.add([1, 4, 5, 6])
     missed.add([6, 5])
