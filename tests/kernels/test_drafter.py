@@ -92,12 +92,6 @@ def test_options_of_a_head(name: str, device: str) -> None:
         assert not replay(other, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
 
 
-@pytest.mark.slow
-def test_options_in_fp8(device: str) -> None:
-    head = with_options(random_head(dtype=torch.float16, device=device), **OPTIONS["each tap normed"])
-    assert_agrees(draft(head, (2, 2, 9), [9, 4], [2, 5], [1], torch.float8_e4m3fn))
-
-
 @pytest.mark.parametrize(
     ("kind", "weight_dtype"),
     [
@@ -386,20 +380,3 @@ def test_allocated_once(device: str) -> None:
     outputs = (bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids)
     assert all(mine is given for mine, given in zip(results, outputs, strict=True))
     assert [tuple(output.shape) for output in outputs] == [(1, 5), (1, 5, 3), (1, 1, 5, 5), (1, 5)]
-
-
-def test_a_packed_head_serves_smaller_vocabularies_in_rank_order() -> None:
-    head = random_head()
-    cfg, features, _, bufs = problem(head, TreeConfig(2, 3, 8), [5], [2])
-    ranked = Weights.pack(head, cfg, order=torch.randperm(head.draft_vocab))
-    smaller = replace(cfg, draft_vocab=50)
-    keys, values = bufs.keys.clone(), bufs.values.clone()
-    nan_fill(bufs)
-    drafted = [output.clone() for output in launch_drafter(smaller, features, ranked, bufs)]
-    bufs.keys.copy_(keys)
-    bufs.values.copy_(values)
-    expected = launch_drafter(smaller, features, ranked, bufs, backend="reference")
-    for output, reference in zip(drafted, expected, strict=True):
-        assert torch.equal(output, reference)
-    whole = launch_drafter(cfg, features, ranked, bufs, backend="reference")[0]
-    assert not torch.equal(drafted[0], whole)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -36,24 +35,6 @@ def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
     return launch_drafter(CFG, features, WEIGHTS, bufs, backend="reference")
 
 
-def alone(new_tokens: list[int], features: Tensor) -> Tensor:
-    """The tree of one sequence without a prefix, by a drafter with a cache of its own."""
-    drafter = Drafter(HEAD, TREE).on_slots(1, 40)
-    drafter.features[0] = features
-    drafter.bufs.set_step([0], [new_tokens], [0])
-    drafter.draft()
-    return drafter.bufs.draft_tokens[0]
-
-
-def test_slots_of_any_number_of_new_tokens_in_any_order(bufs: Buffers) -> None:
-    new = {2: list(range(40, 56)), 0: [7]}
-    bufs.set_step(list(new), list(new.values()), [0, 0])
-    tokens = draft(bufs)[0]
-    for slot, given in new.items():
-        assert torch.equal(tokens[slot], alone(given, FEATURES[slot]))
-    assert tokens[1].eq(-1).all()
-
-
 def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
     room = CFG.max_positions - TREE.depth * TREE.top_k
     past = torch.randn(room - 1, HEAD.feature_width, generator=torch.Generator().manual_seed(3))
@@ -66,16 +47,6 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
     expected = launch_drafter(wider, FEATURES, WEIGHTS, wide, backend="reference")[0]
     assert torch.equal(full, expected[0])
     assert torch.equal(other, expected[1])
-
-
-def test_no_active_slot(bufs: Buffers) -> None:
-    bufs.set_step([], [], [])
-    draft_tokens, retrieve_indices, tree_mask, tree_position_ids = draft(bufs)
-    assert draft_tokens.eq(-1).all()
-    assert retrieve_indices.eq(-1).all()
-    assert not tree_mask.any()
-    assert tree_position_ids.eq(0).all()
-    assert bufs.num_leaves.eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -254,11 +225,3 @@ def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     prefill_drafter(CFG, FEATURES[0].chunk(3, -1), tokens, WEIGHTS, bufs, 1)
     assert bufs.keys[0, :, :16].any()
     assert torch.equal(bufs.keys[0], bufs.keys[1])
-
-
-def test_the_public_names() -> None:
-    import eagle_slim.runtime as runtime
-
-    assert runtime.launch_drafter is launch_drafter
-    assert runtime.Buffers is Buffers
-    assert all(hasattr(runtime, name) for name in runtime.__all__)

@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,7 @@ from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import DraftFunction, allocate_buffers, launch_drafter
-from eagle_slim.runtime.drafter.packed_weights import Weights
+from eagle_slim.runtime.drafter.launch import DraftFunction
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
@@ -287,16 +286,3 @@ def test_a_published_head_drafts_as_defined_before_and_after_conversion(tmp_path
     slim = converted(tmp_path, folder, target)
     for source, expected in ((folder, head), (slim, over(head, sorted(IDS[:KEPT])))):
         check(source, Naive(expected, form.frequencies), taps, target)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter; test_drafter_gpu.py has a GPU's")
-def test_the_kernel_drafts_as_defined(tmp_path: Path) -> None:
-    form, target = FORMS["speculators"], tiny_target("llama")
-    folder = publish(tmp_path / "head", form)
-    head, taps = read(folder, form, target)
-    check(folder, Naive(head, form.frequencies), taps, target, by_kernel, TreeConfig(1, 2, 5), new=3)
-
-
-def by_kernel(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
-    weights = Weights.pack(head, cfg)
-    launch_drafter(cfg, features, weights, replace(bufs, workspace=allocate_buffers(cfg, weights).workspace))

@@ -33,7 +33,7 @@ def target() -> TargetModel:
 def converted(folder: Path, head: Path, **options: object) -> Artifact:
     request = VocabRequest(token_map=write_freq(folder / "freq.pt", RANKED))
     done = convert(head, vocabulary=request, out=folder / "slim", **options)
-    return done.load()
+    return Artifact.load(done.folder)
 
 
 def joinable(head, target, draft_ids, dtype=torch.float32):
