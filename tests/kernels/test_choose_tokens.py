@@ -21,23 +21,12 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     token_bits,
 )
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
-from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, expected_tokens, random_case, row_case
+from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
 from support.raising import raises
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 SLOW = pytest.mark.slow
-GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)
-RULES = {
-    "greedy": GREEDY,
-    "greedy, processed": replace(ALL_RULES, sampled=False),
-    "sampled": SAMPLED,
-    "top-k": replace(SAMPLED, has_top_k=True),
-    "top-p": replace(SAMPLED, has_top_p=True),
-    "min-p": replace(SAMPLED, has_min_p=True),
-    "top-k, min-p": replace(SAMPLED, has_top_k=True, has_min_p=True),
-    "everything": ALL_RULES,
-}
 
 
 def rules_of(config: SamplingConfig) -> ChoiceRules:

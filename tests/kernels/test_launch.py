@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,22 +115,22 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
-     ("draft_vocab", 301), ("num_kv_heads", 0), ("norm_eps", float("nan")), ("norm_eps", -1.0),
-     ("weight_dtype", "fp8")],
+    ("field", "changed"),
+    [("hidden", {"hidden": 64.0}), ("hidden", {"hidden": "64"}), ("num_slots", {"num_slots": True}),
+     ("feature_width", {"feature_width": 0}), ("target_vocab", {"target_vocab": 0}),
+     ("draft_vocab", {"draft_vocab": 301}), ("num_kv_heads", {"num_kv_heads": 0}),
+     ("norm_eps", {"norm_eps": float("nan")}), ("norm_eps", {"norm_eps": -1.0}),
+     ("weight_dtype", {"weight_dtype": "fp8"}), ("sliding_window", {"sliding_window": 0}),
+     ("tap_norms", {"tap_norms": 5}), ("tap_norms", {"tap_norms": 1, "has_fc": False, "feature_width": 64}),
+     ("norm_output", {"kind": "eagle", "feature_width": 64, "norm_output": True}),
+     # Without fc, features are as wide as the head.
+     ("feature_width", {"has_fc": False}), ("feature_width", {"kind": "eagle"}),
+     ("has_fc", {"kind": "eagle", "feature_width": 64, "has_fc": False})],
+    ids=str,
 )  # fmt: skip
-def test_configurations_out_of_range(field: str, value: object) -> None:
-    with raises(UsageError, field=field):
-        replace(CFG, **{field: value})
-
-
-def test_without_fc_features_are_as_wide_as_the_head() -> None:
-    for changed in ({"has_fc": False}, {"kind": "eagle"}):
-        with raises(UsageError, field="feature_width", found=192):
-            replace(CFG, **changed)
-    with raises(UsageError, field="has_fc"):
-        replace(CFG, kind="eagle", feature_width=64, has_fc=False)
+def test_configurations_out_of_range(field: str, changed: Facts) -> None:
+    with raises(UsageError, field=field, found=changed.get(field, CFG.feature_width)):
+        replace(CFG, **changed)
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -163,32 +163,24 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
         replace(HEAD, **changed)
 
 
-OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
-    "tree": (
-        lambda: (replace(CFG, total_tokens=12), WEIGHTS),
-        {"tensor": "draft_tokens", "found": (torch.int64, (3, 20)), "expected": (torch.int64, (3, 12))},
-    ),
-    "depth": (lambda: (replace(CFG, depth=2), WEIGHTS), {"tensor": "retrieve_indices"}),
-    "positions": (lambda: (replace(CFG, max_positions=500), WEIGHTS), {"tensor": "keys"}),
-    "top_k": (lambda: (replace(CFG, top_k=5), WEIGHTS), {"tree_rows": 12}),
-    "intermediate": (
-        lambda: (replace(CFG, intermediate=64), WEIGHTS),
-        {"field": "intermediate", "found": 96, "expected": 64},
-    ),
-    "epsilon": (lambda: (replace(CFG, norm_eps=1e-6), WEIGHTS), {"field": "norm_eps"}),
-    "biases": (lambda: (replace(CFG, has_qkv_bias=True), WEIGHTS), {"field": "has_qkv_bias", "found": False}),
-    "norms": (lambda: (replace(CFG, norm_output=True), WEIGHTS), {"field": "norm_output", "found": False}),
-    "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), {"field": "target_vocab"}),
-    "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), {"field": "dtype", "found": torch.float16}),
-    "head": (lambda: (CFG, Weights(random_head(hidden=32))), {"field": "hidden", "found": 32, "expected": 64}),
-    "kind": (lambda: (CFG, Weights(random_head(kind="eagle"))), {"field": "kind", "found": "eagle"}),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_parts_of_another_configuration(bufs: Buffers, other: str) -> None:
-    build, facts = OTHERS[other]
-    cfg, weights = build()
+@pytest.mark.parametrize(
+    ("changed", "head", "facts"),
+    [({"total_tokens": 12}, {},
+      {"tensor": "draft_tokens", "found": (torch.int64, (3, 20)), "expected": (torch.int64, (3, 12))}),
+     ({"depth": 2}, {}, {"tensor": "retrieve_indices"}), ({"max_positions": 500}, {}, {"tensor": "keys"}),
+     ({"top_k": 5}, {}, {"tree_rows": 12}),
+     ({"intermediate": 64}, {}, {"field": "intermediate", "found": 96, "expected": 64}),
+     ({"norm_eps": 1e-6}, {}, {"field": "norm_eps"}),
+     ({"has_qkv_bias": True}, {}, {"field": "has_qkv_bias", "found": False}),
+     ({"norm_output": True}, {}, {"field": "norm_output", "found": False}),
+     ({"target_vocab": 299}, {}, {"field": "target_vocab"}),
+     ({}, {"dtype": torch.float16}, {"field": "dtype", "found": torch.float16}),
+     ({}, {"hidden": 32}, {"field": "hidden", "found": 32, "expected": 64}),
+     ({}, {"kind": "eagle"}, {"field": "kind", "found": "eagle"})],
+    ids=str,
+)  # fmt: skip
+def test_parts_of_another_configuration(bufs: Buffers, changed: Facts, head: dict[str, Any], facts: Facts) -> None:
+    cfg, weights = replace(CFG, **changed), Weights(random_head(**head))
     with raises(UsageError, **facts):
         launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
     with raises(UsageError, **facts):
