@@ -153,15 +153,6 @@ def test_without_fc(device: str) -> None:
     assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
-def test_rope_scaling(device: str) -> None:
-    head = random_head(device=device, rope_scaling={"rope_type": "linear", "factor": 4.0})
-    drafted = draft(head, (1, 3, 10), [12], [3])
-    assert_agrees(drafted)
-    unscaled = exact_head(random_head(device=device), drafted.cfg)
-    wrong = replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree)
-    assert not wrong.agrees
-
-
 def test_rope_scaling_by_length(device: str) -> None:
     """Tables are those of the cache's length, for the kernel, the reference and the prompt's keys alike."""
     head = random_head(device=device, rope_scaling={"rope_type": "dynamic", "factor": 4.0})

@@ -165,17 +165,6 @@ def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
 
 
-def test_walk_of_the_example_tree() -> None:
-    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; the target chooses A, C, then 7."""
-    tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
-    state = some_state(1, "cpu", [0])
-    choices = torch.tensor([[1, 3, 0, 7, 0, 0, 0]], dtype=torch.int32)
-    acceptance.walk_ref(choices, Trees(state.active_slots, state.active_count, *fields_of(tree, "cpu")), 4, state)
-    assert state.path[0, :4].tolist() == [0, 1, 3, -1]
-    assert state.record[0, :7].tolist() == [3, 3, acceptance.RUNNING, 1, 3, 7, -1]
-    assert (state.lengths[0], state.prefix[0], state.num_new[0], state.num_generated[0]) == (4 + 3, 4, 3, 3)
-
-
 @pytest.mark.parametrize(
     ("eos", "most", "kept", "ended"),
     [
@@ -191,6 +180,7 @@ def test_walk_of_the_example_tree() -> None:
 def test_ends_in_the_middle_of_a_path(
     device: str, walk: Callable[..., None], eos: list[int], most: int, kept: int, ended: int
 ) -> None:
+    """root 9; A 1, B 2; C 3, D 4 under A; E 5 under B; G 6 under C; the target chooses A, C, then 7."""
     tree = layout_tree(torch.tensor([[9, 1, 2, 3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 1, 1, 2, 3]]), path_width=4)
     state = some_state(1, device, [0])
     state.eos_ids[0] = torch.tensor(eos)
@@ -200,6 +190,10 @@ def test_ends_in_the_middle_of_a_path(
     assert state.record[0, :3].tolist() == [3, kept, ended]
     assert int(state.running[0]) == int(ended == acceptance.RUNNING)
     assert int(state.num_generated[0]) == kept
+    if ended == acceptance.RUNNING:
+        assert state.path[0, :4].tolist() == [0, 1, 3, -1]
+        assert state.record[0, 3:7].tolist() == [1, 3, 7, -1]
+        assert (state.lengths[0], state.prefix[0], state.num_new[0]) == (4 + 3, 4, 3)
 
 
 @pytest.mark.parametrize(("nodes", "width"), [(1, 1), (7, 4), (60, 7), (128, 12)])

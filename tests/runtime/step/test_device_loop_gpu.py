@@ -57,13 +57,9 @@ def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
 def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path) -> None:
     """Nine ids and at most seven that join; slots are taken again, and steps are replayed from graphs."""
     model, prompts = pair(tmp_path, "llama")
-    few = model.with_draft_vocab(DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"]))
-    few = few.with_follow("prompt", 7)
-    reference = SpeculativeModel.from_pretrained(
-        model.target.model, tmp_path, drafter="reference", target_backend="fused", **TREE,
-        draft_vocab=DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"]), follow="prompt",
-        follow_rows=7,
-    )  # fmt: skip
+    nine = DraftVocab(np.array([2, 5, 9, 13, 4, 3, 20, 11, 8]), 1, SIZES["vocab_size"])
+    few = model.with_draft_vocab(nine).with_follow("prompt", 7)
+    reference = few.with_drafter("reference")
     wanted = reference.generate(prompts, max_new_tokens=40, max_slots=2)
     for slots in (2, 16):
         output = few.generate(prompts, max_new_tokens=40, max_slots=slots)
