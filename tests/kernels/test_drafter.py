@@ -13,7 +13,6 @@ from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
 from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
 from eagle_slim.runtime.drafter.launch_params import LaunchParams, choose_launch
 from eagle_slim.runtime.drafter.tuning.agreement import candidates_of, exact_head, replay, tree_of
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -57,11 +56,6 @@ def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     drafted = draft(random_head(**options, device=device), tree, prefixes, num_new, active)
     assert_agrees(drafted)
     assert_equal_trees(drafted.tree, drafted.reference_tree())
-
-
-def without_fc(head: HeadWeights) -> HeadWeights:
-    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
-    return replace(head, tensors=tensors, feature_width=head.hidden)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -147,7 +141,9 @@ def test_launch_parameters_change_no_result(
 
 def test_without_fc(device: str) -> None:
     """One tap as wide as the head goes in as it is."""
-    drafted = draft(without_fc(random_head(device=device)), (2, 3, 12), [6], [3])
+    head = random_head(device=device)
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
+    drafted = draft(replace(head, tensors=tensors, feature_width=head.hidden), (2, 3, 12), [6], [3])
     assert not drafted.cfg.has_fc
     assert_agrees(drafted)
     assert_equal_trees(drafted.tree, drafted.reference_tree())

@@ -156,10 +156,6 @@ def some_state(slots: int, device: str, running: list[int], num_eos: int = 2) ->
     return state
 
 
-def copy_of(state: SlotState) -> SlotState:
-    return SlotState(*(tensor.clone() for tensor in state))
-
-
 def assert_equal_states(found: SlotState, wanted: SlotState) -> None:
     for name in found._fields:
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
@@ -205,7 +201,7 @@ def test_acceptance_equals_its_twins(device: str, nodes: int, width: int) -> Non
     wanted = some_state(slots, device, [0, 2, 3])
     wanted.eos_ids[:, 0] = 4
     wanted.num_generated.copy_(torch.tensor([0, 0, 98, 3]))
-    found = copy_of(wanted)
+    found = SlotState(*(tensor.clone() for tensor in wanted))
     trees = Trees(wanted.active_slots, wanted.active_count, *fields_of(tree, device))
     acceptance.walk_ref(choices, trees, width, wanted)
     acceptance.walk(choices, trees, width, found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,6 @@ class Letters:
         return "".join(chr(ord("a") + i) for i in ids)
 
     def __call__(self, text: str) -> Any:
-        from types import SimpleNamespace
-
         return SimpleNamespace(input_ids=[ord(letter) - ord("a") for letter in text])
 
 

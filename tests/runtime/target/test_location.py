@@ -22,8 +22,7 @@ from support.tiny_models import tiny_target, write_head, write_pair
 def slim(tmp_path: Path) -> Path:
     target, head = write_pair(tmp_path / "parts")
     own = target.rename(tmp_path / "parts" / "my-target")
-    order = BY_ID
-    return convert(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=order).folder
+    return convert(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=BY_ID).folder
 
 
 def test_a_local_target_is_found_beside_the_head_or_among_the_models(
