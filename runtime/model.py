@@ -289,14 +289,15 @@ class SpeculativeModel:
         """
         return self._with_drafter(self.drafter.like(self.drafter.weights, tree), is_tree_sized=False)
 
-    def with_drafter(self, drafter: str | DraftFunction) -> SpeculativeModel:
+    def with_drafter(self, drafter: str | DraftFunction, draft_weights: str = "auto") -> SpeculativeModel:
         """Return a model with another drafter, as in `from_pretrained`; everything loaded is shared.
 
-        Weights in FP8 stay so. Raises as `choose_drafter`; `UsageError` for a drafter other than the kernel where
-        weights are in FP8.
+        ``draft_weights`` "auto" leaves weights in FP8 as they are. Raises as `choose_drafter`; `UsageError` for a
+        drafter other than the kernel where weights are in FP8.
         """
         weights, own = self.drafter.weights, self.drafter
-        draft_weights = "fp8" if self.draft_weights == "fp8" else "auto"
+        if draft_weights == "auto" and self.draft_weights == "fp8":
+            draft_weights = "fp8"
         order = None if own.packing is None else own.packing.order
         if own.packing is None and self.opened is not None and weights.device.type == "cuda":
             order = _rank_rows(self.opened, weights.draft_to_target.cpu().numpy(), None, weights.device)

@@ -37,6 +37,15 @@ def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
     return lambda params: replace(params, layout=replace(params.layout, split=split))
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "each tap normed": {
+        "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
+        "activation": "gelu", "sliding_window": 4,
+    },
+    "all taps normed": {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh"},
+}  # fmt: skip
+"""Of a head, for `with_options`."""
+
 CASES = {
     "groups of four": Case(8, (3, 4, 20), [5], [3], change=groups_of(fc=4, qkv=4, o=4, down=4)),
     "alone, with tails": Case(
@@ -51,32 +60,14 @@ CASES = {
     "widest": Case(4, (2, 16, 128), [5], [2], head={"draft_vocab": 61}),
     "fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], [1], fp8=True, change=groups_of(fc=4, qkv=2, o=4, down=4)),
     "each tap normed, fp8": Case(
-        5,
-        (2, 3, 15),
-        [9, 40],
-        [2, 5],
-        fp8=True,
-        change=groups_of(fc=2, qkv=1, o=4, down=2),
-        options={
-            "tap_norms": 3,
-            "norm_before_residual": True,
-            "norm_output": True,
-            "o_bias": True,
-            "mlp_bias": True,
-            "activation": "gelu",
-            "sliding_window": 20,
-        },
+        5, (2, 3, 15), [9, 40], [2, 5], fp8=True, change=groups_of(fc=2, qkv=1, o=4, down=2),
+        options={**OPTIONS["each tap normed"], "sliding_window": 20},
     ),
     "all taps normed": Case(
-        6,
-        (2, 3, 15),
-        [9, 4],
-        [2, 5],
-        [1, 0],
-        options={"tap_norms": 1, "norm_output": True, "activation": "gelu_new", "sliding_window": 2},
+        6, (2, 3, 15), [9, 4], [2, 5], [1, 0], options={**OPTIONS["all taps normed"], "sliding_window": 2}
     ),
     "eagle, fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], head={"kind": "eagle"}, fp8=True),
-}
+}  # fmt: skip
 
 
 def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
@@ -88,7 +79,7 @@ def draft(case: Case, chip: Chip, dtype: torch.dtype) -> dict[str, Any]:
     cfg, features, _, bufs = problem(head, tree, case.prefixes, case.num_new, case.active, weight_dtype)
     params = case.change(choose_launch(cfg, chip))
     weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
-    bufs.workspace.update(allocate_workspace(cfg, params, "cpu"))
+    bufs.workspace.update(allocate_workspace(cfg, params, bufs.keys.device))
     for slot, text in case.texts.items():
         assert head.follow is not None
         assert bufs.tails is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from eagle_slim.runtime.requests.sampling import warp
@@ -19,7 +19,18 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
 from eagle_slim.runtime.tree import Trees
 from torch import Tensor
 
+GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)
 ALL_RULES = ChoiceRules(True, True, True, True, True, True, True)
+RULES = {
+    "greedy": GREEDY,
+    "greedy, processed": replace(ALL_RULES, sampled=False),
+    "sampled": SAMPLED,
+    "top-k": replace(SAMPLED, has_top_k=True),
+    "top-p": replace(SAMPLED, has_top_p=True),
+    "min-p": replace(SAMPLED, has_min_p=True),
+    "top-k, min-p": replace(SAMPLED, has_top_k=True, has_min_p=True),
+    "everything": ALL_RULES,
+}
 CHAIN_AND_FORK = [-1, 0, 0, 1, 3]
 """Parents: node 4 lies below 3, 1 and the root, node 2 beside."""
 

@@ -1,7 +1,6 @@
 """Compile the persistent drafter for a chip that is not there, and report what it takes of it.
 
-    python -m kernels.compiled_drafter --chip 90 [--fp8] [--slots 1] [--small | --wide]
-        [--options] [--tail 512]
+    python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
 registers, spills, and the inner loops of products, in which nothing may spill. Must run without ``TRITON_INTERPRET``.
@@ -41,7 +40,6 @@ SMOLLM2 = replace(
     LLAMA_8B, hidden=576, intermediate=1536, num_heads=9, num_kv_heads=3, head_dim=64, feature_width=1728,
     target_vocab=49152,
 )  # fmt: skip
-LLAMA_405B = replace(LLAMA_8B, hidden=16384, intermediate=53248, num_heads=128, feature_width=49152)
 OPTIONS: dict[str, Any] = {
     "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": "gelu", "norm_before_residual": True,
     "norm_output": True, "tap_norms": 3, "sliding_window": 512,
@@ -49,16 +47,15 @@ OPTIONS: dict[str, Any] = {
 """Everything that an EAGLE-3 head may have besides."""
 
 
-TRITON_TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
-    torch.int32: "i32", torch.int64: "i64",
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
+    torch.float8_e4m3fn: "*fp8e4nv", torch.int32: "*i32", torch.int64: "*i64", torch.uint8: "*u8",
 }  # fmt: skip
 
 
 def signature(cfg: DrafterConfig) -> dict[str, Any]:
     """Triton types of every argument of the kernel: of groups, a group of types."""
-    by_dtype = {dtype: f"*{name}" for dtype, name in TRITON_TYPES.items()}
-    model, weight = by_dtype[cfg.dtype], by_dtype[cfg.weight_dtype]
+    model, weight = POINTERS[cfg.dtype], POINTERS[cfg.weight_dtype]
     types = element_types(cfg)
     groups = {
         "features": Features(model, "i32", "i32"),
@@ -71,7 +68,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
             draft_vocab="i32", stride_embedding="i32",
         ),
         "cache": KVCache(model, model, "i32", "i32"),
-        "ws": Workspace(*(by_dtype[types[buffer.dtype]] for buffer in BUFFERS)),
+        "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
         **({"tails": TailRows(weight, "*fp32", "*i32", "*i32")} if cfg.tail_rows else {}),
     }  # fmt: skip
@@ -210,23 +207,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     parser.add_argument("--fp8", action="store_true", help="FP8 weights")
-    parser.add_argument("--slots", type=int, default=1)
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
-    size.add_argument("--wide", action="store_true", help="Llama-3.1-405B dimensions instead")
+    parser.add_argument("--small", action="store_true", help="SmolLM2-135M dimensions instead of Llama-3.1-8B's")
     parser.add_argument("--options", action="store_true", help="norms before fc, biases, a window, GELU ...")
-    parser.add_argument("--eagle", action="store_true", help="an EAGLE-1/2 head")
     parser.add_argument("--tail", type=int, default=0, help="places for rows that join a sequence, in units of 16")
     parser.add_argument("--sass", type=Path, help="write the disassembled machine code here")
     args = parser.parse_args()
-    model = SMOLLM2 if args.small else LLAMA_405B if args.wide else LLAMA_8B
-    cfg = replace(model, num_slots=args.slots, tail_rows=args.tail)
+    cfg = replace(SMOLLM2 if args.small else LLAMA_8B, tail_rows=args.tail)
     if args.fp8:
         cfg = replace(cfg, weight_dtype=torch.float8_e4m3fn)
     if args.options:
         cfg = replace(cfg, **OPTIONS)
-    if args.eagle:
-        cfg = replace(cfg, kind="eagle", feature_width=cfg.hidden)
     chip = KNOWN_CHIPS[args.chip]
     report, sass = compile_kernel(cfg, chip)
     if args.sass:

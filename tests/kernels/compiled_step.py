@@ -29,23 +29,13 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, random_case
-from kernels.compiled_drafter import assembler_report, to_ptx
+from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.shared.drawn_verdicts import draw_paths
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, SLOTS, NODES, CHUNK, VOCAB = 4096, 32, 8, 128, 14336, 2, 60, 512, 128256
-POINTERS = {
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.float32: "*fp32",
-    torch.float64: "*fp64",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-}
 
 
 class Compiler:

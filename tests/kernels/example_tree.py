@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 
 TOP_K = 2
-ROOT = 7
 LETTERS = "ABCDEFGHIJ"
-TOKENS = torch.arange(10, 20)  # A is 10, B 11, ...
 SCORES = torch.tensor([-0.5, -1.5, -1.5, -2.0, -1.75, -5.5, -2.0, -4.5, -2.75, -3.75])
-PARENTS = torch.tensor([-1, -1, 0, 0, 1, 1, 2, 2, 4, 4])
 LEVELS = (SCORES[:2], SCORES[2:6], SCORES[6:])
 """Candidates of the extend pass (A, B), of level 1 (C to F) and of level 2 (G to J)."""
 FRONTIERS = ("AB", "CE", "GI")

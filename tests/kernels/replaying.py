@@ -53,10 +53,9 @@ def draft(
     active: list[int] | None = None,
     weight_dtype: torch.dtype | None = None,
     separate_taps: bool = False,
-    seed: int = 0,
     texts: dict[int, list[int]] | None = None,
 ) -> Drafted:
-    cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype, seed)
+    cfg, joined, weights, bufs = problem(head, TreeConfig(*tree), prefixes, num_new, active, weight_dtype)
     for slot, token_ids in (texts or {}).items():
         set_tail(cfg, weights, bufs, slot, token_ids)
     taps = tuple(tap.contiguous() for tap in joined.chunk(3, -1)) if separate_taps else joined

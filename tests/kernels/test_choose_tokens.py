@@ -21,23 +21,12 @@ from eagle_slim.runtime.step.kernels.choose_tokens import (
     token_bits,
 )
 from eagle_slim.runtime.step.kernels.token_weights import FAR, ONE, distance_weight_ref, score_distance_ref
-from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, expected_tokens, random_case, row_case
+from kernels.choosing import ALL_RULES, CHAIN_AND_FORK, GREEDY, RULES, SAMPLED, expected_tokens, random_case, row_case
 from support.raising import raises
 
 # The interpreter runs on numpy, where infinities that meet warn.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 SLOW = pytest.mark.slow
-GREEDY, SAMPLED = ChoiceRules(), ChoiceRules(sampled=True)
-RULES = {
-    "greedy": GREEDY,
-    "greedy, processed": replace(ALL_RULES, sampled=False),
-    "sampled": SAMPLED,
-    "top-k": replace(SAMPLED, has_top_k=True),
-    "top-p": replace(SAMPLED, has_top_p=True),
-    "min-p": replace(SAMPLED, has_min_p=True),
-    "top-k, min-p": replace(SAMPLED, has_top_k=True, has_min_p=True),
-    "everything": ALL_RULES,
-}
 
 
 def rules_of(config: SamplingConfig) -> ChoiceRules:
@@ -65,26 +54,24 @@ def test_by_hand() -> None:
         assert choose(replace(SAMPLED, has_min_p=True)).flatten().tolist() == [1, 1, 1, 2, 2, 2]
 
 
-def test_a_path_is_penalised_by_hand() -> None:
-    """Root 0, below it 1, below that 2: after the root 1 is best, after 1 it is 2, after 2 only 3 is new."""
-    case = random_case(4, slots=1, parents=[-1, 0, 1])
-    case.logits = torch.tensor([[4.0, 3.0, 2.5, 2.1]] * 3)
-    case.trees = case.trees._replace(draft_tokens=torch.tensor([[0, 1, 2]]))
-    case.state.seen[0] = token_bits(torch.tensor([0]), 4)
+@pytest.mark.parametrize(
+    ("tokens", "logits", "seen", "wanted"),
+    [
+        # Root 0, below it 1, below that 2: after the root 1 is best, after 1 it is 2, after 2 only 3 is new.
+        ([0, 1, 2], [4.0, 3.0, 2.5, 2.1], 0, [1, 2, 3]),
+        # A prompt's last chunk chooses after a root of -1: the prompt has been seen already, the last id need not be.
+        ([-1], [1.0, 3.0, 2.0, 4.0], 1, [3]),
+    ],
+    ids=["path", "no root"],
+)
+def test_penalties_by_hand(tokens: list[int], logits: list[float], seen: int, wanted: list[int]) -> None:
+    case = random_case(4, slots=1, parents=range(-1, len(tokens) - 1))
+    case.logits = torch.tensor([logits] * len(tokens))
+    case.trees = case.trees._replace(draft_tokens=torch.tensor([tokens]))
+    case.state.seen[0] = token_bits(torch.tensor([seen]), 4)
     case.set_numbers(repetition_penalty=2.0)
     for choose in (case.choose, case.choose_ref):
-        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [[1, 2, 3]]
-
-
-def test_a_root_that_is_no_token_penalises_nothing() -> None:
-    """A prompt's last chunk chooses after a root of -1: the prompt has been seen already, the last id need not be."""
-    case = random_case(4, slots=1, parents=[-1])
-    case.logits = torch.tensor([[1.0, 3.0, 2.0, 4.0]])
-    case.trees = case.trees._replace(draft_tokens=torch.tensor([[-1]]))
-    case.state.seen[0] = token_bits(torch.tensor([1]), 4)
-    case.set_numbers(repetition_penalty=2.0)
-    for choose in (case.choose, case.choose_ref):
-        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [[3]]
+        assert choose(replace(GREEDY, has_penalty=True)).tolist() == [wanted]
 
 
 def test_weights() -> None:

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, replace
-
 import pytest
 import torch
 from eagle_slim.runtime.drafter.tuning.timing import capture
 from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, choice_scratch, choose_tokens
-from kernels.choosing import ALL_RULES, random_case
+from kernels.choosing import ALL_RULES, RULES, random_case
 
 pytestmark = pytest.mark.gpu
-SAMPLED = ChoiceRules(sampled=True)
-RULES = [
-    ChoiceRules(),
-    replace(ALL_RULES, sampled=False),
-    SAMPLED,
-    replace(SAMPLED, has_top_k=True),
-    replace(SAMPLED, has_top_p=True),
-    replace(SAMPLED, has_min_p=True),
-    ALL_RULES,
-]
 TREE = [-1, *[(node - 1) // 3 for node in range(1, 60)]]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "".join("01"[flag] for flag in astuple(rules)))
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("vocab", [128256, 49152, 50257])
 def test_kernels_equal_the_twin(vocab: int, rules: ChoiceRules) -> None:
     case = random_case(vocab, slots=2, parents=TREE, active=[1], dtype=torch.bfloat16, device="cuda")

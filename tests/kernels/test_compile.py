@@ -1,4 +1,4 @@
-"""The kernel compiled to machine code for chips that are not here: it fits, and its inner loops do not spill."""
+"""The kernels compiled to machine code for chips that are not here: they fit, and their inner loops do not spill."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS
 
 pytestmark = pytest.mark.compiled
 
@@ -34,13 +36,19 @@ PRODUCTS = 4  # projections, attention, gate and up, LM head: each a loop, where
 Report = dict[str, object]
 
 
-def compile_in_a_process(arguments: list[str], sass: Path) -> Report:
+def compile_in_a_process(*arguments: str) -> Report:
+    """What a script of this folder prints last, outside the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    command = [sys.executable, "-m", "kernels.compiled_drafter", *arguments, "--sass", str(sass)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", *arguments], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {**json.loads(done.stdout.splitlines()[-1]), "sass": sass.read_text()}
+    report: Report = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def compile_drafter(arguments: list[str], sass: Path) -> Report:
+    report = compile_in_a_process("kernels.compiled_drafter", *arguments, "--sass", str(sass))
+    return {**report, "sass": sass.read_text()}
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +57,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
     folder = tmp_path_factory.mktemp("sass")
     with ThreadPoolExecutor(2) as pool:
         yield {
-            name: pool.submit(compile_in_a_process, arguments, folder / f"{index}.sass")
+            name: pool.submit(compile_drafter, arguments, folder / f"{index}.sass")
             for index, (name, arguments) in enumerate(CASES.items())
         }
         pool.shutdown(cancel_futures=True)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fits_and_does_not_spill(reports: dict[str, Future[Report]], name: str) -> None:
+def test_the_drafter_fits_and_does_not_spill(reports: dict[str, Future[Report]], name: str) -> None:
     report = reports[name].result()
     assert report["chip"] == name.split(",")[0]
     assert 0 < report["shared_bytes"] <= report["limit_bytes"]  # type: ignore[operator]
@@ -110,3 +118,13 @@ def test_the_listing_is_read_right() -> None:
     assert product_loops(LISTING.format(middle="NOP", after="NOP")) == [ProductLoop(1, 2, 1, 0, 0)]
     assert product_loops(LISTING.format(middle="NOP", after="LDL R2, [R1]")) == [ProductLoop(1, 2, 1, 0, 1)]
     assert product_loops(LISTING.format(middle="STL.64 [R1], R2", after="NOP")) == [ProductLoop(1, 2, 1, 1, 1)]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_of_a_step_fit_and_do_not_spill(capability: int) -> None:
+    reports: Any = compile_in_a_process("kernels.compiled_step", "--chip", str(capability))
+    assert len(reports) >= 30
+    for name, report in reports.items():
+        assert report["shared_bytes"] <= KNOWN_CHIPS[capability].shared_bytes, name
+        assert report["spill_bytes"] == report["stack_bytes"] == 0, (name, report)
+        assert report["registers"] * 32 * report["num_warps"] <= 65536, name

@@ -10,17 +10,14 @@ import torch
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
-from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter
+from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
 from eagle_slim.runtime.drafter.launch_params import LaunchParams, choose_launch
-from eagle_slim.runtime.drafter.packed_head import pack_head
-from eagle_slim.runtime.drafter.tuned_cache import FixedLaunch
 from eagle_slim.runtime.drafter.tuning.agreement import candidates_of, exact_head, replay, tree_of
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.drafter.workspace import allocate_workspace
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from kernels.cases import OPTIONS, Case
+from kernels.cases import draft as draft_case
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
 from support.drafting import nan_fill, problem, random_head, with_options
 from support.raising import raises
@@ -61,20 +58,6 @@ def test_equals_the_reference_in_fp32(name: str, device: str) -> None:
     assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
-def without_fc(head: HeadWeights) -> HeadWeights:
-    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
-    return replace(head, tensors=tensors, feature_width=head.hidden)
-
-
-OPTIONS = {
-    "each tap normed": {
-        "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
-        "activation": "gelu", "sliding_window": 4,
-    },
-    "all taps normed": {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh"},
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_a_head(name: str, device: str) -> None:
     """Leaving any one of them out of the reference makes the draft a wrong one."""
@@ -90,12 +73,6 @@ def test_options_of_a_head(name: str, device: str) -> None:
         others.append(replace(exact, tensors={**exact.tensors, **unlike}))
     for other in others:
         assert not replay(other, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree).agrees
-
-
-@pytest.mark.slow
-def test_options_in_fp8(device: str) -> None:
-    head = with_options(random_head(dtype=torch.float16, device=device), **OPTIONS["each tap normed"])
-    assert_agrees(draft(head, (2, 2, 9), [9, 4], [2, 5], [1], torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize(
@@ -150,40 +127,26 @@ def no_groups(params: LaunchParams) -> LaunchParams:
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=SLOW)])
-@pytest.mark.parametrize("weight_dtype", [torch.float32, pytest.param(torch.float8_e4m3fn, marks=SLOW)])
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=SLOW)])
 @pytest.mark.parametrize("change", [no_groups, odd_tiles], ids=["no groups", "odd tiles"])
 def test_launch_parameters_change_no_result(
-    kind: str, weight_dtype: torch.dtype, change: Callable[[LaunchParams], LaunchParams], device: str
+    kind: str, fp8: bool, change: Callable[[LaunchParams], LaunchParams], device: str
 ) -> None:
-    head = random_head(kind, device=device, dtype=torch.float16 if weight_dtype.itemsize == 1 else torch.float32)
-    dtype = None if weight_dtype == torch.float32 else weight_dtype
-    cfg, features, _, bufs = problem(head, TreeConfig(1, 3, 12), [9, 4], [2, 5], None, dtype)
-    chip = chip_of(bufs.keys.device)
-    change = odd_fp8_tiles if change is odd_tiles and dtype is not None else change
-    params = change(choose_launch(cfg, chip))
-    weights = Weights(head, pack_head(head, cfg, FixedLaunch(params)))
-    bufs.workspace.update(allocate_workspace(cfg, params, bufs.keys.device))
-    drafted = run(cfg, features, weights, bufs)
-    assert_agrees(drafted)
-    if dtype is None:
-        assert_equal_trees(drafted.tree, drafted.reference_tree())
+    change = odd_fp8_tiles if change is odd_tiles and fp8 else change
+    case = Case(1, (1, 3, 12), [9, 4], [2, 5], head={"kind": kind, "device": device}, fp8=fp8, change=change)
+    result = draft_case(case, chip_of(torch.device(device)), torch.float16 if fp8 else torch.float32)
+    assert result["agrees"], result["is"]
+    assert result["different"] == result["left"] == []
 
 
 def test_without_fc(device: str) -> None:
     """One tap as wide as the head goes in as it is."""
-    drafted = draft(without_fc(random_head(device=device)), (2, 3, 12), [6], [3])
+    head = random_head(device=device)
+    tensors = {name: tensor for name, tensor in head.tensors.items() if name != "fc.weight"}
+    drafted = draft(replace(head, tensors=tensors, feature_width=head.hidden), (2, 3, 12), [6], [3])
     assert not drafted.cfg.has_fc
     assert_agrees(drafted)
     assert_equal_trees(drafted.tree, drafted.reference_tree())
-
-
-def test_rope_scaling(device: str) -> None:
-    head = random_head(device=device, rope_scaling={"rope_type": "linear", "factor": 4.0})
-    drafted = draft(head, (1, 3, 10), [12], [3])
-    assert_agrees(drafted)
-    unscaled = exact_head(random_head(device=device), drafted.cfg)
-    wrong = replay(unscaled, drafted.cfg.tree, drafted.step, candidates_of(drafted.bufs), drafted.tree)
-    assert not wrong.agrees
 
 
 def test_rope_scaling_by_length(device: str) -> None:
@@ -291,51 +254,6 @@ def test_the_replay_sees_a_wrong_draft(device: str) -> None:
     assert "KV cache" in " ".join(replay(head, cfg.tree, step, candidates, tree, keys, drafted.bufs.values).faults)
 
 
-@st.composite
-def configurations(draw: st.DrawFn) -> dict[str, object]:
-    kv_heads = draw(st.integers(1, 2))
-    top_k, depth = draw(st.integers(1, 5)), draw(st.integers(1, 3))
-    slots = draw(st.integers(1, 2))
-    head_dim = draw(st.sampled_from([8, 16, 24]))
-    return {
-        "head": {
-            "kind": draw(st.sampled_from(["eagle3", "eagle"])), "hidden": draw(st.sampled_from([48, 96])),
-            "intermediate": draw(st.sampled_from([16, 112])), "kv_heads": kv_heads,
-            "heads": kv_heads * draw(st.sampled_from([2, 4, 6])), "head_dim": head_dim,
-            "draft_vocab": draw(st.integers(top_k, 130)), "qkv_bias": draw(st.booleans()),
-            "seed": draw(st.integers(0, 99)),
-        },
-        "options": {
-            "o_bias": draw(st.booleans()), "mlp_bias": draw(st.booleans()),
-            "activation": draw(st.sampled_from(["silu", "gelu", "gelu_new"])),
-            "sliding_window": draw(st.sampled_from([None, 1, 20])),
-            "norm_before_residual": draw(st.booleans()), "norm_output": draw(st.booleans()),
-            "tap_norms": draw(st.sampled_from([0, 1, 2, 3])),
-        },
-        "tree": (depth, top_k, draw(st.integers(2, min(40, 1 + top_k + depth * top_k**2)))),
-        "prefixes": draw(st.lists(st.integers(0, 70), min_size=slots, max_size=slots)),
-        "num_new": draw(st.lists(st.integers(1, 16), min_size=slots, max_size=slots)),
-        "active": draw(st.sampled_from([[0], list(range(slots)), list(range(slots))[::-1]])),
-    }  # fmt: skip
-
-
-# Without shrinking: a failing example is small enough, and each try costs a second.
-@pytest.mark.slow
-@settings(
-    max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate],
-)  # fmt: skip
-@given(configuration=configurations())
-def test_random_configurations(configuration: dict, device: str) -> None:
-    head = random_head(**configuration["head"], device=device)
-    options = configuration["options"]
-    if head.kind == "eagle":
-        options = {**options, "tap_norms": 0}
-    head = with_options(head, **options)
-    arguments = {name: configuration[name] for name in ("tree", "prefixes", "num_new", "active")}
-    assert_agrees(draft(head, **arguments))
-
-
 @pytest.mark.slow
 def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory, device: str) -> None:
     from eagle_slim.runtime import SpeculativeModel
@@ -362,7 +280,7 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:
     """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
-    from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS, choose_launch
+    from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS
 
     def workspace_bytes(draft_vocab: int) -> int:
         cfg = DrafterConfig(
@@ -386,20 +304,3 @@ def test_allocated_once(device: str) -> None:
     outputs = (bufs.draft_tokens, bufs.retrieve_indices, bufs.tree_mask, bufs.tree_position_ids)
     assert all(mine is given for mine, given in zip(results, outputs, strict=True))
     assert [tuple(output.shape) for output in outputs] == [(1, 5), (1, 5, 3), (1, 1, 5, 5), (1, 5)]
-
-
-def test_a_packed_head_serves_smaller_vocabularies_in_rank_order() -> None:
-    head = random_head()
-    cfg, features, _, bufs = problem(head, TreeConfig(2, 3, 8), [5], [2])
-    ranked = Weights.pack(head, cfg, order=torch.randperm(head.draft_vocab))
-    smaller = replace(cfg, draft_vocab=50)
-    keys, values = bufs.keys.clone(), bufs.values.clone()
-    nan_fill(bufs)
-    drafted = [output.clone() for output in launch_drafter(smaller, features, ranked, bufs)]
-    bufs.keys.copy_(keys)
-    bufs.values.copy_(values)
-    expected = launch_drafter(smaller, features, ranked, bufs, backend="reference")
-    for output, reference in zip(drafted, expected, strict=True):
-        assert torch.equal(output, reference)
-    whole = launch_drafter(cfg, features, ranked, bufs, backend="reference")[0]
-    assert not torch.equal(drafted[0], whole)

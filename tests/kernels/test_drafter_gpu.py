@@ -19,12 +19,12 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
     replay,
     tree_of,
 )
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head, random_step
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, first_rows, random_head, random_step
 from eagle_slim.runtime.drafter.tuning.timing import capture
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import EagleSlimError
 from eagle_slim.runtime.settings import TreeConfig
-from kernels.parts import _count_rounds_kernel, count_rounds
+from kernels.cases import OPTIONS
+from kernels.parts import _count_rounds_kernel
 from kernels.replaying import FIELDS, assert_agrees, assert_equal_trees, draft, run
 from support.drafting import random_head as small_head
 from support.drafting import with_follow, with_options
@@ -36,21 +36,22 @@ MEDIUM = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [
-        (torch.bfloat16, None),
-        (torch.float16, None),
-        (torch.bfloat16, torch.float8_e4m3fn),
-        (torch.float32, None),
-    ],
-    ids=["bf16", "fp16", "fp8", "fp32"],
+NEEDS_FP8 = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="FP8 needs sm_89 or later"
 )
+WEIGHTS = [pytest.param(None, id="bf16"), pytest.param(torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8)]
+TYPES = [
+    pytest.param(torch.bfloat16, None, id="bf16"),
+    pytest.param(torch.float16, None, id="fp16"),
+    pytest.param(torch.bfloat16, torch.float8_e4m3fn, id="fp8", marks=NEEDS_FP8),
+    pytest.param(torch.float32, None, id="fp32"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
 def test_every_type(
     dtype: torch.dtype, weight_dtype: torch.dtype | None, record_property: Callable[[str, object], None]
 ) -> None:
-    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs sm_89 or later")
     head = small_head(dtype=dtype, **MEDIUM)
     drafted = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0], weight_dtype)
     record_property("agreement", str(drafted.agreement))
@@ -59,21 +60,13 @@ def test_every_type(
         assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weight_dtype"),
-    [(torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn), (torch.float32, None)],
-    ids=["bf16", "fp8", "fp32"],
-)
+@pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)
 def test_tails(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
     """Full tails, one of a single row and none at all, side by side."""
-    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs sm_89 or later")
     head = with_follow(small_head(dtype=dtype, **{**MEDIUM, "draft_vocab": 801}), 500)
-    one = [follow_ids(head)[7]]
-    texts = {3: list(range(4000)), 1: one, 0: list(range(2000))}
-    drafted = draft(
-        head, (5, 10, 60), [300, 90, 7, 40], [3, 16, 2, 1], [3, 1, 2, 0], weight_dtype, texts=texts
-    )  # fmt: skip
+    assert head.follow is not None
+    texts = {3: list(range(4000)), 1: head.follow.ids[7:8].tolist(), 0: list(range(2000))}
+    drafted = draft(head, (5, 10, 60), [300, 90, 7, 40], [3, 16, 2, 1], [3, 1, 2, 0], weight_dtype, texts=texts)
     assert drafted.bufs.tails is not None
     assert drafted.bufs.tails.sizes.tolist() == [500, 1, 0, 500]
     assert_agrees(drafted)
@@ -83,100 +76,55 @@ def test_tails(dtype: torch.dtype, weight_dtype: torch.dtype | None) -> None:
         assert_equal_trees(drafted.tree, drafted.reference_tree())
 
 
-def follow_ids(head: HeadWeights) -> list[int]:
-    assert head.follow is not None
-    return head.follow.ids.tolist()
-
-
 def test_eagle_2_and_odd_sizes() -> None:
     options = {**MEDIUM, "heads": 6, "kv_heads": 2, "hidden": 480, "head_dim": 80, "draft_vocab": 1777}
     head = small_head("eagle", dtype=torch.bfloat16, qkv_bias=True, **options)
     assert_agrees(draft(head, (3, 7, 33), [129], [5]))
 
 
-@pytest.mark.parametrize("weight_dtype", [None, torch.float8_e4m3fn], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 @pytest.mark.parametrize("slots", [4, 16])
 def test_batches(slots: int, kind: str, weight_dtype: torch.dtype | None) -> None:
-    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs sm_89 or later")
     head = small_head(kind, dtype=torch.bfloat16, **MEDIUM)
     prefixes, num_new = [7 + 61 * slot for slot in range(slots)], [1 + (5 * slot) % 16 for slot in range(slots)]
     active = [slot for slot in reversed(range(slots)) if slot % 5 != 2]
     assert_agrees(draft(head, (3, 10, 60), prefixes, num_new, active, weight_dtype))
 
 
-EACH_TAP_NORMED = {
-    "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
-    "activation": "gelu", "sliding_window": 200,
-}  # fmt: skip
-ALL_TAPS_NORMED = {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh", "sliding_window": 3}
-
-
-@pytest.mark.parametrize(
-    ("options", "weight_dtype"),
-    [(EACH_TAP_NORMED, None), (EACH_TAP_NORMED, torch.float8_e4m3fn), (ALL_TAPS_NORMED, None)],
-    ids=["each tap normed, bf16", "each tap normed, fp8", "all taps normed, bf16"],
-)
-def test_options_of_a_head(
-    options: dict[str, Any], weight_dtype: torch.dtype | None, record_property: Callable[[str, object], None]
-) -> None:
-    if weight_dtype is not None and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs sm_89 or later")
-    head = with_options(small_head(dtype=torch.bfloat16, **MEDIUM), **options)
-    drafted = draft(head, (5, 10, 60), [300, 1000, 40], [3, 16, 1], [2, 0], weight_dtype)
-    record_property("agreement", str(drafted.agreement))
-    assert_agrees(drafted)
-
-
 WIDEST = Dims(16384, 53248, 128, 8, 128, 32000)
 """Llama-3.1-405B's, with fewer token ids."""
 
 
+@pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize(
     ("dims", "options"),
     [
-        (MODELS["llama-3.1-8b"], {"norm_before_residual": True}),
-        (MODELS["llama-3.1-8b"], EACH_TAP_NORMED),
+        (MODELS["llama-3.1-8b"], {}),
+        (MODELS["llama-3.1-8b"], {**OPTIONS["each tap normed"], "sliding_window": 200}),
+        (MODELS["llama-3.1-8b"], {**OPTIONS["all taps normed"], "sliding_window": 3}),
         (WIDEST, {"norm_before_residual": True}),
     ],
-    ids=["llama-3.1-8b, norm before residual", "llama-3.1-8b, each tap normed", "16,384 wide"],
+    ids=["llama-3.1-8b", "llama-3.1-8b, each tap normed", "llama-3.1-8b, all taps normed", "16,384 wide"],
 )
-def test_options_at_real_dimensions(
-    dims: Dims, options: dict[str, Any], record_property: Callable[[str, object], None]
-) -> None:
+def test_real_dimensions(
+    dims: Dims, options: dict[str, Any], weight_dtype: torch.dtype | None,
+    record_property: Callable[[str, object], None],
+) -> None:  # fmt: skip
     head = with_options(first_rows(random_head(dims, torch.device("cuda")), 32000), **options)
-    cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), 1, 4096 + 16)
-    weights = Weights.pack(head, cfg)
-    bufs = allocate_buffers(cfg, weights)
-    drafted = run(cfg, random_step(cfg, 4000, 4, bufs), weights, bufs)
-    record_property("agreement", str(drafted.agreement))
-    assert_agrees(drafted)
-
-
-def test_fewer_nodes_than_levels() -> None:
-    assert_agrees(draft(small_head(dtype=torch.bfloat16, **MEDIUM), (5, 3, 3), [50], [2]))
-
-
-def test_a_chain_and_separate_taps() -> None:
-    head = small_head(dtype=torch.bfloat16, **MEDIUM)
-    assert_agrees(draft(head, (7, 1, 8), [64], [8], separate_taps=True))
-
-
-@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
-def test_llama_8b_dimensions(weight_dtype: torch.dtype, record_property: Callable[[str, object], None]) -> None:
-    if weight_dtype.itemsize == 1 and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs sm_89 or later")
-    dims = MODELS["llama-3.1-8b"]
-    head = first_rows(random_head(dims, torch.device("cuda")), 32000)
-    cfg = draft_config(dims, 32000, TreeConfig(5, 10, 60), 1, 4096, weight_dtype=weight_dtype)
+    cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), 1, 4096 + 16, weight_dtype)
     weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)
     for prefix in (512, 4000):
-        features = random_step(cfg, prefix, 4, bufs)
-        drafted = run(cfg, features, weights, bufs)
+        drafted = run(cfg, random_step(cfg, prefix, 4, bufs), weights, bufs)
         record_property(f"agreement_{prefix}", str(drafted.agreement))
         assert_agrees(drafted)
+
+
+def test_fewer_nodes_than_levels_and_a_chain_of_separate_taps() -> None:
+    head = small_head(dtype=torch.bfloat16, **MEDIUM)
+    assert_agrees(draft(head, (5, 3, 3), [50], [2]))
+    assert_agrees(draft(head, (7, 1, 8), [64], [8], separate_taps=True))
 
 
 def test_graph_replays_take_new_inputs() -> None:
@@ -216,14 +164,6 @@ def test_drafts_repeat_to_the_last_bit() -> None:
         assert torch.equal(candidates_of(first.bufs).scores, scores)
 
 
-def test_barrier_over_all_multiprocessors() -> None:
-    programs = torch.cuda.get_device_properties(0).multi_processor_count
-    state = torch.zeros(4, dtype=torch.int32, device="cuda")
-    for _ in range(3):
-        assert count_rounds(state, programs, 500).tolist() == [500] * programs
-        assert state.tolist() == [0, 0, 0, 0]
-
-
 def test_barrier_cannot_hang() -> None:
     """A program that never comes: the others give up within seconds and raise the flag."""
     state = torch.zeros(4, dtype=torch.int32, device="cuda")
@@ -233,11 +173,10 @@ def test_barrier_cannot_hang() -> None:
     assert int(state[ERROR]) == 1
 
 
+@NEEDS_FP8
 def test_fp8_is_what_the_name_gives() -> None:
     from eagle_slim.runtime import SpeculativeModel
 
-    if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("FP8 needs sm_89 or later")
     try:
         model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device="cuda", draft_weights="fp8")
     except EagleSlimError as error:

@@ -1,4 +1,4 @@
-"""The barrier where it is trivial: one program. Over all multiprocessors: test_drafter_gpu.py."""
+"""The barrier over all multiprocessors of a GPU; in the interpreter it is trivial: one program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from support.drafting import random_head
 from support.raising import raises
 
 
-def test_one_program_passes_at_once(device: str) -> None:
+def test_all_programs_pass_together(device: str) -> None:
+    programs = 1 if device == "cpu" else torch.cuda.get_device_properties(0).multi_processor_count
+    rounds = 3 if device == "cpu" else 500
     state = torch.zeros(4, dtype=torch.int32, device=device)
-    assert count_rounds(state, 1, 3).tolist() == [3]
-    assert state.tolist() == [0, 0, 0, 0]
+    for _ in range(3):
+        assert count_rounds(state, programs, rounds).tolist() == [rounds] * programs
+        assert state.tolist() == [0, 0, 0, 0]
 
 
 def test_a_timeout_is_reported_once_and_the_next_draft_is_whole(device: str) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.launch import Weights, allocate_buffers, launch_drafter, prefill_drafter
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -36,24 +35,6 @@ def draft(bufs: Buffers, features: Tensor = FEATURES) -> tuple[Tensor, ...]:
     return launch_drafter(CFG, features, WEIGHTS, bufs, backend="reference")
 
 
-def alone(new_tokens: list[int], features: Tensor) -> Tensor:
-    """The tree of one sequence without a prefix, by a drafter with a cache of its own."""
-    drafter = Drafter(HEAD, TREE).on_slots(1, 40)
-    drafter.features[0] = features
-    drafter.bufs.set_step([0], [new_tokens], [0])
-    drafter.draft()
-    return drafter.bufs.draft_tokens[0]
-
-
-def test_slots_of_any_number_of_new_tokens_in_any_order(bufs: Buffers) -> None:
-    new = {2: list(range(40, 56)), 0: [7]}
-    bufs.set_step(list(new), list(new.values()), [0, 0])
-    tokens = draft(bufs)[0]
-    for slot, given in new.items():
-        assert torch.equal(tokens[slot], alone(given, FEATURES[slot]))
-    assert tokens[1].eq(-1).all()
-
-
 def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
     room = CFG.max_positions - TREE.depth * TREE.top_k
     past = torch.randn(room - 1, HEAD.feature_width, generator=torch.Generator().manual_seed(3))
@@ -66,16 +47,6 @@ def test_a_cache_that_is_full_to_the_last_row(bufs: Buffers) -> None:
     expected = launch_drafter(wider, FEATURES, WEIGHTS, wide, backend="reference")[0]
     assert torch.equal(full, expected[0])
     assert torch.equal(other, expected[1])
-
-
-def test_no_active_slot(bufs: Buffers) -> None:
-    bufs.set_step([], [], [])
-    draft_tokens, retrieve_indices, tree_mask, tree_position_ids = draft(bufs)
-    assert draft_tokens.eq(-1).all()
-    assert retrieve_indices.eq(-1).all()
-    assert not tree_mask.any()
-    assert tree_position_ids.eq(0).all()
-    assert bufs.num_leaves.eq(0).all()
 
 
 @pytest.mark.parametrize(
@@ -144,22 +115,22 @@ def test_buffers_of_other_forms(bufs: Buffers, name: str, tensor: Tensor, facts:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("hidden", 64.0), ("hidden", "64"), ("num_slots", True), ("feature_width", 0), ("target_vocab", 0),
-     ("draft_vocab", 301), ("num_kv_heads", 0), ("norm_eps", float("nan")), ("norm_eps", -1.0),
-     ("weight_dtype", "fp8")],
+    ("field", "changed"),
+    [("hidden", {"hidden": 64.0}), ("hidden", {"hidden": "64"}), ("num_slots", {"num_slots": True}),
+     ("feature_width", {"feature_width": 0}), ("target_vocab", {"target_vocab": 0}),
+     ("draft_vocab", {"draft_vocab": 301}), ("num_kv_heads", {"num_kv_heads": 0}),
+     ("norm_eps", {"norm_eps": float("nan")}), ("norm_eps", {"norm_eps": -1.0}),
+     ("weight_dtype", {"weight_dtype": "fp8"}), ("sliding_window", {"sliding_window": 0}),
+     ("tap_norms", {"tap_norms": 5}), ("tap_norms", {"tap_norms": 1, "has_fc": False, "feature_width": 64}),
+     ("norm_output", {"kind": "eagle", "feature_width": 64, "norm_output": True}),
+     # Without fc, features are as wide as the head.
+     ("feature_width", {"has_fc": False}), ("feature_width", {"kind": "eagle"}),
+     ("has_fc", {"kind": "eagle", "feature_width": 64, "has_fc": False})],
+    ids=str,
 )  # fmt: skip
-def test_configurations_out_of_range(field: str, value: object) -> None:
-    with raises(UsageError, field=field):
-        replace(CFG, **{field: value})
-
-
-def test_without_fc_features_are_as_wide_as_the_head() -> None:
-    for changed in ({"has_fc": False}, {"kind": "eagle"}):
-        with raises(UsageError, field="feature_width", found=192):
-            replace(CFG, **changed)
-    with raises(UsageError, field="has_fc"):
-        replace(CFG, kind="eagle", feature_width=64, has_fc=False)
+def test_configurations_out_of_range(field: str, changed: Facts) -> None:
+    with raises(UsageError, field=field, found=changed.get(field, CFG.feature_width)):
+        replace(CFG, **changed)
 
 
 def test_numpy_numbers_are_numbers() -> None:
@@ -192,32 +163,24 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
         replace(HEAD, **changed)
 
 
-OTHERS: dict[str, tuple[Callable[[], tuple[DrafterConfig, Weights]], Facts]] = {
-    "tree": (
-        lambda: (replace(CFG, total_tokens=12), WEIGHTS),
-        {"tensor": "draft_tokens", "found": (torch.int64, (3, 20)), "expected": (torch.int64, (3, 12))},
-    ),
-    "depth": (lambda: (replace(CFG, depth=2), WEIGHTS), {"tensor": "retrieve_indices"}),
-    "positions": (lambda: (replace(CFG, max_positions=500), WEIGHTS), {"tensor": "keys"}),
-    "top_k": (lambda: (replace(CFG, top_k=5), WEIGHTS), {"tree_rows": 12}),
-    "intermediate": (
-        lambda: (replace(CFG, intermediate=64), WEIGHTS),
-        {"field": "intermediate", "found": 96, "expected": 64},
-    ),
-    "epsilon": (lambda: (replace(CFG, norm_eps=1e-6), WEIGHTS), {"field": "norm_eps"}),
-    "biases": (lambda: (replace(CFG, has_qkv_bias=True), WEIGHTS), {"field": "has_qkv_bias", "found": False}),
-    "norms": (lambda: (replace(CFG, norm_output=True), WEIGHTS), {"field": "norm_output", "found": False}),
-    "target": (lambda: (replace(CFG, target_vocab=299), WEIGHTS), {"field": "target_vocab"}),
-    "type": (lambda: (CFG, Weights(random_head(dtype=torch.float16))), {"field": "dtype", "found": torch.float16}),
-    "head": (lambda: (CFG, Weights(random_head(hidden=32))), {"field": "hidden", "found": 32, "expected": 64}),
-    "kind": (lambda: (CFG, Weights(random_head(kind="eagle"))), {"field": "kind", "found": "eagle"}),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_parts_of_another_configuration(bufs: Buffers, other: str) -> None:
-    build, facts = OTHERS[other]
-    cfg, weights = build()
+@pytest.mark.parametrize(
+    ("changed", "head", "facts"),
+    [({"total_tokens": 12}, {},
+      {"tensor": "draft_tokens", "found": (torch.int64, (3, 20)), "expected": (torch.int64, (3, 12))}),
+     ({"depth": 2}, {}, {"tensor": "retrieve_indices"}), ({"max_positions": 500}, {}, {"tensor": "keys"}),
+     ({"top_k": 5}, {}, {"tree_rows": 12}),
+     ({"intermediate": 64}, {}, {"field": "intermediate", "found": 96, "expected": 64}),
+     ({"norm_eps": 1e-6}, {}, {"field": "norm_eps"}),
+     ({"has_qkv_bias": True}, {}, {"field": "has_qkv_bias", "found": False}),
+     ({"norm_output": True}, {}, {"field": "norm_output", "found": False}),
+     ({"target_vocab": 299}, {}, {"field": "target_vocab"}),
+     ({}, {"dtype": torch.float16}, {"field": "dtype", "found": torch.float16}),
+     ({}, {"hidden": 32}, {"field": "hidden", "found": 32, "expected": 64}),
+     ({}, {"kind": "eagle"}, {"field": "kind", "found": "eagle"})],
+    ids=str,
+)  # fmt: skip
+def test_parts_of_another_configuration(bufs: Buffers, changed: Facts, head: dict[str, Any], facts: Facts) -> None:
+    cfg, weights = replace(CFG, **changed), Weights(random_head(**head))
     with raises(UsageError, **facts):
         launch_drafter(cfg, FEATURES, weights, bufs, backend="reference")
     with raises(UsageError, **facts):
@@ -254,11 +217,3 @@ def test_a_prompt_of_separate_taps(bufs: Buffers) -> None:
     prefill_drafter(CFG, FEATURES[0].chunk(3, -1), tokens, WEIGHTS, bufs, 1)
     assert bufs.keys[0, :, :16].any()
     assert torch.equal(bufs.keys[0], bufs.keys[1])
-
-
-def test_the_public_names() -> None:
-    import eagle_slim.runtime as runtime
-
-    assert runtime.launch_drafter is launch_drafter
-    assert runtime.Buffers is Buffers
-    assert all(hasattr(runtime, name) for name in runtime.__all__)

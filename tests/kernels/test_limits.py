@@ -147,13 +147,6 @@ def test_top_k_limits(step: Problem) -> None:
     with raises(UsageError, field="top_k", found=17, expected=(1, 16)) as refused:
         check_kernel_limits(replace(step[0], top_k=17, max_positions=200))
     assert str(refused.value) == "The persistent drafter takes top_k from 1 to 16; got 17."
-    # By the tree's own configuration; without a level there are too few candidates for these nodes.
-    for option, changed in (
-        ("top_k", {"top_k": 0}),
-        ("total_tokens", {"depth": 0}),
-    ):
-        with raises(UsageError, option=option):
-            replace(step[0], **changed)
     with raises(UsageError, field="total_tokens", found=129):
         check_kernel_limits(replace(step[0], top_k=10, total_tokens=129, max_positions=200))
 
@@ -163,17 +156,6 @@ def test_options_of_a_head_that_the_kernel_lacks() -> None:
     for activation in ("relu", "quick_gelu"):
         with raises(UnsupportedModelError, option="activation", found=activation):
             Drafter(replace(head, activation=activation), TREE, "triton")
-
-
-def test_options_that_a_configuration_cannot_have(step: Problem) -> None:
-    for changed, field, found in (
-        ({"sliding_window": 0}, "sliding_window", 0),
-        ({"tap_norms": 5}, "tap_norms", 5),
-        ({"tap_norms": 1, "has_fc": False, "feature_width": 64}, "tap_norms", 1),
-        ({"kind": "eagle", "feature_width": 64, "norm_output": True}, "norm_output", True),
-    ):
-        with raises(UsageError, field=field, found=found):
-            replace(step[0], **changed)
 
 
 def test_fp8_before_sm_89(step: Problem) -> None:

@@ -6,10 +6,8 @@ import pytest
 import torch
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.tree import Candidates, build_tree, level_offset, select_frontier
-from kernels.example_tree import PARENTS, ROOT, SCORES, TOKENS
 from kernels.parts import build_tree_on_device
-
-FIELDS = ("draft_tokens", "parents", "tree_mask", "tree_position_ids", "retrieve_indices", "num_leaves")
+from kernels.replaying import FIELDS
 
 
 def on_device(roots: torch.Tensor, candidates: Candidates, tree: TreeConfig, device: str) -> dict[str, torch.Tensor]:
@@ -18,21 +16,6 @@ def on_device(roots: torch.Tensor, candidates: Candidates, tree: TreeConfig, dev
         candidates.parents.int().to(device), tree.total_tokens, tree.path_width,
     )  # fmt: skip
     return dict(zip(FIELDS, (output.cpu() for output in outputs), strict=True))
-
-
-def test_worked_example(device: str) -> None:
-    """The example of `runtime.tree`: letters are 10, 11, ...; the root is 7."""
-    candidates = Candidates(TOKENS[None], SCORES[None], PARENTS[None])
-    built = on_device(torch.tensor([ROOT]), candidates, TreeConfig(2, 2, 7), device)
-    assert built["draft_tokens"].tolist() == [[7, 10, 11, 12, 13, 14, 16]]
-    assert built["parents"].tolist() == [[-1, 0, 0, 1, 1, 2, 3]]
-    assert built["tree_position_ids"].tolist() == [[0, 1, 1, 2, 2, 2, 3]]
-    assert built["retrieve_indices"][0, :3].tolist() == [[0, 1, 4, -1], [0, 2, 5, -1], [0, 1, 3, 6]]
-    assert (built["retrieve_indices"][0, 3:] == -1).all()
-    assert built["num_leaves"].tolist() == [3]
-    assert built["tree_mask"][0, 0, 6].tolist() == [True, True, False, True, False, False, True]
-    without_g = on_device(torch.tensor([ROOT]), candidates, TreeConfig(2, 2, 6), device)
-    assert without_g["draft_tokens"].tolist() == [[7, 10, 11, 12, 13, 14]]
 
 
 def random_candidates(batch: int, tree: TreeConfig, grid: float) -> Candidates:

@@ -240,8 +240,7 @@ def test_a_vision_language_repository_is_no_causal_model(tmp_path: Path) -> None
 
 def test_a_tokenizer_beside_a_loaded_target_is_checked(tmp_path: Path) -> None:
     target, head = write_pair(tmp_path)
-    vocabulary = BY_ID
-    slim = convert(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=vocabulary).folder
+    slim = convert(head, draft_vocab=340, target=target, out=tmp_path / "slim", vocabulary=BY_ID).folder
     loaded = transformers.AutoModelForCausalLM.from_pretrained(target)
     own = transformers.AutoTokenizer.from_pretrained(target)
     assert SpeculativeModel.from_pretrained(loaded, slim, tokenizer=own).draft_vocab == 340

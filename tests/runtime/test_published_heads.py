@@ -10,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,6 @@ from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.buffers import Buffers
 from eagle_slim.runtime.drafter.dimensions import DrafterConfig
-from eagle_slim.runtime.drafter.launch import DraftFunction, allocate_buffers, launch_drafter
-from eagle_slim.runtime.drafter.packed_weights import Weights
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.settings import TreeConfig
@@ -38,7 +36,7 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = TreeConfig(depth=1, top_k=6, total_tokens=20)
 IDS = [5, 2, 19, 7, 8, 22, 11, 3, 4, 20, 21, 9, 10, 12, 13, 14, 15, 16, 6, 17]
-KEPT = 14
+KEPT, NEW = 14, 5
 
 
 def line(size: int, start: float = -0.4, end: float = 0.4) -> Tensor:
@@ -208,24 +206,18 @@ def read(folder: Path, form: Form, target: Any) -> tuple[SimpleNamespace, tuple[
 
 @torch.inference_mode()
 def passes(
-    target: nn.Module,
-    naive: Naive,
-    taps: tuple[int, ...] | None,
-    text: list[int],
-    known: int,
-    new: int,
-    tree: TreeConfig,
+    target: nn.Module, naive: Naive, taps: tuple[int, ...] | None, text: list[int], known: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """Tokens and parents of every tree, drafted from scratch, and how many tokens it gives; until ``new`` are there.
+    """Tokens and parents of every tree, drafted from scratch, and how many tokens it gives; until `NEW` are there.
 
     ``text``: the prompt, of ``known`` tokens, and what the target says, for longer than that.
     """
     states = target(torch.tensor([text]), output_hidden_states=True).hidden_states
     features = states[-1][0] if taps is None else torch.cat([states[tap][0] for tap in taps], -1)
-    end = known + new
+    end = known + NEW
     known += 1  # by the prompt's forward
     while known < end:
-        tokens, parents = naive.draft(features[: known - 1], text[1:known], tree)
+        tokens, parents = naive.draft(features[: known - 1], text[1:known], TREE)
         node, length = 0, 1
         while node := next(
             (n for n in range(1, len(tokens)) if parents[n] == node and tokens[n] == text[known + length - 1]), 0
@@ -250,30 +242,22 @@ def over(head: SimpleNamespace, ids: list[int]) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(head), "lm_head": head.lm_head[rows], "draft_to_target": torch.tensor(ids)})
 
 
-def check(
-    source: Path,
-    expected: Naive,
-    taps: tuple[int, ...] | None,
-    target: nn.Module,
-    draft: DraftFunction = draft_ref,
-    tree: TreeConfig = TREE,
-    new: int = 5,
-) -> None:
+def check(source: Path, expected: Naive, taps: tuple[int, ...] | None, target: nn.Module) -> None:
     """Hold every tree and accepted length of a generation, and its text, against the definition."""
     trees = []
 
     def recorded(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
-        draft(cfg, features, head, bufs)
+        draft_ref(cfg, features, head, bufs)
         trees.append((bufs.draft_tokens[0].tolist(), bufs.parents[0].tolist()))
 
     prompt = random_prompts([5])[0]
-    answer = plain_greedy(target, prompt, new + tree.depth + 1, eos=None)
+    answer = plain_greedy(target, prompt, NEW + TREE.depth + 1, eos=None)
     model = SpeculativeModel.from_pretrained(
-        target, source, drafter=recorded, depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens
+        target, source, drafter=recorded, depth=TREE.depth, top_k=TREE.top_k, total_tokens=TREE.total_tokens
     )
-    output = model.generate([prompt], max_new_tokens=new)
-    assert output.token_ids == [answer[:new]]
-    defined = passes(target, expected, taps, prompt + answer, len(prompt), new, tree)
+    output = model.generate([prompt], max_new_tokens=NEW)
+    assert output.token_ids == [answer[:NEW]]
+    defined = passes(target, expected, taps, prompt + answer, len(prompt))
     tokens, parents, lengths = zip(*defined, strict=True)
     assert trees == list(zip(tokens, parents, strict=True))
     assert output.stats.accepted_lengths == Counter(lengths)
@@ -287,16 +271,3 @@ def test_a_published_head_drafts_as_defined_before_and_after_conversion(tmp_path
     slim = converted(tmp_path, folder, target)
     for source, expected in ((folder, head), (slim, over(head, sorted(IDS[:KEPT])))):
         check(source, Naive(expected, form.frequencies), taps, target)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="in the interpreter; test_drafter_gpu.py has a GPU's")
-def test_the_kernel_drafts_as_defined(tmp_path: Path) -> None:
-    form, target = FORMS["speculators"], tiny_target("llama")
-    folder = publish(tmp_path / "head", form)
-    head, taps = read(folder, form, target)
-    check(folder, Naive(head, form.frequencies), taps, target, by_kernel, TreeConfig(1, 2, 5), new=3)
-
-
-def by_kernel(cfg: DrafterConfig, features: Tensor, head: HeadWeights, bufs: Buffers) -> None:
-    weights = Weights.pack(head, cfg)
-    launch_drafter(cfg, features, weights, replace(bufs, workspace=allocate_buffers(cfg, weights).workspace))

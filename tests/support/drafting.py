@@ -83,11 +83,10 @@ def with_options(
     tap_norms: int = 0,
     o_bias: bool = False,
     mlp_bias: bool = False,
-    seed: int = 1,
     **fields: Any,
 ) -> HeadWeights:
     """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
 
     def vector(size: int, mean: float, spread: float) -> torch.Tensor:
         return (mean + spread * torch.randn(size, generator=generator)).to(head.device, head.dtype)

@@ -48,8 +48,9 @@ def build(name: str, folder: Path, seed: int = 0) -> Any:
 
 def prompt(model: Any, length: int = 9, seed: int = 0) -> torch.Tensor:
     """A random prompt int64 [1, length]."""
-    vocab = model.ea_layer.embed_tokens.weight.shape[0]
-    return torch.randint(3, vocab, (1, length), generator=torch.Generator().manual_seed(seed))
+    embedding = model.ea_layer.embed_tokens.weight
+    ids = torch.randint(3, embedding.shape[0], (1, length), generator=torch.Generator().manual_seed(seed))
+    return ids.to(embedding.device)
 
 
 def _real(folder: Path, family: str, kind: str, draft_vocab: int | None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,8 +114,8 @@ def test_an_activation_that_only_the_reference_computes(tmp_path: Path) -> None:
 def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> None:
     weights = head_weights(write_head(tmp_path))
     generator = torch.Generator().manual_seed(9)
-    naive, drafter = Naive(weights), Drafter(weights, TREE).on_slots(3, 20)
-    new, prompts = {0: 2, 2: 4}, {0: 1, 2: 9}
+    naive, drafter = Naive(weights), Drafter(weights, TREE).on_slots(3, 30)
+    new, prompts = {2: 16, 0: 2}, {2: 9, 0: 1}
     features = {
         slot: torch.randn(prompts[slot] + new[slot], weights.feature_width, generator=generator) for slot in new
     }
@@ -125,11 +124,25 @@ def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> Non
         args = (features[slot][:past], tokens[slot][:past], drafter.weights, drafter.bufs, slot)
         prefill_drafter(drafter.cfg, *args)
         drafter.features[slot, : new[slot]] = features[slot][past:]
-    drafter.bufs.set_step([0, 2], [tokens[slot][prompts[slot] :].tolist() for slot in new], [1, 9])
+    drafter.bufs.set_step(list(new), [tokens[slot][prompts[slot] :].tolist() for slot in new], [9, 1])
     drafter.draft()
     for slot in new:
         expected = naive.draft(features[slot], tokens[slot].tolist(), TREE)[0]
         assert drafter.bufs.draft_tokens[slot].tolist() == expected
+    assert drafter.bufs.draft_tokens[1].eq(-1).all()
+
+
+def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) -> tuple[Tensor, Tensor]:
+    """Transformers' cosines and sines of a text of this length: two of [length, head_dim]."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    # One dictionary since transformers 5, two arguments before.
+    spelling: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    if hasattr(LlamaConfig(), "rope_parameters"):
+        spelling = {"rope_parameters": {**scaling, "rope_theta": theta}}
+    cos, sin = LlamaRotaryEmbedding(LlamaConfig(**config, **spelling))(torch.zeros(1), torch.arange(length)[None])
+    return cos[0], sin[0]
 
 
 @pytest.mark.parametrize(
@@ -141,23 +154,13 @@ def test_slots_of_different_lengths_do_not_see_each_other(tmp_path: Path) -> Non
     ids=["none", "linear", "linear-legacy", "llama3", "yarn"],
 )  # fmt: skip
 def test_rotary_tables_are_transformers_own(scaling: dict[str, Any] | None) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    ours = rotary_embedding({**sizes, "rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 256})
+    # Qwen and Gemma choose head_dim freely; so may a draft head, whose heads do not divide this hidden size.
+    free = {**sizes, "hidden_size": 80, "num_attention_heads": 6}
+    ours = rotary_embedding({**free, "rope_theta": 5e5, "rope_scaling": scaling, "max_position_embeddings": 256})
     kind = {"rope_type": "default" if scaling is None else "linear", **(scaling or {})}
-    # One dictionary since transformers 5, two arguments before.
-    spelling: dict[str, Any] = (
-        {"rope_parameters": {**kind, "rope_theta": 5e5}}
-        if hasattr(LlamaConfig(), "rope_parameters")
-        else {"rope_theta": 5e5, "rope_scaling": kind}
-    )
-    config = LlamaConfig(**sizes, max_position_embeddings=256, **spelling)
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(200)[None])
     tables = ours.tables(200)
-    assert torch.equal(tables[0], cos[0])
-    assert torch.equal(tables[1], sin[0])
+    assert all(map(torch.equal, tables, theirs(200, kind, 5e5, **sizes, max_position_embeddings=256)))
     if scaling is not None:
         plain = rotary_embedding({**sizes, "rope_theta": 5e5, "rope_scaling": None, "max_position_embeddings": 256})
         assert not torch.allclose(tables[0], plain.tables(200)[0])
@@ -172,25 +175,15 @@ LONGROPE = {
 @pytest.mark.parametrize("scaling", [LONGROPE, {"rope_type": "dynamic", "factor": 2.0}], ids=["longrope", "dynamic"])
 def test_scalings_by_length_are_transformers_own_at_that_length(scaling: dict[str, Any]) -> None:
     """A text that transformers takes in whole has the frequencies of its length from the first token on."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     limit = scaling.get("original_max_position_embeddings", 128)
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
     config = {**sizes, "rope_theta": 1e4, "rope_scaling": scaling, "max_position_embeddings": 128}
     ours = rotary_embedding(config)
-    spelling: dict[str, Any] = (
-        {"rope_parameters": {**scaling, "rope_theta": 1e4}}
-        if hasattr(LlamaConfig(), "rope_parameters")
-        else {"rope_theta": 1e4, "rope_scaling": scaling}
-    )
     tables = {}
     for length in (limit - 1, limit, limit + 1, 2 * limit):
-        theirs = LlamaRotaryEmbedding(LlamaConfig(**sizes, max_position_embeddings=128, **spelling))
-        cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
         tables[length] = ours.for_length(length).tables(length)
-        assert torch.equal(tables[length][0], cos[0])
-        assert torch.equal(tables[length][1], sin[0])
+        wanted = theirs(length, scaling, 1e4, **sizes, max_position_embeddings=128)
+        assert all(map(torch.equal, tables[length], wanted))
     assert torch.equal(tables[limit - 1][0], tables[limit][0][:-1])
     assert not torch.equal(tables[limit][0], tables[2 * limit][0][:limit])
     assert torch.equal(ours.tables(limit)[0], tables[limit][0])
@@ -224,31 +217,5 @@ def test_a_part_of_each_head_is_rotated_as_transformers_does() -> None:
         for rows in (query, key)
     ]
     expected = apply_rotary_pos_emb(query.mT[None], key.mT[None], *(table[None] for table in plain.tables(5)))
-    scores, theirs = (found[0] @ found[1].mT for found in (rotated, expected))
-    torch.testing.assert_close(scores, theirs, rtol=0, atol=1e-5)
-
-
-def test_a_scaling_by_length_is_fixed_when_slots_are_allocated(tmp_path: Path) -> None:
-    """All of a text has the frequencies of the cache's length, also before the length at which they change."""
-    scaling = {**LONGROPE, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
-    weights = head_weights(write_head(tmp_path, rope_scaling=scaling, max_position_embeddings=64))
-    generator = torch.Generator().manual_seed(4)
-    features = torch.randn(6, weights.feature_width, generator=generator)
-    tokens = torch.randint(VOCAB, (6,), generator=generator).tolist()
-    trees = {}
-    for capacity in (64, 65):
-        fixed = replace(weights, rotary=weights.rotary.for_length(capacity))
-        for name, head in (("own", weights), ("fixed", fixed)):
-            drafter = Drafter(head, TREE).on_slots(1, capacity)
-            trees[capacity, name] = feed(drafter, [(features[:4], tokens[:4]), (features[4:], tokens[4:])], 0)
-        assert trees[capacity, "own"] == trees[capacity, "fixed"]
-    assert trees[64, "own"] != trees[65, "own"]
-
-
-def test_rotary_tables_of_heads_that_do_not_divide_the_hidden_size() -> None:
-    """Qwen and Gemma choose head_dim freely; so may a draft head."""
-    free = {"hidden_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
-    usual = {**free, "hidden_size": 96}
-    common = {"rope_theta": 1e4, "rope_scaling": None, "max_position_embeddings": 256}
-    ours, expected = rotary_embedding({**free, **common}), rotary_embedding({**usual, **common})
-    assert torch.equal(ours.tables(50)[0], expected.tables(50)[0])
+    scores, wanted = (found[0] @ found[1].mT for found in (rotated, expected))
+    torch.testing.assert_close(scores, wanted, rtol=0, atol=1e-5)

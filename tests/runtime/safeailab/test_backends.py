@@ -118,3 +118,16 @@ def test_one_call_says_what_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> Non
         assert found in caught.value.facts["found"]
         assert 'drafter="reference"' in str(caught.value)
     assert isinstance(caught.value, DrafterError)
+
+
+@pytest.mark.gpu
+@OWN_TRANSFORMERS
+def test_a_named_backend_and_the_one_call_give_the_targets_text() -> None:
+    model = runtime.SpeculativeModel.from_pretrained(dtype=torch.float32, device="cuda", drafter="reference")
+    ids = model.encode_chat("What is the capital of France?")
+    wanted = model.generate(ids, max_new_tokens=16, speculative=False).results[0].token_ids
+    assert frontier_generate(model, ids, backend="triton", max_new_tokens=16).results[0].token_ids == wanted
+    output = fused_draft_token_generation(model.target.model, ids, max_new_tokens=16)
+    assert output.results[0].token_ids == wanted
+    assert output.stats.mean_accepted_length > 1.5
+    assert "drafter triton" in output.stats.path

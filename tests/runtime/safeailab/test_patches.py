@@ -21,6 +21,7 @@ from eagle_slim.runtime import (
     unpatch_ea_model,
     unpatch_eagle_model,
 )
+from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.safeailab import session
 from eagle_slim.vocab_tools import DraftVocab
@@ -128,26 +129,30 @@ def set_tree(layer: Any, depth: int, top_k: int, total_tokens: int) -> None:
         layer.init_tree()
 
 
+def texts(model: Any, prompts: list[Tensor]) -> list[Tensor]:
+    """Greedy and sampled answers, and those of the other methods."""
+    random.seed(1)
+    torch.manual_seed(1)
+    greedy = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
+    sampled = [model.eagenerate(ids, temperature=0.3, max_new_tokens=8) for ids in prompts]
+    naive = [model.naivegenerate(prompts[0], max_new_tokens=4)]
+    return greedy + sampled + naive + list(model.ea_generate(prompts[1], max_new_tokens=4))
+
+
+def assert_same_texts(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("patch", PATCHES)
 def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str) -> None:
     model = model_of(name)
     prompts = [prompt(model, length, seed=length) for length in (21, 3)]
-
-    def texts() -> list[Any]:
-        random.seed(1)
-        torch.manual_seed(1)
-        greedy = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
-        sampled = [model.eagenerate(ids, temperature=0.3, max_new_tokens=8) for ids in prompts]
-        naive = [model.naivegenerate(prompts[0], max_new_tokens=4)]
-        return greedy + sampled + naive + list(model.ea_generate(prompts[1], max_new_tokens=4))
-
-    wanted = texts()
+    wanted = texts(model, prompts)
     PATCHES[patch](model, drafter="reference")
-    found = texts()
+    assert_same_texts(texts(model, prompts), wanted)
     unpatch_eagle_model(model)
-    assert len(found) == len(wanted)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, wanted, strict=True))
     ids, new_token, passes = model.eagenerate(prompts[0], max_new_tokens=12, log=True)
     assert passes + 1 < int(new_token) == ids.shape[1] - 21, "no draft was accepted"
 
@@ -400,3 +405,38 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
     rewritten.__class__ = type("Rewritten", (type(rewritten),), {"eagenerate": lambda self, ids: ids})
     with raises(UnsupportedModelError, method="eagenerate", missing="tree_decoding"):
         patch_eagle_model(rewritten, drafter="reference")
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_drafter_of_the_callers_own(tmp_path: Path, patch: str) -> None:
+    model, drafted = build("stand-in eagle3", tmp_path), []
+    ids = prompt(model, 9)
+    wanted = model.eagenerate(ids, max_new_tokens=12)
+    PATCHES[patch](model, drafter=lambda *step: drafted.append(draft_ref(*step)))
+    assert torch.equal(model.eagenerate(ids, max_new_tokens=12), wanted)
+    assert len(drafted) > 1
+    unpatch_eagle_model(model)
+    with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
+        PATCHES[patch](model, draft_weights="fp8")
+
+
+@NEEDS_UPSTREAM
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama eagle3", "llama eagle"])
+def test_drafts_and_text_on_a_gpu_are_upstreams(tmp_path: Path, name: str) -> None:
+    model = build(name, tmp_path).to("cuda")
+    # Upstream keeps these beside its buffers, where `to` does not find them.
+    model.ea_layer.init_tree()
+    prompts = [prompt(model, length, seed=length) for length in (21, 3, 40)]
+    greedy, sampled, wanted = drafts(model), drafts(model, sampled=True), texts(model, prompts)
+    assert max(call[0][0].shape[1] for call in greedy[1:]) > 1, "no draft was accepted"
+    patch_ea_model_with_triton_drafter(model)
+    for calls in (greedy, sampled):
+        model.ea_layer.reset_kv()
+        for arguments, tree, _ in calls:
+            assert_same_tree(model.ea_layer.topK_genrate(*arguments), tree)
+    assert_same_texts(texts(model, prompts), wanted)
+    unpatch_eagle_model(model)
+    patch_eagle_model(model)
+    assert_same_texts(texts(model, prompts), wanted)
+    unpatch_eagle_model(model)

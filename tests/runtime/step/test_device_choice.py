@@ -109,9 +109,8 @@ def test_more_ends_than_the_device_has_places_for(tmp_path: Path) -> None:
 def test_a_chat_keeps_its_prefix(tmp_path: Path, is_drafted: bool, backend: str) -> None:
     """Turns that go on, an edited history, another conversation, and plain turns between: tokens of a fresh run."""
     target, head = tiny_target("llama"), write_head(tmp_path)
-    tree = {"depth": 3, "top_k": 3, "total_tokens": 15}
-    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **tree)
-    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **tree)
+    model = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **TREE)
+    fresh = SpeculativeModel.from_pretrained(target, head, target_backend=backend, **TREE)
     options = {"max_new_tokens": 12, "ignore_eos": True, "speculative": is_drafted}
     prompt = random_prompts([70])[0]
     first = model.generate(prompt, reuse_prefix=True, **options)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from eagle_slim.runtime import GenerationStats, MissLog, SpeculativeModel
-from eagle_slim.runtime.requests.stats import MissedTokens, most_missed_first
 from eagle_slim.runtime.requests.tree_size import TreeSize
 from eagle_slim.vocab_tools import DraftVocab
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
@@ -70,21 +68,3 @@ def test_what_the_prompt_holds_is_not_missed(tmp_path: Path) -> None:
         unseen = Counter(token for token in result.token_ids if token not in {*DRAFTED, *prompt})
         assert Counter(result.stats.missed_ids) == unseen
     assert output.stats.num_missed < len([t for row in output.token_ids for t in row if t not in DRAFTED])
-
-
-class Tail:
-    """Joins every id of even number of a prompt."""
-
-    def tail_of(self, tokens: list[int]) -> tuple[int, ...]:
-        return tuple(token for token in tokens if token % 2 == 0)
-
-    def holds(self, joined: tuple[int, ...], token: int) -> bool:
-        return token in joined
-
-
-def test_ids_that_have_joined_are_not_missed() -> None:
-    held = SimpleNamespace(held_ids=bytes(int(token in (1, 3)) for token in range(VOCAB)), follow=Tail())
-    missed = MissedTokens(held, [4, 5])
-    missed.add([1, 4, 5, 6])
-    missed.add([6, 5])
-    assert most_missed_first([missed.counts, {6: 1}]) == {6: 3, 5: 2}

@@ -19,6 +19,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.conversion import convert
 from support.raising import raises
+from support.tiny_models import plain_greedy
 
 PROMPTS = Path(__file__).parents[3] / "examples" / "prompts.jsonl"
 NUM_PROMPTS = 2
@@ -40,14 +41,7 @@ def prompts(full: SpeculativeModel) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def plain(full: SpeculativeModel, prompts: list[list[int]]) -> list[list[int]]:
     """The target's own greedy answers, by transformers."""
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = full.target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False
-        )
-        answers.append(output[0, len(prompt) :].tolist())
-    return answers
+    return [plain_greedy(full.target.model, prompt, 40) for prompt in prompts]
 
 
 def most_frequent(count: int) -> DraftVocab:
@@ -61,18 +55,12 @@ def test_full_vocabulary(full: SpeculativeModel, prompts: list[list[int]], plain
     assert (output.stats.num_accepted_tokens, output.stats.num_passes) == FULL
 
 
-def test_reduced_vocabulary(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
-    model = full.with_draft_vocab(most_frequent(4096))
-    output = model.generate(prompts[:1], max_new_tokens=40)
-    assert output.token_ids == plain[:1]
-    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == REDUCED
-
-
-def test_chain(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
-    chain = full.with_tree(TreeConfig(4, 1, 5))
-    output = chain.generate(prompts[:1], max_new_tokens=40)
-    assert output.token_ids == plain[:1]
-    assert (output.stats.num_accepted_tokens, output.stats.num_passes) == CHAIN
+def test_reduced_vocabulary_and_chain(full: SpeculativeModel, prompts: list[list[int]], plain: list[list[int]]) -> None:
+    reduced, chain = full.with_draft_vocab(most_frequent(4096)), full.with_tree(TreeConfig(4, 1, 5))
+    for model, expected in ((reduced, REDUCED), (chain, CHAIN)):
+        output = model.generate(prompts[:1], max_new_tokens=40)
+        assert output.token_ids == plain[:1]
+        assert (output.stats.num_accepted_tokens, output.stats.num_passes) == expected
 
 
 def test_a_converted_head_drafts_as_its_rows_do_unconverted(

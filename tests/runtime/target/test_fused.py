@@ -37,14 +37,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def poisoned_cache(target: FusedTarget, slots: int, capacity: int) -> KVCache:
-    """Rows that were never written hold NaN, which must reach no result."""
-    cache = KVCache(target, slots, capacity)
-    for tensor in cache.stacks[0]:
-        tensor.fill_(float("nan"))
-    return cache
-
-
 def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, prompt: list[int], chunk: int) -> Tensor:
     """Run a prompt into a slot chunk by chunk; features of all its tokens."""
     box = PromptBox.allocate(len(prompt), "cpu")
@@ -99,7 +91,9 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
     target = FusedTarget(model, TAPS, Ops(use_kernels=False))
     target.reserve_positions(64)
     lengths = torch.zeros(3, dtype=torch.int32)
-    cache = poisoned_cache(target, 3, 40)
+    cache = KVCache(target, 3, 40)
+    for tensor in cache.stacks[0]:
+        tensor.fill_(float("nan"))  # rows that were never written must reach no result
     found = prefill(target, cache, lengths, 1, prompt, chunk=8)
     torch.testing.assert_close(found, prompt_features, rtol=1e-4, atol=1e-4)
     rows, bufs = ForwardRows.allocate(2, 7, lengths), target.new_buffers(2, 7, 14)

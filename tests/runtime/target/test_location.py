@@ -22,8 +22,7 @@ from support.tiny_models import tiny_target, write_head, write_pair
 def slim(tmp_path: Path) -> Path:
     target, head = write_pair(tmp_path / "parts")
     own = target.rename(tmp_path / "parts" / "my-target")
-    order = BY_ID
-    return convert(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=order).folder
+    return convert(head, draft_vocab=340, target=own, out=tmp_path / "slim", vocabulary=BY_ID).folder
 
 
 def test_a_local_target_is_found_beside_the_head_or_among_the_models(
@@ -100,7 +99,7 @@ def test_a_damaged_head_warns_once(tmp_path: Path, name: str) -> None:
 def test_advice_that_cannot_help_is_not_given(slim: Path) -> None:
     opened = SpeculativeModel.from_pretrained(slim.parent / "parts" / "my-target", slim).opened
     assert opened is not None
-    for size, helps in ((1, False), (341, False), (10**6, False)):
+    for size in (1, 341, 10**6):
         with raises(UsageError, option="draft_vocab", found=size) as error:
             choose_draft_ids(opened.head, size, opened.rank_order, opened.num_forced)
-        assert ("Convert again" in str(error.value)) == helps
+        assert "Convert again" not in str(error.value)
