@@ -49,7 +49,7 @@ def open_head(
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
     Raises:
-        UsageError: a sub-folder that would lead out, an unknown form, tap layers that are not numbers.
+        UsageError: a sub-folder that would lead out, or an unknown form.
         SourceError: the folder or repository cannot be had, or has no such sub-folder.
         CheckpointError: a damaged, incomplete or unsafe weights file.
         UnsupportedHeadError: a kind of head, or a tensor, that is not converted.
@@ -68,11 +68,7 @@ def open_head(
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
-    """The head's config.json, with a quantisation that ModelOpt keeps in a file of its own put where others keep it.
-
-    Raises:
-        CheckpointError: config.json is missing or not a JSON object.
-    """
+    """The head's config.json, with a quantisation that ModelOpt keeps in a file of its own put where others keep it."""
     config = read_object(folder / "config.json", CheckpointError, where)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():

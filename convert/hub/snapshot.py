@@ -129,7 +129,6 @@ def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
             f"{repo_id}: holds none of the files that are needed{at(revision)}; it has "
             f"{', '.join(files[:8]) or 'no files'}.\nIs this the repository of a model?",
             repo_id=repo_id,
-            found=files,
         )
     # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
     # it. The others are asked for by the commit, so that all come from one.

@@ -74,12 +74,6 @@ def unused_lm_head(names: Collection[str], chosen: str) -> str | None:
     return next((name for name in LM_HEAD_NAMES if name in names), None) if chosen in EMBEDDING_NAMES else None
 
 
-def lm_head_bias(names: Collection[str], lm_head: str) -> str | None:
-    """Name of the bias that is stored with an LM head; None without one."""
-    bias = f"{lm_head.removesuffix('weight')}bias"
-    return bias if bias in names and lm_head not in EMBEDDING_NAMES else None
-
-
 def ties_embedding(folder: Path) -> bool:
     """Whether the config.json in `folder` ties the LM head to the input embedding.
 

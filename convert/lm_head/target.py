@@ -14,7 +14,7 @@ from eagle_slim.vocab_tools.files import write_file
 from ..errors import CheckpointError
 from ..hub.client import is_offline, notify_stderr
 from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
-from ..hub.remote_file import HubFile, progress_bar
+from ..hub.remote_file import HubFile
 from ..hub.snapshot import cache_folder, fetch, not_cached
 from ..sources.source import Notify, ResolvedSource, target_files
 from ..weights.checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
@@ -22,7 +22,7 @@ from ..weights.dtypes import FLOATS
 from ..weights.paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
 from ..weights.safetensors_header import SafetensorsHeader
 from .lm_head import LmHead
-from .names import find_lm_head, lm_head_bias, ties_embedding, unused_lm_head
+from .names import find_lm_head, ties_embedding, unused_lm_head
 
 
 def open_target_lm_head(
@@ -60,11 +60,7 @@ def open_target_lm_head(
 
 
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
-    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
-
-    Raises:
-        CheckpointError: the weights are damaged, or no tensor is an LM head.
-    """
+    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
     chosen = choose_weights(list_names(folder), str(folder))
     shards = read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
     checkpoint = open_checkpoint(folder) if shards is None else None
@@ -78,7 +74,7 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
         both = open_checkpoint(folder, {name, unused})
         unused = None if same_tensors(both, name, both, unused) else unused
     file = checkpoint.path_of(name).name
-    return _checked(LmHead(checkpoint, name, label, "target", unused, lm_head_bias(stored, name), file))
+    return _checked(LmHead(checkpoint, name, label, "target", unused, file))
 
 
 def _checked(lm_head: LmHead) -> LmHead:
@@ -126,9 +122,9 @@ def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
             tensor=name,
             shard=chosen,
         )
-    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder, progress_bar)
-    note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said}
-    note |= {"unused": unused_lm_head(stored, name), "bias": lm_head_bias(stored, name)}
+    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder)
+    unused = unused_lm_head(stored, name)
+    note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said, "unused": unused}
     with contextlib.suppress(OSError):
         # Only a shortcut for the next time, and the way without a connection; a full disk need not stop this one.
         write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
@@ -158,7 +154,7 @@ def _noted(target: ResolvedSource, note: dict[str, Any]) -> LmHead:
     """The LM head that was fetched, as it was noted then."""
     name = note["tensor"]
     checkpoint = Checkpoint(target.label, {name: open_weights_file(_entry(target, note["etag"], name).whole)})
-    return _checked(LmHead(checkpoint, name, target.label, "target", note["unused"], note["bias"], note["file"]))
+    return _checked(LmHead(checkpoint, name, target.label, "target", note["unused"], note["file"]))
 
 
 def _entry(target: ResolvedSource, etag: str, tensor: str) -> CacheEntry:

@@ -10,7 +10,7 @@ from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
 
-from ..errors import CheckpointError, SourceError
+from ..errors import SourceError
 from ..hub.client import notify_stderr
 from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
 from ..manifest import MANIFEST_NAME, Manifest
@@ -159,9 +159,6 @@ def target_files(
         offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
         notify: called with notices for the user.
         names: of the files.
-
-    Raises:
-        SourceError: no such folder or repository or revision, no access, no connection, disk full.
     """
     return _resolve(target, revision, offline, lambda found, _: [name for name in found if name in names], notify)
 
@@ -172,9 +169,7 @@ def _resolve(
     folder = expand_home(source)
     if str(source) and folder.is_dir():
         if revision is not None:
-            raise SourceError.at(
-                source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.", revision=revision
-            )
+            raise SourceError.at(source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.")
         return ResolvedSource(folder, files=tuple(list_names(folder)))
     repo_id = str(source)
     is_file = folder.is_file()
@@ -196,17 +191,8 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
     if subfolder and not beside:
         raise _no_subfolder(where, subfolder, folder_of.values())
     _check_weights_file(beside, weights_file, where)
-    try:
-        chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
-        found = [*(name for name in beside if name in HEAD_FILES), chosen]
-    except CheckpointError as error:
-        elsewhere = {folder_of[name] for name in names if name.endswith(".safetensors")} - {"", subfolder}
-        if not elsewhere:
-            raise
-        raise CheckpointError(
-            f"{error}\nWeights are in its sub-folders {_listed(elsewhere)}: name one with --subfolder.",
-            **{**error.facts, "subfolders": sorted(elsewhere)},
-        ) from error
+    chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
+    found = [*(name for name in beside if name in HEAD_FILES), chosen]
     above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
     return [_joined(subfolder, name) for name in found] + above
 
@@ -223,16 +209,9 @@ def _check_weights_file(names: Collection[str], weights_file: str | None, where:
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
-    return SourceError.at(
-        where,
-        f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
-        subfolder=subfolder,
-        subfolders=sorted({folder for folder in folders if folder[:1] not in ("", ".")}),
-    )
-
-
-def _listed(folders: Collection[str]) -> str:
-    return ", ".join(sorted({folder for folder in folders if folder[:1] not in ("", ".")})[:8]) or "none"
+    found = sorted({folder for folder in folders if folder[:1] not in ("", ".")})
+    problem = f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {', '.join(found[:8]) or 'none'}."
+    return SourceError.at(where, problem, subfolder=subfolder, subfolders=found)
 
 
 def _joined(folder: str, name: str) -> str:

@@ -64,10 +64,6 @@ class GatheredRows:
         """Yield the rows, uint8 [n, row_bytes], in order; a chunk is valid until two more have been asked for.
 
         Returns the SHA-256 of what was yielded.
-
-        Raises:
-            CheckpointError: a row holds NaN or infinity.
-            MismatchError: a value does not fit the head's dtype.
         """
         self._checksums.clear()
         found = self.source.info(self.name).dtype
@@ -94,7 +90,6 @@ class GatheredRows:
                 f"{self.where}: {self.name}: row of token {tokens[row]} holds a value too large for the head's "
                 f"{LONG_NAMES[self.dtype]}.\nConvert a head in the target's own dtype ({LONG_NAMES[found]}).",
                 tensor=self.name,
-                token=int(tokens[row]),
                 expected=LONG_NAMES[self.dtype],
                 found=LONG_NAMES[found],
             )
@@ -112,5 +107,4 @@ def refuse_nonfinite(
         f"{where}: {name}: {place} holds NaN or infinity.\nThe checkpoint is damaged: fetch it again.",
         tensor=name,
         row=first_row + row,
-        token=token,
     )

@@ -45,9 +45,7 @@ class CorpusFile:
 
 
 def looks_local(location: str) -> bool:
-    """Whether a location is a path or a glob rather than the id of a Hub dataset or a URL."""
-    if "://" in location:
-        return False
+    """Whether a location is a path or a glob rather than the id of a Hub dataset."""
     if location.startswith((".", "/", "~")) or _is_glob(location):
         return True
     return _format_of(location) is not None or expand_home(location).exists()
@@ -109,17 +107,14 @@ def open_file(file: CorpusFile) -> BinaryIO:
 def _describe(path: Path, name: str) -> CorpusFile:
     file_format = _format_of(path.name)
     if file_format is None:
-        advice = " Unpack it, or compress it with gzip or zstd." if _is_unread(path.name) else ""
-        if path.suffix.lower() in (".csv", ".tsv"):
-            advice = " Convert the table to Parquet first."
-        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.{advice}", path=str(path), format=None)
+        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.", path=str(path), format=None)
     regular_file(path, CorpusError)
     try:
         state = path.stat()
         with path.open("rb"):
             pass
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
     file = CorpusFile(
         path=str(path.absolute()),
         name=name,

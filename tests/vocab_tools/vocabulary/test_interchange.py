@@ -101,13 +101,6 @@ def test_sglang_tensors_are_read(tmp_path: Path) -> None:
         assert import_token_map(tmp_path / "hot.pt", 12).target_ids.tolist() == [7, 2, 11, 3]
 
 
-def test_modelopt_rows_in_frequency_order_keep_it(tmp_path: Path) -> None:
-    torch.save(torch.tensor([9, -1, 2]), tmp_path / "d2t.pt")
-    found = import_token_map(tmp_path / "d2t.pt", 12)
-    assert found.target_ids.tolist() == [9, 0, 4]
-    assert found.ranked
-
-
 def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_path: Path) -> None:
     torch.save(torch.tensor([9, -1, 2]), tmp_path / "map.pt")
     assert import_token_map(tmp_path / "map.pt", 12).target_ids.tolist() == [9, 0, 4]
