@@ -21,11 +21,8 @@ LM_HEAD_NAMES = (
     "model.language_model.lm_head.weight",
     "language_model.model.lm_head.weight",
     "text_model.lm_head.weight",
-    "transformer.lm_head.weight",
-    "embed_out.weight",
-    "output.weight",
 )
-"""Spellings of an LM head of its own: plain, inside multimodal models, GPT-NeoX, original Llama and Mistral."""
+"""Spellings of an LM head of its own: plain, and inside multimodal models."""
 
 _TIE = "tie_word_embeddings"
 
@@ -38,9 +35,6 @@ EMBEDDING_NAMES = (
     "text_model.embed_tokens.weight",
     "model.text_model.embed_tokens.weight",
     "embed_tokens.weight",
-    "transformer.wte.weight",
-    "wte.weight",
-    "tok_embeddings.weight",
 )
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 

@@ -16,7 +16,7 @@ from ..hub.client import is_offline, notify_stderr
 from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
 from ..hub.remote_file import HubFile
 from ..hub.snapshot import cache_folder, fetch, not_cached
-from ..sources.source import Notify, ResolvedSource, target_files
+from ..sources.source import ResolvedSource
 from ..weights.checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
 from ..weights.dtypes import FLOATS
 from ..weights.paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
@@ -25,12 +25,7 @@ from .lm_head import LmHead
 from .names import find_lm_head, ties_embedding, unused_lm_head
 
 
-def open_target_lm_head(
-    target: str | Path | ResolvedSource,
-    revision: str | None = None,
-    offline: bool = False,
-    notify: Notify = notify_stderr,
-) -> LmHead:
+def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead:
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
@@ -39,24 +34,20 @@ def open_target_lm_head(
     allow it, the whole file or shard is fetched, after a notice.
 
     Args:
-        target: folder or Hub repository, or what `target_files` returned for it.
-        revision: branch, tag or commit of a repository.
+        target: what `target_files` returned.
         offline: use only what the caches hold.
-        notify: called with notices for the user.
 
     Raises:
         SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.
         CheckpointError: the weights are damaged, or have no LM head in floating point.
     """
-    if not isinstance(target, ResolvedSource):
-        target = target_files(target, revision, offline, notify, names=("config.json",))
     if target.repo_id is None:
         return open_local_lm_head(target.folder, target.label)
     if (cached := _cached(target)) is not None:
         return cached
     if offline or is_offline():
         raise not_cached(target.label, " (its LM head)", "Or give a folder with --target.")
-    return _fetch(target, notify)
+    return _fetch(target)
 
 
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
@@ -73,7 +64,7 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
         # Opened anew: what is read for this comparison is not what the conversion read.
         both = open_checkpoint(folder, {name, unused})
         unused = None if same_tensors(both, name, both, unused) else unused
-    file = checkpoint.path_of(name).name
+    file = checkpoint.file_of(name).path.name
     return _checked(LmHead(checkpoint, name, label, "target", unused, file))
 
 
@@ -91,7 +82,7 @@ def _checked(lm_head: LmHead) -> LmHead:
     return lm_head
 
 
-def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
+def _fetch(target: ResolvedSource) -> LmHead:
     snapshot = target.snapshot
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
     header: SafetensorsHeader | None = None
@@ -104,7 +95,7 @@ def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
         name = find_lm_head(stored, target.label, said)
         chosen = index.shard_of[name]
     if chosen.endswith(TORCH_SUFFIXES):
-        notify(
+        notify_stderr(
             f"{target.label}: has no safetensors, so that one tensor cannot be fetched alone: fetching {chosen} whole"
         )
         fetch(snapshot, [chosen], offline=False)

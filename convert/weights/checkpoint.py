@@ -62,9 +62,6 @@ class Checkpoint:
         """Names of all tensors."""
         return tuple(self._file_of)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
         return self.file_of(name).tensors[name]
@@ -129,10 +126,6 @@ class Checkpoint:
                 next(reading)
             except StopIteration as end:
                 return str(end.value)
-
-    def path_of(self, name: str) -> Path:
-        """Return the file that holds a tensor; CheckpointError where there is none of that name."""
-        return self.file_of(name).path
 
     @property
     def files(self) -> tuple[FileRecord, ...]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, MismatchError
 from .checkpoint import Checkpoint
 from .checksums import row_checksums
-from .dtypes import LONG_NAMES, first_nonfinite_row, item_size, rounded
+from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
 from .stream import Bytes
 
 
@@ -49,11 +49,6 @@ class GatheredRows:
     def shape(self) -> tuple[int, ...]:
         """[rows, hidden]."""
         return (len(self.row_ids), self.source.shape(self.name)[1])
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of the rows as they are written."""
-        return self.shape[0] * self.shape[1] * item_size(self.dtype)
 
     @property
     def checksums(self) -> NDArray[np.uint8]:

@@ -25,7 +25,6 @@ FORMATS: Mapping[str, Format] = {
 _TEXT_FORMATS = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt"
 READABLE = f"{_TEXT_FORMATS}, each also packed ({', '.join(PACKED)}), and .parquet"
 
-_COMPRESSIONS = (*PACKED, ".lz4", ".zip", ".7z", ".tar")
 _HEAD_BYTES = 64 << 10
 
 
@@ -61,8 +60,8 @@ def find_files(location: str) -> list[CorpusFile]:
     if path.is_dir():
         found = [Path(folder) / name for folder, _, names in os.walk(path) for name in names]
         found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        # Other files do not belong to the corpus; its shards in a compression that cannot be read do.
-        known = [file for file in found if _format_of(file.name) is not None or _is_unread(file.name)]
+        # Other files do not belong to the corpus.
+        known = [file for file in found if _format_of(file.name) is not None]
         base = path
         if not known:
             raise CorpusError(
@@ -140,12 +139,6 @@ def _format_of(name: str) -> Format | None:
         inner = FORMATS.get(Path(path.stem).suffix.lower())
         return None if inner == "parquet" else inner
     return FORMATS.get(path.suffix.lower())
-
-
-def _is_unread(name: str) -> bool:
-    """Whether a name is that of a readable file, but in a compression that cannot be read."""
-    inner = Path(Path(name).stem).suffix.lower()
-    return Path(name).suffix.lower() in _COMPRESSIONS and inner in FORMATS and _format_of(name) is None
 
 
 def _is_glob(location: str) -> bool:

@@ -67,10 +67,6 @@ class ForcedIds:
     reasons: Mapping[int, str]
     warnings: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, str]:
-        """Return the reasons by id, JSON-ready and in id order."""
-        return {str(token_id): self.reasons[token_id] for token_id in self.ids.tolist()}
-
 
 def forced_ids(
     tokenizer: LoadedTokenizer, force_added: Literal["chat", "all"] = "chat", extra: Iterable[int] = ()

@@ -260,7 +260,7 @@ def test_sharded_bin(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.tensor("b").tolist() == [0, 1, 2, 3]
-    assert checkpoint.path_of("b").name == "pytorch_model-00002-of-00002.bin"
+    assert checkpoint.file_of("b").path.name == "pytorch_model-00002-of-00002.bin"
 
 
 @pytest.mark.parametrize(
