@@ -19,6 +19,7 @@ from eagle_slim.vocab_tools.base_cli import (
     run_cli,
     version_option,
     warn,
+    whole_numbers,
 )
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options
 from eagle_slim.vocab_tools.errors import UsageError
@@ -65,16 +66,6 @@ def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if not (value.isascii() and value.isdigit() and int(value) > 0):
         raise click.BadParameter(f"expected a number of rows such as 32000, or `full`, found {value!r}", ctx, param)
     return int(value)
-
-
-def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Read `2,15,27`."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise click.BadParameter(f"expected a list of layers such as 2,15,27, found {value!r}", ctx, param)
-    return tuple(int(part) for part in parts)
 
 
 @click.command(
@@ -128,7 +119,7 @@ Examples:
               help="Form of the head's own map, where it cannot be told.")  # fmt: skip
 @click.option(
     "--tap-layers",
-    callback=_layers,
+    callback=whole_numbers,
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, where its files are wrong.",
 )

@@ -77,6 +77,16 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
     return weights
 
 
+def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read comma-separated numbers, as the callback of an option."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 8192,16384", ctx, param) from None
+
+
 def emit_json(value: Any) -> None:
     """Print one JSON document to stdout."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))

@@ -21,15 +21,13 @@ import numpy as np
 from ..corpus.blocks import Block
 from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError, UsageError
-from .block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
+from .block import MAX_REPORTS, BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
 from .workers import Task, ThisProcess, Workers
 
 if TYPE_CHECKING:
     from ..corpus.blocks import BadRecord
 
 _UNIT_BLOCKS = 16
-# Bad records that a unit reports; of a whole source, fewer than that are printed.
-_MAX_REPORTS = 16
 
 
 @dataclass(frozen=True)
@@ -171,7 +169,7 @@ class _UnitCounter:
             bound = min(self._bound, partial.candidates.bound)
             counted = self._counter.count(self._source, block, bound)
             partial = merge_partial(partial, counted.partial, self._plan.held_out)
-            bad = (*bad, *counted.bad)[:_MAX_REPORTS]
+            bad = (*bad, *counted.bad)[:MAX_REPORTS]
             size, last = size + block.size, block
             if bad and not self._plan.skip_bad:
                 break

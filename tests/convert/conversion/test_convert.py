@@ -338,8 +338,6 @@ def test_sizes_of_any_integer_type(tmp_path, sizes):
     [
         ({"draft_vocab": 8.0}, {"option": "--draft-vocab", "found": 8.0}),
         ({"draft_vocab": True}, {"option": "--draft-vocab", "found": True}),
-        ({"flavour": "trt"}, {"option": "--for", "found": "trt"}),
-        ({"d2t_form": "abs"}, {"option": "--d2t-form", "found": "abs"}),
     ],
 )
 def test_words_that_mean_nothing_are_refused(tmp_path, arguments, facts):

@@ -366,10 +366,6 @@ def test_push(hub: HubServer, tmp_path: Path, artifact: Path) -> None:
         expected = {path.name: path.read_bytes() for path in artifact.iterdir()}
         assert hub.repo("tester/slim").files == expected
         assert not hub.repo("tester/slim").private
-        (artifact / "config.json").write_text('{"draft_vocab_size": 2}')
-        push_folder(artifact, "tester/slim")
-        assert hub.repo("tester/slim").files["config.json"] == b'{"draft_vocab_size": 2}'
-        assert len(hub.repo("tester/slim").commits) == 3
         push_folder(artifact, "tester/secret", private=True)
         assert hub.repo("tester/secret").private
         assert torch.equal(

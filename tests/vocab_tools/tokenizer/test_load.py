@@ -200,8 +200,6 @@ def test_extra_ids_and_ids_of_no_token(tmp_path: Path) -> None:
     assert "id 999" in forced.warnings[0]
     with raises(UsageError, id=300):
         forced_ids(loaded, extra=[300])
-    with raises(UsageError, option="force_added"):
-        forced_ids(loaded, "some")  # type: ignore[arg-type]
 
 
 def test_eos_of_config_json_stands_in(tmp_path: Path) -> None:

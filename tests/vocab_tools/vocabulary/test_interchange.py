@@ -40,10 +40,6 @@ def target(folder: Path, kind: MapFormat) -> Path:
     return path
 
 
-def test_every_format_has_a_test_name() -> None:
-    assert set(NAMES) == set(FORMATS)
-
-
 @settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(0, 199), min_size=2), st.randoms(use_true_random=False))
 @pytest.mark.parametrize("kind", FORMATS)
