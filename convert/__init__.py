@@ -3,7 +3,7 @@
     from eagle_slim.convert import ConvertOptions, convert_head, verify_artifact
 
     (conversion,) = convert_head(None, ConvertOptions(draft_vocab=32000, out="slim-head"))
-    verify_artifact(conversion.folder).raise_if_failed()
+    assert verify_artifact(conversion.folder).ok
 
 Names are loaded when first used, so that importing this package stays quick.
 """

@@ -47,10 +47,6 @@ def atomic_directory(out: Path | str, force: bool = False, marker: str | None = 
 
     Yields:
         A new sibling of `out`, on the same file system.
-
-    Raises:
-        OutputExistsError: `out` exists, is not an empty folder, and `force` is false; or it may not be replaced.
-        OutputError: it cannot be written: disk full, read-only, or not permitted.
     """
     out = _real(out)
     with _explained(out):
@@ -78,20 +74,13 @@ def check_output(out: Path | str, force: bool = False, marker: str | None = None
     there: below a file, or where writing is not permitted.
     """
     out = _real(out)
-    with _explained(out):
-        _check_output(out, force, marker)
-
-
-def _check_output(out: Path, force: bool, marker: str | None) -> None:
     place = _nearest(out.parent)
     if not place.is_dir():
         raise OutputError.at(
             out, f"cannot be written: {place} is a file.\nWrite to another place with --out.", errno=errno.ENOTDIR
         )
     if not os.access(place, os.W_OK | os.X_OK):
-        read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
-        refusal = OSError(errno.EROFS if read_only else errno.EACCES, "", str(place))
-        raise _refusal(refusal, out)
+        raise _refusal(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place)), out)
     if not os.path.lexists(out):
         return
     is_empty = out.is_dir() and not any(out.iterdir())
@@ -184,26 +173,13 @@ def _try_lock(path: Path) -> int | None:
     except OSError:
         return None
     try:
-        _flock(fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _same(path, fd):
             return fd
     except BlockingIOError:
         pass
     os.close(fd)
     return None
-
-
-def _flock(fd: int) -> None:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError as error:
-        raise OutputError(
-            f"this file system cannot lock files (flock: {error.strerror}), which safe writing needs.\n"
-            "Write to a local disk and copy the result.",
-            errno=error.errno,
-        ) from error
 
 
 def _same(path: Path, fd: int) -> bool:
@@ -292,7 +268,7 @@ def _sync_path(path: str) -> None:
 
 
 def _exists(out: Path) -> OutputExistsError:
-    return OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.", option="--force")
+    return OutputExistsError.at(out, "exists already.\nGive --force to replace it, or another name.")
 
 
 @contextmanager
@@ -317,15 +293,5 @@ def _nearest(place: Path) -> Path:
 
 
 def _refusal(error: OSError, out: Path) -> OutputError:
-    return OutputError.at(out, f"cannot be written: {_reason(error, out)}", errno=error.errno)
-
-
-def _reason(error: OSError, out: Path) -> str:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = shutil.disk_usage(_nearest(out.parent)).free
-        return f"the disk is full ({free:,} bytes free).\nFree some space, or write to another disk with --out."
-    if error.errno == errno.EROFS:
-        return "the disk is mounted read-only.\nWrite to another place with --out."
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"no permission for {error.filename or out.parent}.\nWrite to a folder of your own with --out."
-    return f"{error.strerror} ({error.filename or out}).\nCheck the path, or write to another place with --out."
+    problem = f"cannot be written: {error.strerror} ({error.filename or out}).\nWrite to another place with --out."
+    return OutputError.at(out, problem, errno=error.errno)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -20,6 +19,7 @@ from eagle_slim.vocab_tools.base_cli import (
     run_cli,
     version_option,
     warn,
+    whole_numbers,
 )
 from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options
 from eagle_slim.vocab_tools.errors import UsageError
@@ -51,15 +51,6 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
         return None
     if value.strip() == "auto":
         return ("auto",)
-    # 256 single bytes alone are more than the first number would be as a size.
-    if re.fullmatch(r"[1-9]\d{0,2}(,\d{3})+", value) and int(value.partition(",")[0]) < 256:
-        number, several = value.replace(",", ""), value.replace(",", ", ")
-        raise click.BadParameter(
-            f"{value!r} is a list of sizes, as the comma separates them: write {number} if it is one number, or "
-            f"'{several}' if it is several",
-            ctx,
-            param,
-        )
     parts = [part.strip() for part in value.split(",")]
     if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
         raise click.BadParameter(
@@ -75,27 +66,6 @@ def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) ->
     if not (value.isascii() and value.isdigit() and int(value) > 0):
         raise click.BadParameter(f"expected a number of rows such as 32000, or `full`, found {value!r}", ctx, param)
     return int(value)
-
-
-def _flavour(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    """Read the engine of --for; those that take what is written anyway are told so."""
-    if value in (None, "sglang", "lmdeploy"):
-        return value or "default"
-    from .engines.registry import ENGINES
-
-    if value in ENGINES:
-        raise click.BadParameter(f"{value} reads what is written by default: leave --for out", ctx, param)
-    raise click.BadParameter(f"expected sglang or lmdeploy, found {value!r}", ctx, param)
-
-
-def _layers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Read `2,15,27`."""
-    if value is None:
-        return None
-    parts = [part.strip() for part in value.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise click.BadParameter(f"expected a list of layers such as 2,15,27, found {value!r}", ctx, param)
-    return tuple(int(part) for part in parts)
 
 
 @click.command(
@@ -143,13 +113,13 @@ Examples:
 @click.option("--force-added", type=click.Choice(["chat", "all"]), default="chat", show_default=True,
               help="Added tokens that are always kept: those a chat can hold, or all.")  # fmt: skip
 @click.option("--force-id", "force_ids", multiple=True, type=click.IntRange(min=0), help="Always keep this id.")
-@click.option("--for", "flavour", callback=_flavour, metavar="[sglang|lmdeploy]",
+@click.option("--for", "flavour", type=click.Choice(["sglang", "lmdeploy"]),
               help="Write the class name that only it reads (sglang: EAGLE-1/2, lmdeploy: EAGLE-3).")  # fmt: skip
 @click.option("--d2t-form", type=click.Choice(["auto", "offset", "absolute"]), default="auto", show_default=True,
               help="Form of the head's own map, where it cannot be told.")  # fmt: skip
 @click.option(
     "--tap-layers",
-    callback=_layers,
+    callback=whole_numbers,
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, where its files are wrong.",
 )
@@ -201,6 +171,7 @@ def convert(head: str | None, **options: Any) -> None:
         force_added=options["force_added"],
         force_ids=options["force_ids"],
     )
+    options["flavour"] = options["flavour"] or "default"
     named = {name: options[name] for name in inspect.signature(ConvertOptions).parameters if name in options}
     prepared = prepare_conversion(head, ConvertOptions(**named, vocabulary=request), say=note)
     if options["push_to_hub"]:

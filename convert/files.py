@@ -49,7 +49,7 @@ def read_object(path: Path, error_type: type[ConvertError], where: str) -> dict[
         raise error_type(f"{where}: {path.name} cannot be read as JSON ({error}).", **facts) from error
     if not isinstance(value, dict):
         found = type(value).__name__
-        raise error_type(f"{where}: {path.name}: expected a JSON object, found {found}.", found=found, **facts)
+        raise error_type(f"{where}: {path.name}: expected a JSON object, found {found}.", **facts)
     return value
 
 

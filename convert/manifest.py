@@ -152,11 +152,7 @@ class Manifest:
             ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise _broken(str(path), f"cannot be read as JSON ({error})") from error
-        return cls.from_json(value, str(path))
-
-    @classmethod
-    def from_json(cls, value: Any, where: str) -> Manifest:
-        """Build from the JSON object; `where` names the file in messages. Raises as `load`."""
+        where = str(path)
         if not isinstance(value, Mapping) or value.get("format") != FORMAT_NAME:
             raise _broken(where, f"not a manifest of eagle-slim (no format: {FORMAT_NAME!r})", key="format")
         version = value.get("format_version")
@@ -165,7 +161,6 @@ class Manifest:
             raise ArtifactError(
                 f"{where}: format_version {version!r}, this eagle-slim reads {FORMAT_VERSION}.\n"
                 + ("Upgrade eagle-slim." if is_newer else "Convert the head again."),
-                path=where,
                 key="format_version",
                 found=version,
             )
@@ -176,7 +171,7 @@ class Manifest:
                 raise _broken(where, f"{key}: expected {expected}, found {found}", key=key, found=found)
         for key, is_sound in _parts(value):
             if not is_sound:
-                raise _broken(where, f"{key}: an entry is missing or of a wrong type", key=key)
+                raise _broken(where, f"{key}: an entry is missing or of a wrong type")
         if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in get_args(Flavour):
             raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}", key="kind")
         draft_vocab = value["draft_vocab"]
@@ -254,7 +249,7 @@ def _kept_rows(value: Any, where: str) -> KeptRows | None:
     ids = value.get("rank_order_ids") if isinstance(value, Mapping) else None
     checksums = value.get("row_checksums") if isinstance(value, Mapping) else None
     if not isinstance(ids, list) or not ids or not isinstance(checksums, str):
-        raise _broken(where, "kept_rows: expected rank_order_ids and row_checksums", key="kept_rows")
+        raise _broken(where, "kept_rows: expected rank_order_ids and row_checksums")
     return KeptRows(
         _ids(ids, len(ids), where, "kept_rows: rank_order_ids"),
         _checksums(checksums, len(ids), where, "kept_rows: row_checksums"),

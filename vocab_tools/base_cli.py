@@ -7,7 +7,6 @@ A traceback is shown only with --debug.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import signal
@@ -78,6 +77,16 @@ def parse_weights(values: Iterable[str]) -> dict[str, float]:
     return weights
 
 
+def whole_numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """Read comma-separated numbers, as the callback of an option."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is not a list of numbers such as 8192,16384", ctx, param) from None
+
+
 def emit_json(value: Any) -> None:
     """Print one JSON document to stdout."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
@@ -95,11 +104,7 @@ def warn(messages: Iterable[str]) -> None:
 
 
 def run_cli(command: click.Command, args: Sequence[str] | None = None, prog_name: str | None = None) -> NoReturn:
-    """Run a command and leave the process with its exit code; the body of every console script.
-
-    Raises:
-        SystemExit: always.
-    """
+    """Run a command and leave the process with its exit code; the body of every console script."""
     arguments = list(sys.argv[1:] if args is None else args)
     with _signals_interrupt():
         code = _run(command, arguments, prog_name)
@@ -131,9 +136,7 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     debug = "--debug" in options
     try:
         result = command.main(args=arguments, prog_name=prog_name, standalone_mode=False)
-        # None if stdout is closed, as under some service managers.
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
@@ -152,12 +155,8 @@ def _run(command: click.Command, arguments: list[str], prog_name: str | None) ->
     except EagleSlimError as error:
         return _fail(str(error), error.exit_code, debug)
     except OSError as error:
-        if error.errno == errno.EPIPE:
-            return _close_pipe()
         place = f"{error.filename}: " if error.filename else ""
         return _fail(f"{place}{error.strerror or error}.", 1, debug)
-    except MemoryError:
-        return _fail("Out of memory.", 1, debug)
     except Exception as error:
         if debug:
             raise

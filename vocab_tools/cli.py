@@ -18,6 +18,7 @@ from .base_cli import (
     run_cli,
     version_option,
     warn,
+    whole_numbers,
 )
 from .count_cli import count, tokenizer_options
 from .errors import UsageError
@@ -47,16 +48,6 @@ _target_vocab_option = click.option(
     metavar="V",
     help="Rows of the target's LM head (config.json: vocab_size), the length of t2d.",
 )
-
-
-def _sizes_value(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
-    """Read comma-separated sizes."""
-    if value is None:
-        return None
-    try:
-        return tuple(int(part) for part in value.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{value!r} is not a list of sizes such as 8192,16384", ctx, param) from None
 
 
 @click.group(
@@ -183,7 +174,7 @@ Example:
 )
 @click.argument("vocabulary", metavar="VOCAB")
 @_counts_argument
-@click.option("--sizes", callback=_sizes_value, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
+@click.option("--sizes", callback=whole_numbers, metavar="N,N,...", help="Draft-vocabulary sizes to measure.")
 @click.option("--bootstrap", type=click.IntRange(0), default=1000, show_default=True, help="Resamples; 0 for none.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the bootstrap.")
 @click.option("--plot", metavar="PNG", help="Write the plot of coverage against size.")

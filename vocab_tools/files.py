@@ -11,14 +11,6 @@ from typing import Any
 
 from .errors import EagleSlimError, UsageError
 
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISSOCK, "a socket"),
-)
-
 
 def expand_home(path: str | Path) -> Path:
     """Return a path with `~` and `~user` replaced; an unknown user is left as it is, as in a shell."""
@@ -34,18 +26,18 @@ def regular_file(path: str | Path, error_type: type[EagleSlimError], what: str =
         what: what is expected there, for the message.
 
     Raises:
-        error_type: it is missing (fact `missing`), or a folder, a pipe, a device or a socket (fact `found`).
+        error_type: it is missing (fact `missing`), or a folder, a pipe or a device (fact `found`).
     """
     path = Path(path)
     try:
         mode = path.stat().st_mode
     except OSError as error:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            raise error_type(f"{path}: no such {what}.", path=str(path), missing=str(path)) from error
-        raise error_type(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
+            raise error_type(f"{path}: no such {what}.", missing=str(path)) from error
+        raise error_type(f"{path}: cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(mode):
-        found = next((name for is_kind, name in _KINDS if is_kind(mode)), "not a regular file")
-        raise error_type(f"{path}: is {found}; a regular file is needed.", path=str(path), found=found)
+        found = "a folder" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise error_type(f"{path}: is {found}; a regular file is needed.", found=found)
     return path
 
 

@@ -6,14 +6,9 @@ do instead; where that is passing, the same call may succeed a moment later.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 BUSY = (408, 429, 500, 502, 503, 504)
@@ -180,16 +175,14 @@ def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> Hu
     if isinstance(error, errors.DisabledRepoError):
         return trouble("the Hub has disabled this repository", f"See {page}.")
     if isinstance(error, errors.RevisionNotFoundError):
-        return trouble(f"has no revision {revision or 'main'!r}", _revisions(repo_id), revision=revision)
+        advice = "Give a branch, a tag or a whole commit hash."
+        return trouble(f"has no revision {revision or 'main'!r}", advice, revision=revision)
     if isinstance(error, errors.EntryNotFoundError):
         return trouble(f"a file is missing{at(revision)}: {plain(error)}", f"See {page}.")
     if purpose == "write" and status in (401, 403):
         advice = f"{_LOGIN} The token needs the right to write to this name."
         return trouble(f"may not be written with this account (status {status})", advice)
     if isinstance(error, errors.RepositoryNotFoundError):
-        if (kind := _other_kind(repo_id)) is not None:
-            advice = "Check the id. A dataset is given with --dataset."
-            return trouble(f"is a {kind} on the Hub; a model repository is expected", advice, found=kind)
         advice = f"Check the spelling. For a private one: {_LOGIN}"
         return trouble(f"no such folder here, and no such model at {address}, or a private one", advice)
     if status == 401:
@@ -221,39 +214,6 @@ def _no_connection(repo_id: str, cause: BaseException) -> HubTrouble:
 
 
 def _disk_trouble(error: BaseException, repo_id: str) -> HubTrouble:
-    from huggingface_hub import constants
-
-    code = getattr(error, "errno", None)
-    cache = getattr(error, "filename", None) or constants.HF_HUB_CACHE
-    what, advice = f"the transfer failed ({plain(error, 300)})", "Try again."
-    if code in (errno.ENOSPC, errno.EDQUOT):
-        place = Path(constants.HF_HUB_CACHE)
-        while not place.exists():
-            place = place.parent
-        what = f"the disk of the cache is full ({cache}, {shutil.disk_usage(place).free:,} bytes free)"
-        advice = "Free some space, or set HF_HOME to a folder on another disk."
-    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
-        what = f"the cache cannot be written ({cache}: {os.strerror(code)})"
-        advice = "Set HF_HOME to a folder of your own."
-    return HubTrouble(f"{repo_id}: {what}", advice, type(error).__name__, {"repo_id": repo_id, "errno": code})
-
-
-def _other_kind(repo_id: str) -> str | None:
-    """Return "dataset" or "space" where the Hub has one of this id; errors mean that it has not."""
-    from huggingface_hub import HfApi, constants, errors
-
-    for kind in ("dataset", "space"):
-        with contextlib.suppress(errors.HfHubHTTPError, *transport_errors()):
-            HfApi().repo_info(repo_id, repo_type=kind, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-            return kind
-    return None
-
-
-def _revisions(repo_id: str) -> str:
-    from huggingface_hub import HfApi, errors
-
-    with contextlib.suppress(errors.HfHubHTTPError, *transport_errors()):
-        refs = HfApi().list_repo_refs(repo_id)
-        names = [ref.name for ref in (*refs.branches, *refs.tags)]
-        return f"It has {', '.join(names[:12])}; a commit hash must be whole."
-    return "Give a branch, a tag or a whole commit hash."
+    facts = {"repo_id": repo_id, "errno": getattr(error, "errno", None)}
+    advice = "Try again; where the disk of the cache is the cause, set HF_HOME to a folder on another."
+    return HubTrouble(f"{repo_id}: the transfer failed ({plain(error, 300)})", advice, type(error).__name__, facts)

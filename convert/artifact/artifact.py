@@ -77,11 +77,6 @@ class Artifact:
         found = self.manifest.target.get("repo_id")
         return found if isinstance(found, str) else None
 
-    @property
-    def freq_file(self) -> Path | None:
-        """The token map for SGLang and FR-Spec, or None for a full vocabulary."""
-        return None if self.rank_order_ids is None else self.folder / freq_name(self.manifest.draft_vocab)
-
     def prefix(self, draft_vocab: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The rows of a smaller draft vocabulary: the first `draft_vocab` ids by rank.
 
@@ -102,7 +97,6 @@ class Artifact:
                 self.folder,
                 f"a draft vocabulary of {draft_vocab} was asked for; expected from {self.num_forced} "
                 f"(the forced ids) to {len(ranked)} (its rows).",
-                found=draft_vocab,
                 least=self.num_forced,
                 most=len(ranked),
             )
@@ -132,7 +126,7 @@ class Artifact:
             entry, path = manifest.files.get(name, {}), folder / name
             if not path.is_file():
                 raise ArtifactError.at(
-                    folder, f"{name} is missing.\nFetch the artifact again, or convert the head again.", file=name
+                    folder, f"{name} is missing.\nFetch the artifact again, or convert the head again."
                 )
             if (size := path.stat().st_size) != entry.get("size_bytes"):
                 raise ArtifactError.at(
@@ -151,15 +145,9 @@ class Artifact:
 
 
 def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
-    ranked, kept = manifest.rank_order_ids, manifest.kept_rows
-    if kept is not None:
-        if ranked is None or head.kind == "eagle":
-            return "there are kept rows beside a head that has no reduced LM head of its own"
-        everything = np.concatenate([ranked, kept.rank_order_ids])
-        if len(np.unique(everything)) != len(everything):
-            return "an id is ranked and kept, or kept twice"
-        if everything.min() < 0 or everything.max() >= head.target_vocab:
-            return "ids are ranked or kept that are outside the vocabulary"
+    ranked = manifest.rank_order_ids
+    if (problem := kept_problem(manifest)) is not None:
+        return problem
     if head.kind != manifest.kind:
         return f"the manifest says {manifest.kind}, the tensors are {head.kind}"
     if head.target_vocab != manifest.target_vocab:
@@ -177,6 +165,21 @@ def _disagreement(head: DraftHead, manifest: Manifest) -> str | None:
         return "there is a map but no ranks, or ranks but no map"
     if ids is not None and ranked is not None and not np.array_equal(ids, np.sort(ranked)):
         return "d2t and rank_order_ids name different ids"
+    return None
+
+
+def kept_problem(manifest: Manifest) -> str | None:
+    """What is wrong with the ids of the kept rows, in words; None if nothing is, or none are kept."""
+    ranked, kept = manifest.rank_order_ids, manifest.kept_rows
+    if kept is None:
+        return None
+    if ranked is None or manifest.kind == "eagle":
+        return "there are kept rows beside a head that has no reduced LM head of its own"
+    everything = np.concatenate([ranked, kept.rank_order_ids])
+    if len(np.unique(everything)) != len(everything):
+        return "an id is ranked and kept, or kept twice"
+    if everything.min() < 0 or everything.max() >= manifest.target_vocab:
+        return "ids are ranked or kept that are outside the vocabulary"
     return None
 
 
@@ -228,11 +231,6 @@ def write_artifact(
         card: given the manifest (complete but for `files`), the text of README.md.
         after_read: the parts of the manifest that are known only when the source has been read.
         force: replace an artifact that is there.
-
-    Raises:
-        OutputExistsError: `out` exists and `force` is not set, or `out` is not an artifact.
-        OutputError: the disk refused.
-        CheckpointError, MismatchError: the source turned out to hold NaN, or values that do not fit.
     """
     with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
         files: dict[str, dict[str, Any]] = {}

@@ -39,9 +39,6 @@ def plan_tensors(
         head: an EAGLE-3 head.
         lm_head: where the rows come from.
         target_ids: int64 [draft_vocab], ascending; None for all of them, without a map.
-
-    Raises:
-        MismatchError: an id the head was not trained on; a head with a map asked for its full vocabulary.
     """
     gathered = lm_head.gather(head, all_ids(head) if target_ids is None else target_ids)
     plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]

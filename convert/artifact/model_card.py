@@ -59,7 +59,8 @@ def _front_matter(manifest: Manifest, licence: str | None) -> str:
     target = manifest.target.get("repo_id")
     if target:
         lines.append(f"base_model: {target}")
-    datasets = sorted({part["dataset"] for part in _corpus_parts(manifest.vocabulary) if part.get("dataset")})
+    parts = [part for source in (manifest.vocabulary or {}).get("sources") or [] for part in _parts(source)]
+    datasets = sorted({part["dataset"] for part in parts if part.get("dataset")})
     if datasets:
         lines += ["datasets:", *(f"- {name}" for name in datasets)]
     lines += [f"license: {licence or UNKNOWN_LICENCE}", "pipeline_tag: text-generation", "tags:"]
@@ -240,10 +241,6 @@ def _corpus(source: Mapping[str, Any]) -> str:
     read = [*found, "assistant turns only"] if text == {"assistant"} else found
     size = f"{source['tokens']:,} tokens, weight {source['weight']:g}"
     return f"{source['name']} ({'; '.join([size, *read])})"
-
-
-def _corpus_parts(vocabulary: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    return [part for source in (vocabulary or {}).get("sources") or [] for part in _parts(source)]
 
 
 def _parts(source: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -27,10 +27,6 @@ def open_original(manifest: Manifest, given: str | None = None, offline: bool = 
 
     Returns:
         None where the head was a local folder and none is given.
-
-    Raises:
-        SourceError, CheckpointError: it is not at hand, or not complete.
-        UnsupportedHeadError, MismatchError: it is no head.
     """
     where: dict[str, Any] = {key: manifest.head.get(key) for key in ("subfolder", "weights_file")}
     reading: dict[str, Any] = {

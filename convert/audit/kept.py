@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..artifact.artifact import kept_problem
 from ..head.kept_rows import KEPT_ROWS_NAME, layout_problem
 from ..manifest import KeptRows
 from ..weights import names
@@ -44,18 +45,9 @@ class KeptChecks:
         path = self.found.folder / KEPT_ROWS_NAME
         refuse(not path.is_file(), f"{KEPT_ROWS_NAME} is missing")
         file = SafetensorsFile(path)
-        problem = layout_problem(file, kept)
-        refuse(problem is not None, str(problem))
+        refuse((problem := layout_problem(file, kept)) is not None, str(problem))
         self._file = file
-        refuse(manifest.kind != "eagle3", "EAGLE-1/2 heads have no LM head of their own to keep rows of")
-        ids = kept.rank_order_ids
-        refuse(bool(ids.min() < 0 or ids.max() >= manifest.target_vocab), "an id is outside the vocabulary")
-        refuse(len(np.unique(ids)) != len(ids), "an id is kept twice")
-        ranked = manifest.rank_order_ids
-        refuse(ranked is None, "there is a full vocabulary, beyond which there are no rows")
-        assert ranked is not None
-        both = np.intersect1d(ids, ranked)
-        refuse(len(both) > 0, f"{len(both)} kept ids are in the draft vocabulary")
+        refuse((problem := kept_problem(manifest)) is not None, str(problem))
         lm_head, rows = self.found.need_weights().tensors.get(names.LM_HEAD), file.tensors[names.LM_HEAD]
         if lm_head is not None:
             refuse(

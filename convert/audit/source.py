@@ -119,7 +119,8 @@ class SourceChecks:
         manifest = self.found.need_manifest()
         choice = self._target_choice(manifest)
         try:
-            self._target = targets.open_target(choice, self._revision(manifest, choice), self._only_cache)
+            revision = manifest.target.get("revision") if choice.reason == "recorded" else None
+            self._target = targets.open_target(choice, revision, self._only_cache)
         except SourceError as error:
             if not self._only_cache:
                 raise
@@ -179,9 +180,6 @@ class SourceChecks:
         if name is None:
             raise SkipCheck("the target is not recorded; name it with --target")
         return TargetChoice(name, "recorded")
-
-    def _revision(self, manifest: Manifest, choice: TargetChoice) -> str | None:
-        return manifest.target.get("revision") if choice.reason == "recorded" else None
 
     def _tokenizer(self, manifest: Manifest) -> LoadedTokenizer:
         if self.tokenizer_name is None and self._target is None:

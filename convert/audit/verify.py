@@ -59,12 +59,6 @@ class Verification:
     def __getitem__(self, name: str) -> Check:
         return {check.name: check for check in self.checks}[name]
 
-    def raise_if_failed(self) -> None:
-        """Raise ArtifactError naming every failed check."""
-        if not self.ok:
-            reasons = "; ".join(f"{check.name}: {check.detail}" for check in self.failed)
-            raise ArtifactError.at(self.folder, f"{reasons}.", checks=[check.name for check in self.failed])
-
     def to_json(self) -> dict[str, Any]:
         """The result as `eagle-verify --json` prints it."""
         return {"folder": str(self.folder), "ok": self.ok, "checks": [check.to_json() for check in self.checks]}

@@ -127,13 +127,17 @@ class PreparedConversion:
         ranking, request, keep = None, self.options.vocabulary, self.options.keep_rows
         sizes = self.options.sizes
         if any(size != "full" for size in sizes):
+            if count is None:
+                from eagle_slim.vocab_tools.counting.count import count_tokens
+
+                count = count_tokens
             ranking = make_ranking(
                 self.inputs.head,
                 request,
                 self.inputs.tokenizer,
                 embedded=self.inputs.is_builtin,
                 offline=self.options.offline,
-                count=count or _count,
+                count=count,
                 say=self.say,
                 target=None if self.inputs.target is None else self.inputs.target.name,
             )
@@ -183,9 +187,3 @@ def prepare_conversion(
     prepared = PreparedConversion(inputs, options, cost, titles, folders, check_sizes(inputs), say)
     require_space(folders[0], sum((plan.bytes_after or 0) + (plan.kept_bytes or 0) for plan in prepared.plans))
     return prepared
-
-
-def _count(sources: Sequence[CorpusSource], tokenizer: LoadedTokenizer) -> TokenCounts:
-    from eagle_slim.vocab_tools.counting.count import count_tokens
-
-    return count_tokens(sources, tokenizer)

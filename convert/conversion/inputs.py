@@ -19,7 +19,6 @@ from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource, open_head_source
 from . import target as targets
-from .doubts import doubts_about
 from .options import ConvertOptions, DraftVocabSize
 from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
 
@@ -41,7 +40,6 @@ class Inputs:
         tokenizer: of the target, where it is at hand.
         is_builtin: whether the head is the built-in one.
         rows_before: rows that the head drafted over before, kept ones left out.
-        warnings: about the head's files.
     """
 
     head: DraftHead
@@ -53,7 +51,6 @@ class Inputs:
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     rows_before: int
-    warnings: tuple[str, ...] = ()
 
     @property
     def licence(self) -> str | None:
@@ -97,7 +94,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
     ranked = ranked_manifest(head) if request.is_default else None
     is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"
-    needs_tokenizer = request.needs_tokenizer and options.tokenizer is None and not is_ranked
+    needs_tokenizer = request.token_map is None and options.tokenizer is None and not is_ranked
     if choice is None and needs_rows:
         raise UsageError(
             f"{head.location}: has no LM head of its own, so its rows come from the target, and neither its files nor "
@@ -118,8 +115,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         assert opened is not None
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    doubts = tuple(doubts_about(head, source))
-    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, doubts)
+    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before)
 
 
 def check_sizes(inputs: Inputs) -> dict[DraftVocabSize | None, int | None]:

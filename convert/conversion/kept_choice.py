@@ -51,7 +51,6 @@ def check_keep_rows(keep: Any, inputs: Inputs, num_rankable: int) -> None:
         raise _refusal(
             f" {keep}: {head.location} {why} ids, {num_rankable} of which are tokens. Give at most "
             f"{num_rankable}, or full.",
-            found=keep,
             most=num_rankable,
         )
 
@@ -88,7 +87,6 @@ def choose_kept_ids(keep: KeepRows, ranking: Ranking, vocab: DraftVocab) -> NDAr
             f"number from {len(vocab) + 1} to {there}, or rank by counts, which order every id."
             if len(beyond)
             else f" {keep}: the ranking holds the {len(vocab)} ids of the draft vocabulary and no others.",
-            found=keep,
             most=there,
         )
     kept: NDArray[np.int64] = beyond[:wanted]
@@ -100,7 +98,6 @@ def _check_more(keep: int, size: int) -> None:
         raise _refusal(
             f" {keep} counts the rows of the draft vocabulary too, and that has {size}: none would be kept "
             f"beside them. Give more than {size}, or leave the option out.",
-            found=keep,
             least=size + 1,
         )
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.files import expand_home
@@ -74,11 +74,6 @@ class ConvertOptions:
     offline: bool = False
 
     def __post_init__(self) -> None:
-        if self.flavour not in get_args(Flavour):
-            known = ", ".join(get_args(Flavour))
-            raise UsageError(
-                f"--for: expected one of {known}, found {self.flavour!r}.", option="--for", found=self.flavour
-            )
         if self.draft_vocab is not None and self.coverage is not None:
             raise UsageError(
                 "--draft-vocab and --coverage exclude each other: give a size, or let it be found.",

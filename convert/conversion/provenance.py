@@ -40,7 +40,7 @@ def manifest_of(
     tokenizer = _tokenizer(inputs.tokenizer)
     if tokenizer is None and ranking is not None and ranking.recorded_tokenizer is not None:
         tokenizer = dict(ranking.recorded_tokenizer)
-    warnings = [*head.warnings, *inputs.warnings, *(lm_head.warnings if lm_head is not None else ())]
+    warnings = [*head.warnings, *(lm_head.warnings if lm_head is not None else ())]
     if vocab is not None:
         warnings += vocab.warnings
         if tokenizer is None:

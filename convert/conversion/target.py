@@ -99,11 +99,7 @@ def is_missing_folder(name: str) -> bool:
 
 
 def open_target(choice: TargetChoice, revision: str | None, offline: bool) -> Target:
-    """Fetch the small files of a target and read its configuration.
-
-    Raises:
-        SourceError: it cannot be had, or has no config.json.
-    """
+    """Fetch the small files of a target and read its configuration."""
     if choice.name is None:
         folder = embedded_target_folder()
         source = ResolvedSource(folder)
@@ -128,7 +124,6 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
             raise MismatchError(
                 f"target {target.name}: {key}: the head {head.location} expects {value}, found {found}.\n"
                 f"{_OTHER_TARGET}",
-                target=target.name,
                 key=key,
                 expected=value,
                 found=found,
@@ -138,7 +133,6 @@ def check_head_fits(head: DraftHead, target: Target) -> None:
         raise MismatchError(
             f"head {head.location} reads the inputs of layers {list(head.tap_layers)}, but target {target.name} has "
             f"{layers} layers.\nName the right target with --target, or the layers with --tap-layers.",
-            target=target.name,
             layers=layers,
             found=head.tap_layers,
         )
@@ -171,10 +165,7 @@ def open_tokenizer(
         raise MismatchError(
             f"tokenizer {given}: its vocabulary is not that of the target {own.source} (hash "
             f"{tokenizer.tokenizer_hash[:23]}…, expected {own.tokenizer_hash[:23]}…).\n"
-            "Leave --tokenizer out to use the target's own.",
-            tokenizer=str(given),
-            expected=own.tokenizer_hash,
-            found=tokenizer.tokenizer_hash,
+            "Leave --tokenizer out to use the target's own."
         )
     check_tokenizer_size(tokenizer, target_vocab)
     return tokenizer
@@ -193,7 +184,6 @@ def check_tokenizer_size(tokenizer: LoadedTokenizer, target_vocab: int) -> None:
             f"tokenizer {tokenizer.source}: has ids up to {tokenizer.vocab_size - 1}, the target's vocabulary has "
             f"{target_vocab} rows.\n"
             "This is the tokenizer of another model: name the right one with --tokenizer or --target.",
-            tokenizer=tokenizer.source,
             expected=target_vocab,
             found=tokenizer.vocab_size,
         )

@@ -76,14 +76,6 @@ class VocabRequest:
             raise UsageError(
                 f"{' and '.join(used)} exclude each other: each alone decides which tokens are kept.", options=used
             )
-        if self.order not in (None, "ids"):
-            raise UsageError(
-                f"order: expected 'ids' or None, found {self.order!r}.", option="--order", found=self.order
-            )
-        for name in ("counts", "corpus"):
-            if not isinstance(getattr(self, name), (tuple, list)):
-                found = type(getattr(self, name)).__name__
-                raise UsageError(f"{name}: expected a tuple, found one {found} alone.", option=name, found=found)
         if self.weights and (self.token_map is not None or self.order is not None):
             raise UsageError(
                 "--weights gives sources of counts a share, and a token map or --order ids has no counts.",
@@ -105,11 +97,6 @@ class VocabRequest:
         if self.corpus:
             return "text still to be counted: " + ", ".join(source.location for source in self.corpus)
         return "the order of the ids" if self.order else "the default"
-
-    @property
-    def needs_tokenizer(self) -> bool:
-        """Whether the ranking is impossible without a tokenizer; a token map needs none."""
-        return self.token_map is None
 
 
 @dataclass(frozen=True)
@@ -133,12 +120,7 @@ class Ranking:
     recorded_tokenizer: Mapping[str, Any] | None = None
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
-        """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it.
-
-        Raises:
-            UsageError: the size does not fit (see `rank_vocabulary`).
-            TokenizerError, VocabularyError: counts or map belong to another tokenizer or break a rule.
-        """
+        """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it."""
         if coverage is not None and self.measured is not None and self.measured[0] is not self.counts:
             # The counts hold nothing out: the size is found where the text to be covered made no ranking.
             sized = self._cut(self.measured[0], None, coverage)
@@ -259,9 +241,9 @@ def make_ranking(
         if tokenizer is None:
             request = replace(request, force_ids=own_forced_ids(manifest) + request.force_ids)
         return Ranking(head, replace(request, token_map=own), tokenizer, None, None, manifest.tokenizer)
-    if tokenizer is None and (request.needs_tokenizer or request.force_added == "all"):
+    if tokenizer is None and (request.token_map is None or request.force_added == "all"):
         why = "the vocabulary cannot be ranked without one"
-        if not request.needs_tokenizer:
+        if request.token_map is not None:
             why = "--force-added all keeps its added tokens"
         if target is None:
             advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
@@ -331,11 +313,7 @@ def default_corpus() -> CorpusSource:
 
 
 def load_token_map(value: DraftVocab | str | Path, target_vocab: int) -> DraftVocab:
-    """A token map as a vocabulary: FR-Spec and SGLang `freq_N.pt`, vLLM's, `d2t` files, or our own JSON.
-
-    Raises:
-        VocabularyError: it cannot be read, or its ids are not of this vocabulary.
-    """
+    """A token map as a vocabulary: FR-Spec and SGLang `freq_N.pt`, vLLM's, `d2t` files, or our own JSON."""
     if isinstance(value, DraftVocab):
         return value
     from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map

@@ -47,10 +47,6 @@ def write_slim(
         kept_ids: int64 [kept], further ids in rank order whose rows are kept in a file of their own; None for none.
         folder: where it goes.
         title: its name on the model card.
-
-    Raises:
-        CheckpointError, MismatchError: the source turned out to hold NaN, or values that do not fit.
-        OutputError: the disk refused.
     """
     # With a record of reads of its own, so that a manifest lists what was read for this size alone.
     head = inputs.head.forked()

@@ -64,9 +64,6 @@ def check_engine(facts: HeadFacts, engine: str, *, version: str | None = None) -
         facts: the head.
         engine: key in `ENGINES`.
         version: version of the engine that will serve it; None looks for an installed one.
-
-    Raises:
-        UsageError: no such engine, or not a version number.
     """
     require_engines([engine], version)
     return [*_findings(facts, engine), *_findings(facts, engine, ENGINES[engine].known), *_of_version(engine, version)]

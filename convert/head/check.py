@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
-from eagle_slim.vocab_tools.errors import UsageError
 
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..weights import names
@@ -35,11 +31,7 @@ def check_dtypes(tensors: LazyTensors, where: str) -> None:
 
 
 def settle_biases(tensors: LazyTensors, config: dict[str, Any], kind: names.HeadKind, where: str) -> None:
-    """Settle `attention_bias` and `mlp_bias` by the biases in the file where config.json does not say.
-
-    Raises:
-        MismatchError: config.json says that there are biases where there are none or some only, or the other way.
-    """
+    """Settle `attention_bias` and `mlp_bias` by the biases in the file where config.json does not say."""
     attention, mlp = names.ATTENTION_BIASES[kind], names.MLP_BIASES[kind]
     if kind == "eagle" and config.get("qkv_bias"):
         # SafeAILab's key, the only one that its EAGLE-1/2 code reads; transformers writes attention_bias beside it.
@@ -50,11 +42,7 @@ def settle_biases(tensors: LazyTensors, config: dict[str, Any], kind: names.Head
 
 
 def settle_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
-    """Check an EAGLE-1/2 head's first layer against its configuration, and put what is settled into the latter.
-
-    Raises:
-        MismatchError: shapes disagree.
-    """
+    """Check an EAGLE-1/2 head's first layer against its configuration, and put what is settled into the latter."""
     hidden = config["hidden_size"]
     _settle_intermediate(tensors, config, "layers.0.", where)
     expected: dict[str, tuple[int, ...]] = {
@@ -105,7 +93,6 @@ def settle_taps(
     """Which layers' inputs the head reads (`config.tap_layers`), checked against the width of `fc`, and a warning.
 
     Raises:
-        UsageError: `given` is not a list of numbers.
         CheckpointError: there is no `fc.weight`.
         MismatchError: `fc` or the norms before it take another number of layers than config.json names.
     """
@@ -114,25 +101,19 @@ def settle_taps(
     if not head_config.uses_aux_layers(config):
         if given is not None:
             raise MismatchError.at(
-                where,
-                "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out.",
-                option="--tap-layers",
+                where, "--tap-layers for a head that reads only the target's last hidden state.\nLeave the option out."
             )
         _check_shapes(tensors, {names.FC: (hidden, target_hidden)}, where)
         return (), None
     if names.FC not in tensors:
-        raise CheckpointError.at(
-            where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.", tensor=names.FC
-        )
-    taps, warning = head_config.tap_layers(config, None if given is None else _layer_numbers(given), where)
+        raise CheckpointError.at(where, "incomplete EAGLE-3 head: fc.weight is missing.\nFetch the checkpoint again.")
+    taps, warning = head_config.tap_layers(config, None if given is None else tuple(given), where)
     rows, columns = tensors.shape(names.FC)
     if rows != hidden or columns % target_hidden:
         raise MismatchError.at(
             where,
             f"fc.weight: expected [{hidden}, taps * {target_hidden}], found {[rows, columns]}.\n"
             "The hidden sizes of head and target disagree.",
-            tensor=names.FC,
-            found=(rows, columns),
         )
     count = columns // target_hidden
     stated = config.get("num_aux_hidden_states") or (len(taps) if taps is not None else 3)
@@ -147,9 +128,7 @@ def settle_taps(
     norms = [name for name in tensors if names.is_fc_norm(name)]
     if norms and sorted(norms) != sorted(f"fc_norm.{index}.weight" for index in range(count)):
         raise MismatchError.at(
-            where,
-            f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head.",
-            found=norms,
+            where, f"expected fc_norm.0 to fc_norm.{count - 1}, found {', '.join(norms)}.\nFetch the complete head."
         )
     expected: dict[str, tuple[int, ...]] = dict.fromkeys(norms, (target_hidden,))
     expected["input_norm.weight"] = (columns,)
@@ -257,15 +236,3 @@ def _check_shapes(tensors: LazyTensors, expected: Shapes, where: str) -> None:
                 expected=shape,
                 found=found,
             )
-
-
-def _layer_numbers(given: Any) -> tuple[int, ...]:
-    try:
-        layers = tuple(given)
-        if not any(isinstance(layer, bool | np.bool_) for layer in layers):
-            return tuple(map(operator.index, layers))
-    except TypeError:
-        pass
-    raise UsageError(
-        f"--tap-layers: expected a list of layer numbers, found {given!r}.", option="--tap-layers", found=given
-    )

@@ -187,14 +187,10 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
                 found=name,
             )
         if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
-            raise UnsupportedHeadError.at(
-                where, f"architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.", found=name
-            )
+            raise UnsupportedHeadError.at(where, f"architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.")
     kind = source.get("speculators_model_type")
     if kind not in (None, "eagle3"):
-        raise UnsupportedHeadError.at(
-            where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.", found=kind
-        )
+        raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
     quantisation = source.get("quantization_config")
     if isinstance(quantisation, Mapping) and any(quantisation.values()):
         method = quantisation.get("quant_method") or quantisation.get("quant_algo") or "unnamed"

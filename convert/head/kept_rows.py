@@ -38,11 +38,6 @@ def with_kept_rows(head: DraftHead, offline: bool = False) -> DraftHead:
     Args:
         head: as `open_head` gives it.
         offline: fetch nothing.
-
-    Raises:
-        ArtifactError: the file is missing, or is not the one that the manifest describes.
-        CheckpointError: it is damaged.
-        SourceError: it cannot be fetched.
     """
     kept = None if head.manifest is None else head.manifest.kept_rows
     if kept is None:
@@ -77,10 +72,7 @@ def open_kept_rows(source: ResolvedSource, kept: KeptRows, offline: bool = False
     problem = layout_problem(file, kept)
     if problem is not None:
         raise ArtifactError(
-            f"{folder / KEPT_ROWS_NAME}: {problem}.\nFetch the artifact again, or convert the head again.",
-            path=str(folder),
-            file=KEPT_ROWS_NAME,
-            problem=problem,
+            f"{folder / KEPT_ROWS_NAME}: {problem}.\nFetch the artifact again, or convert the head again."
         )
     return file
 

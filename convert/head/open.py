@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-from eagle_slim.vocab_tools.errors import UsageError
 
 from ..errors import CheckpointError, MismatchError, UnsupportedHeadError
 from ..files import read_object
@@ -49,7 +48,7 @@ def open_head(
         tap_layers: overrides what the configuration says; inputs of these decoder layers.
 
     Raises:
-        UsageError: a sub-folder that would lead out, an unknown form, tap layers that are not numbers.
+        UsageError: a sub-folder that would lead out.
         SourceError: the folder or repository cannot be had, or has no such sub-folder.
         CheckpointError: a damaged, incomplete or unsafe weights file.
         UnsupportedHeadError: a kind of head, or a tensor, that is not converted.
@@ -68,11 +67,7 @@ def open_head(
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:
-    """The head's config.json, with a quantisation that ModelOpt keeps in a file of its own put where others keep it.
-
-    Raises:
-        CheckpointError: config.json is missing or not a JSON object.
-    """
+    """The head's config.json, with a quantisation that ModelOpt keeps in a file of its own put where others keep it."""
     config = read_object(folder / "config.json", CheckpointError, where)
     quantised = folder / "hf_quant_config.json"
     if quantised.exists():
@@ -93,12 +88,6 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
-    if d2t_form not in get_args(D2tForm):
-        raise UsageError(
-            f"d2t_form: expected one of {', '.join(get_args(D2tForm))}, found {d2t_form!r}.",
-            option="--d2t-form",
-            found=d2t_form,
-        )
     # The configuration first: an MLA or quantised head is refused by its name rather than by a tensor.
     flat = head_config.normalise_config(config, location)
     table = names.canonical_names(checkpoint.names, location)

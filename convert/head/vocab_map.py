@@ -121,8 +121,6 @@ def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] 
         raise MismatchError.at(
             where,
             f"{name}: expected a vector of integers, found {info.dtype} {list(info.shape)}.\nFetch the head again.",
-            tensor=name,
-            found=info.dtype,
         )
     values = tensors.source.raw(tensors.stored[name]).reshape(-1).view(_INTEGERS[info.dtype])
     return values.astype(np.int64)

@@ -26,38 +26,27 @@ def check_push(repo_id: str) -> None:
         reason = "its token may only read" if role == "read" else f"it writes to {', '.join(owners)}"
         raise SourceError(
             f"{repo_id}: may not be written with this account: {reason}.\n"
-            "Log in with another token (`hf auth login`, or HF_TOKEN), or choose another name.",
-            repo_id=repo_id,
-            owners=owners,
-            role=role,
+            "Log in with another token (`hf auth login`, or HF_TOKEN), or choose another name."
         )
 
 
-def push_folder(
-    folder: Path | str,
-    repo_id: str,
-    private: bool | None = None,
-    revision: str | None = None,
-    commit_message: str = "Upload slim draft head",
-) -> str:
+def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
     """Upload every file of a folder to a model repository, made if it does not exist, and return its address.
 
     Args:
         folder: what to upload.
         repo_id: `name/repository`.
         private: visibility of a new repository; the account's default if None.
-        revision: an existing branch; the main one if None.
-        commit_message: of the one commit.
 
     Raises:
         SourceError: no token, no right to write, no connection, or not a repository id.
     """
-    created = ask(lambda: api().create_repo(repo_id, private=private, exist_ok=True), repo_id, revision, "write")
+    created = ask(lambda: api().create_repo(repo_id, private=private, exist_ok=True), repo_id, purpose="write")
 
     def upload() -> None:
         try:
             api().upload_folder(
-                repo_id=created.repo_id, folder_path=str(folder), revision=revision, commit_message=commit_message
+                repo_id=created.repo_id, folder_path=str(folder), commit_message="Upload slim draft head"
             )
         except RuntimeError as error:
             # The library's wrapper around whatever stopped the upload of one large file.
@@ -67,5 +56,5 @@ def push_folder(
                 repo_id=repo_id,
             ) from error
 
-    ask(upload, repo_id, revision, "write")
+    ask(upload, repo_id, purpose="write")
     return str(created)

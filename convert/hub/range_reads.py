@@ -21,7 +21,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -42,7 +41,7 @@ from ..weights.safetensors_header import (
     parse_header,
 )
 from .client import pause_before_next
-from .remote_file import ConnectionBrokenError, HubFile
+from .remote_file import ConnectionBrokenError, HubFile, progress_bar
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10
@@ -54,17 +53,8 @@ _MAX_WAIT_S = 60.0
 _MAX_FILE_NAME = 200
 
 
-Progress = Callable[[str, int, int], AbstractContextManager[Callable[[int], object]]]
-"""`progress(label, done_bytes, total_bytes)` gives a function to call with the number of bytes of each piece."""
-
-
 def read_remote_header(file: HubFile) -> SafetensorsHeader:
-    """Fetch and check the header of a remote safetensors file.
-
-    Raises:
-        SourceError: the server cannot be reached, refuses, or ignores ranges.
-        CheckpointError: the header is false (`safetensors_file.parse_header`).
-    """
+    """Fetch and check the header of a remote safetensors file."""
     wanted = max(LENGTH_BYTES, min(_FIRST_BYTES, file.size_bytes // _FIRST_SHARE))
     first = _fetch_bytes(file, 0, min(wanted, file.size_bytes))
     end = LENGTH_BYTES + header_length(first, file.size_bytes, file.label)
@@ -72,17 +62,13 @@ def read_remote_header(file: HubFile) -> SafetensorsHeader:
     return parse_header(raw[LENGTH_BYTES:end], file.size_bytes, file.label)
 
 
-def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path, progress: Progress) -> Path:
+def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path) -> Path:
     """Return a safetensors file that holds one tensor of a remote file, from the cache or fetched into it.
 
     Args:
         file: the remote file.
         span: the tensor, from its header.
         folder: cache folder of this content of this file.
-        progress: shows how far the transfer is.
-
-    Raises:
-        SourceError: the transfer failed for good; what has come so far is kept for the next call. Or the disk is full.
     """
     entry = CacheEntry(folder, span.name)
     if entry.checked():
@@ -93,7 +79,7 @@ def fetch_tensor(file: HubFile, span: TensorSpan, folder: Path, progress: Progre
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Another process may have fetched it while this one waited.
             if not entry.checked():
-                _complete(file, span, entry, progress)
+                _complete(file, span, entry)
     return entry.whole
 
 
@@ -127,7 +113,7 @@ class CacheEntry:
         return self.folder / (name + suffix)
 
 
-def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry, progress: Progress) -> None:
+def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry) -> None:
     prefix = _one_tensor_header(span, {"etag": file.etag})
     total = len(prefix) + span.size_bytes
     with open(entry.path(".partial"), "a+b") as partial:
@@ -141,7 +127,7 @@ def _complete(file: HubFile, span: TensorSpan, entry: CacheEntry, progress: Prog
             digest.update(chunk)
 
         begin = span.offset - len(prefix)
-        with progress(f"{file.label}: {span.name}", done - len(prefix), span.size_bytes) as advance:
+        with progress_bar(f"{file.label}: {span.name}", done - len(prefix), span.size_bytes) as advance:
             try:
                 _transfer(file, begin + done, begin + total, keep, advance)
             finally:
@@ -198,8 +184,6 @@ def _transfer(
                     file.label,
                     f"the connection keeps breaking ({error}); {at - start:,} of {end - start:,} bytes "
                     "came.\nWhat has come is kept: the same command goes on from there. Check the connection.",
-                    came=at - start,
-                    expected=end - start,
                 ) from error
             time.sleep(min(_MAX_WAIT_S, pause_before_next(attempts, error.retry_after_s)))
 
@@ -226,4 +210,4 @@ def _explained(folder: Path) -> Iterator[None]:
         raise SourceError(f"{headline}\n{advice}", **{**error.facts, "path": str(folder)}) from error
     except OSError as error:
         reason = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else str(error.strerror)
-        raise SourceError.at(folder, f"the cache cannot be written: {reason}.\n{advice}", errno=error.errno) from error
+        raise SourceError.at(folder, f"the cache cannot be written: {reason}.\n{advice}") from error

@@ -55,8 +55,7 @@ class HubFile:
         if metadata.size is None or metadata.etag is None:
             raise SourceError(
                 f"{label}: the server at {endpoint()} names no size and etag, so it is not a Hub.\n"
-                "Check HF_ENDPOINT and the proxy.",
-                repo_id=repo_id,
+                "Check HF_ENDPOINT and the proxy."
             )
         return cls(label, metadata.size, metadata.etag, url, repo_id, commit)
 
@@ -102,9 +101,6 @@ class HubFile:
             f"{self.label}: the server does not serve byte ranges: asked for {expected}, it answered "
             f"{response.status_code} with {found or 'no range'}.\n"
             f"Fetch the repository whole (`hf download {self.repo_id}`) and give its folder with --target.",
-            repo_id=self.repo_id,
-            expected=expected,
-            found=found,
             status=response.status_code,
         )
 

@@ -11,7 +11,7 @@ from eagle_slim.vocab_tools.hub_errors import at
 
 from ..errors import CheckpointError, SourceError
 from ..weights.paths import list_names
-from .client import LIBRARY_NAME, api, ask, is_offline, silence_s
+from .client import LIBRARY_NAME, api, ask, is_offline, notify_stderr, silence_s
 from .errors import UnreachableError, explained
 
 Choose = Callable[[Sequence[str], str], list[str]]
@@ -49,7 +49,6 @@ def find_snapshot(
     choose: Choose,
     hints: Sequence[str],
     inside: str,
-    notify: Callable[[str], object],
 ) -> Snapshot:
     """Return a snapshot with the files that `choose` wants: fetched, or from the cache where the Hub is out of reach.
 
@@ -60,7 +59,6 @@ def find_snapshot(
         choose: picks the files.
         hints: names of files one of which is in the cache if the repository is.
         inside: the folder of the repository in question; "" for all of it.
-        notify: told when the cache is used instead of the Hub.
 
     Raises:
         SourceError: no such repository or revision, no access, or neither connection nor copy.
@@ -73,7 +71,7 @@ def find_snapshot(
             cached = _cached(repo_id, revision, choose, hints, inside)
             if cached is None:
                 raise
-            notify(f"{error.trouble.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}")
+            notify_stderr(f"{error.trouble.headline}; using the copy in the cache, {repo_id}@{cached.commit[:12]}")
             return cached
     cached = _cached(repo_id, revision, choose, hints, inside)
     if cached is None:
@@ -129,7 +127,6 @@ def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
             f"{repo_id}: holds none of the files that are needed{at(revision)}; it has "
             f"{', '.join(files[:8]) or 'no files'}.\nIs this the repository of a model?",
             repo_id=repo_id,
-            found=files,
         )
     # Asked for by the name of the revision, the first file makes the library note which commit that is; --offline needs
     # it. The others are asked for by the commit, so that all come from one.

@@ -31,7 +31,6 @@ class LmHead:
         where: in words, for messages.
         origin: whose it is.
         unused: name of an LM head that is stored beside a tied embedding, if the two differ or were not compared.
-        bias: name of the LM head's bias, if the target has one.
         file: name of the target's weights file that holds it.
     """
 
@@ -40,7 +39,6 @@ class LmHead:
     where: str
     origin: Literal["head", "target"]
     unused: str | None = None
-    bias: str | None = None
     file: str = ""
 
     @property
@@ -65,19 +63,13 @@ class LmHead:
     @property
     def warnings(self) -> list[str]:
         """What a user should know of it."""
-        warnings = []
-        if self.unused is not None:
-            warnings.append(
-                f"{self.where} stores {self.unused} beside an embedding that its config.json ties: the rows are the "
-                f"embedding's, as in vLLM and SGLang (transformers 5 takes {self.unused} where the two differ). If "
-                "that is the right one, set tie_word_embeddings to false in a copy of the target"
-            )
-        if self.bias is not None:
-            warnings.append(
-                f"{self.where} adds {self.bias} to its logits, for which a draft head has no place: drafts are ranked "
-                "without it, so fewer may be accepted"
-            )
-        return warnings
+        if self.unused is None:
+            return []
+        return [
+            f"{self.where} stores {self.unused} beside an embedding that its config.json ties: the rows are the "
+            f"embedding's, as in vLLM and SGLang (transformers 5 takes {self.unused} where the two differ). If that is "
+            "the right one, set tie_word_embeddings to false in a copy of the target"
+        ]
 
 
 def own_lm_head(head: DraftHead) -> LmHead:
@@ -99,7 +91,6 @@ def fitting(lm_head: LmHead, head: DraftHead, target: str) -> LmHead:
                 f"{where}: {lm_head.name} has {found} {what}, the head {head.location} needs {wanted}.\n"
                 "This is not the target that the head was trained for: give that one with --target.",
                 tensor=lm_head.name,
-                expected=wanted,
                 found=found,
             )
     return replace(lm_head, where=where, checkpoint=lm_head.checkpoint.fork())
@@ -124,8 +115,6 @@ def rows_of_ids(head: DraftHead, target_ids: NDArray[np.int64]) -> NDArray[np.in
             f"{len(missing)} of the {len(target_ids)} wanted ids have no row in this head, the "
             f"first is {int(missing[0])}.\nIt was trained on {len(trained)} ids, and a draft vocabulary must be among "
             "them.",
-            missing=len(missing),
-            trained=len(trained),
         )
     rows: NDArray[np.int64] = order[place].astype(np.int64)
     return rows

@@ -21,11 +21,8 @@ LM_HEAD_NAMES = (
     "model.language_model.lm_head.weight",
     "language_model.model.lm_head.weight",
     "text_model.lm_head.weight",
-    "transformer.lm_head.weight",
-    "embed_out.weight",
-    "output.weight",
 )
-"""Spellings of an LM head of its own: plain, inside multimodal models, GPT-NeoX, original Llama and Mistral."""
+"""Spellings of an LM head of its own: plain, and inside multimodal models."""
 
 _TIE = "tie_word_embeddings"
 
@@ -38,9 +35,6 @@ EMBEDDING_NAMES = (
     "text_model.embed_tokens.weight",
     "model.text_model.embed_tokens.weight",
     "embed_tokens.weight",
-    "transformer.wte.weight",
-    "wte.weight",
-    "tok_embeddings.weight",
 )
 """Spellings of the input embedding, which is the LM head too where none of `LM_HEAD_NAMES` exists."""
 
@@ -72,12 +66,6 @@ def find_lm_head(names: Collection[str], where: str, tied: bool = False) -> str:
 def unused_lm_head(names: Collection[str], chosen: str) -> str | None:
     """Name of an LM head that is stored beside `chosen`, the tied embedding; None without one."""
     return next((name for name in LM_HEAD_NAMES if name in names), None) if chosen in EMBEDDING_NAMES else None
-
-
-def lm_head_bias(names: Collection[str], lm_head: str) -> str | None:
-    """Name of the bias that is stored with an LM head; None without one."""
-    bias = f"{lm_head.removesuffix('weight')}bias"
-    return bias if bias in names and lm_head not in EMBEDDING_NAMES else None
 
 
 def ties_embedding(folder: Path) -> bool:

@@ -14,23 +14,18 @@ from eagle_slim.vocab_tools.files import write_file
 from ..errors import CheckpointError
 from ..hub.client import is_offline, notify_stderr
 from ..hub.range_reads import CacheEntry, fetch_tensor, read_remote_header
-from ..hub.remote_file import HubFile, progress_bar
+from ..hub.remote_file import HubFile
 from ..hub.snapshot import cache_folder, fetch, not_cached
-from ..sources.source import Notify, ResolvedSource, target_files
+from ..sources.source import ResolvedSource
 from ..weights.checkpoint import Checkpoint, open_checkpoint, open_weights_file, same_tensors
 from ..weights.dtypes import FLOATS
 from ..weights.paths import TORCH_SUFFIXES, choose_weights, list_names, path_inside, read_index
 from ..weights.safetensors_header import SafetensorsHeader
 from .lm_head import LmHead
-from .names import find_lm_head, lm_head_bias, ties_embedding, unused_lm_head
+from .names import find_lm_head, ties_embedding, unused_lm_head
 
 
-def open_target_lm_head(
-    target: str | Path | ResolvedSource,
-    revision: str | None = None,
-    offline: bool = False,
-    notify: Notify = notify_stderr,
-) -> LmHead:
+def open_target_lm_head(target: ResolvedSource, offline: bool = False) -> LmHead:
     """Open the LM head of a target: its `lm_head.weight`, or its input embedding where that is tied or all it has.
 
     From a folder, and from weights that are whole in the Hub's cache, it is read in place. Otherwise the index, the
@@ -39,32 +34,24 @@ def open_target_lm_head(
     allow it, the whole file or shard is fetched, after a notice.
 
     Args:
-        target: folder or Hub repository, or what `target_files` returned for it.
-        revision: branch, tag or commit of a repository.
+        target: what `target_files` returned.
         offline: use only what the caches hold.
-        notify: called with notices for the user.
 
     Raises:
         SourceError: as `target_files`; or the server ignores byte ranges, or the connection breaks again and again.
         CheckpointError: the weights are damaged, or have no LM head in floating point.
     """
-    if not isinstance(target, ResolvedSource):
-        target = target_files(target, revision, offline, notify, names=("config.json",))
     if target.repo_id is None:
         return open_local_lm_head(target.folder, target.label)
     if (cached := _cached(target)) is not None:
         return cached
     if offline or is_offline():
         raise not_cached(target.label, " (its LM head)", "Or give a folder with --target.")
-    return _fetch(target, notify)
+    return _fetch(target)
 
 
 def open_local_lm_head(folder: Path, label: str) -> LmHead:
-    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there.
-
-    Raises:
-        CheckpointError: the weights are damaged, or no tensor is an LM head.
-    """
+    """Open the LM head of a target in a folder; of a sharded target only the shard that holds it need be there."""
     chosen = choose_weights(list_names(folder), str(folder))
     shards = read_index(path_inside(folder, chosen)).shard_of if chosen.endswith(".index.json") else None
     checkpoint = open_checkpoint(folder) if shards is None else None
@@ -77,8 +64,8 @@ def open_local_lm_head(folder: Path, label: str) -> LmHead:
         # Opened anew: what is read for this comparison is not what the conversion read.
         both = open_checkpoint(folder, {name, unused})
         unused = None if same_tensors(both, name, both, unused) else unused
-    file = checkpoint.path_of(name).name
-    return _checked(LmHead(checkpoint, name, label, "target", unused, lm_head_bias(stored, name), file))
+    file = checkpoint.file_of(name).path.name
+    return _checked(LmHead(checkpoint, name, label, "target", unused, file))
 
 
 def _checked(lm_head: LmHead) -> LmHead:
@@ -95,7 +82,7 @@ def _checked(lm_head: LmHead) -> LmHead:
     return lm_head
 
 
-def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
+def _fetch(target: ResolvedSource) -> LmHead:
     snapshot = target.snapshot
     chosen = choose_weights([name for name in target.files if "/" not in name], target.label)
     header: SafetensorsHeader | None = None
@@ -108,7 +95,7 @@ def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
         name = find_lm_head(stored, target.label, said)
         chosen = index.shard_of[name]
     if chosen.endswith(TORCH_SUFFIXES):
-        notify(
+        notify_stderr(
             f"{target.label}: has no safetensors, so that one tensor cannot be fetched alone: fetching {chosen} whole"
         )
         fetch(snapshot, [chosen], offline=False)
@@ -126,9 +113,9 @@ def _fetch(target: ResolvedSource, notify: Notify) -> LmHead:
             tensor=name,
             shard=chosen,
         )
-    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder, progress_bar)
-    note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said}
-    note |= {"unused": unused_lm_head(stored, name), "bias": lm_head_bias(stored, name)}
+    fetch_tensor(file, header.tensors[name], _entry(target, file.etag, name).folder)
+    unused = unused_lm_head(stored, name)
+    note = {"etag": file.etag, "file": chosen, "tensor": name, "said": said, "unused": unused}
     with contextlib.suppress(OSError):
         # Only a shortcut for the next time, and the way without a connection; a full disk need not stop this one.
         write_file(_commit_note(target), json.dumps(note, sort_keys=True).encode())
@@ -158,7 +145,7 @@ def _noted(target: ResolvedSource, note: dict[str, Any]) -> LmHead:
     """The LM head that was fetched, as it was noted then."""
     name = note["tensor"]
     checkpoint = Checkpoint(target.label, {name: open_weights_file(_entry(target, note["etag"], name).whole)})
-    return _checked(LmHead(checkpoint, name, target.label, "target", note["unused"], note["bias"], note["file"]))
+    return _checked(LmHead(checkpoint, name, target.label, "target", note["unused"], note["file"]))
 
 
 def _entry(target: ResolvedSource, etag: str, tensor: str) -> CacheEntry:

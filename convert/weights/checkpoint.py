@@ -18,7 +18,6 @@ from .paths import (
     TORCH_SUFFIXES,
     WeightsIndex,
     choose_weights,
-    holds_weights,
     list_names,
     path_inside,
     read_index,
@@ -62,9 +61,6 @@ class Checkpoint:
     def names(self) -> tuple[str, ...]:
         """Names of all tensors."""
         return tuple(self._file_of)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
 
     def info(self, name: str) -> TensorInfo:
         """Return dtype, shape and size of a tensor; CheckpointError where there is none of that name."""
@@ -130,10 +126,6 @@ class Checkpoint:
                 next(reading)
             except StopIteration as end:
                 return str(end.value)
-
-    def path_of(self, name: str) -> Path:
-        """Return the file that holds a tensor; CheckpointError where there is none of that name."""
-        return self.file_of(name).path
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -206,7 +198,7 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
         return _single(path, open_weights_file(path))
     if not path.is_dir():
         raise CheckpointError.at(path, "no such folder or file.\nExpected a checkpoint.")
-    chosen = weights_file or _chosen(path)
+    chosen = weights_file or choose_weights(list_names(path), str(path))
     if not chosen.endswith(".index.json"):
         return _single(path, open_weights_file(path_inside(path, chosen)))
     index = read_index(path_inside(path, chosen))
@@ -223,28 +215,8 @@ def same_tensors(one: Checkpoint, name: str, other: Checkpoint, other_name: str)
 
 
 def open_weights_file(path: Path) -> WeightsFile:
-    """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors.
-
-    Raises:
-        CheckpointError: `SafetensorsFile` or `TorchFile` refuses it.
-    """
+    """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors."""
     return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)
-
-
-def _chosen(folder: Path) -> str:
-    try:
-        return choose_weights(list_names(folder), str(folder))
-    except CheckpointError as error:
-        inside = [path for path in sorted(folder.glob("*/")) + sorted(folder.glob("*/*/")) if holds_weights(path)]
-        if not inside:
-            raise
-        found = [str(path.relative_to(folder)) for path in inside]
-        raise CheckpointError.at(
-            folder,
-            f"no weights, but there are some in its sub-folders {', '.join(found[:8])}.\n"
-            "Name one with --subfolder of eagle-convert, or --head-subfolder of eagle-generate and eagle-compare.",
-            subfolders=found,
-        ) from error
 
 
 def _single(path: Path, file: WeightsFile) -> Checkpoint:

@@ -36,8 +36,6 @@ class JoinedRows(WeightsFile):
                 self.where,
                 f"{name}: expected two matrices of one dtype and width, found {found}.\n"
                 "The files are of two heads: fetch them again.",
-                tensor=name,
-                found=found,
             )
         self._border = infos[0].num_rows
         self.path = first[0].path.with_name(f"{first[0].path.name} + {second[0].path.name}")

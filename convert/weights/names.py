@@ -149,7 +149,6 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
                 where,
                 f"tensors {stored[canonical]} and {name} both mean {canonical}.\nKeep one of them.",
                 tensor=canonical,
-                found=[stored[canonical], name],
             )
         stored[canonical] = name
 

@@ -72,16 +72,10 @@ def choose_weights(names: list[str], where: str) -> str:
             found=plain,
         )
     raise CheckpointError(
-        f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}.\n"
+        f"{where}: no weights: expected one of {', '.join(WEIGHTS_PREFERENCE)}; --subfolder names a sub-folder.\n"
         + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
-        path=where,
         found=sorted(names),
     )
-
-
-def holds_weights(folder: Path) -> bool:
-    """Whether a folder holds weights under one of their usual names."""
-    return any((folder / name).is_file() for name in WEIGHTS_PREFERENCE)
 
 
 def read_index(path: Path) -> WeightsIndex:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, MismatchError
 from .checkpoint import Checkpoint
 from .checksums import row_checksums
-from .dtypes import LONG_NAMES, first_nonfinite_row, item_size, rounded
+from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
 from .stream import Bytes
 
 
@@ -51,11 +51,6 @@ class GatheredRows:
         return (len(self.row_ids), self.source.shape(self.name)[1])
 
     @property
-    def size_bytes(self) -> int:
-        """Bytes of the rows as they are written."""
-        return self.shape[0] * self.shape[1] * item_size(self.dtype)
-
-    @property
     def checksums(self) -> NDArray[np.uint8]:
         """uint8 [rows, 8]; valid once every chunk has been handed out."""
         return np.concatenate(self._checksums)
@@ -64,10 +59,6 @@ class GatheredRows:
         """Yield the rows, uint8 [n, row_bytes], in order; a chunk is valid until two more have been asked for.
 
         Returns the SHA-256 of what was yielded.
-
-        Raises:
-            CheckpointError: a row holds NaN or infinity.
-            MismatchError: a value does not fit the head's dtype.
         """
         self._checksums.clear()
         found = self.source.info(self.name).dtype
@@ -94,7 +85,6 @@ class GatheredRows:
                 f"{self.where}: {self.name}: row of token {tokens[row]} holds a value too large for the head's "
                 f"{LONG_NAMES[self.dtype]}.\nConvert a head in the target's own dtype ({LONG_NAMES[found]}).",
                 tensor=self.name,
-                token=int(tokens[row]),
                 expected=LONG_NAMES[self.dtype],
                 found=LONG_NAMES[found],
             )
@@ -112,5 +102,4 @@ def refuse_nonfinite(
         f"{where}: {name}: {place} holds NaN or infinity.\nThe checkpoint is damaged: fetch it again.",
         tensor=name,
         row=first_row + row,
-        token=token,
     )

@@ -159,7 +159,7 @@ def _load_object(raw: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"the header is not valid JSON ({shorten(str(error))})", found="invalid JSON") from error
     if not isinstance(entries, dict):
-        raise damaged(where, "the header is not a JSON object", found=type(entries).__name__)
+        raise damaged(where, "the header is not a JSON object")
     return entries
 
 

@@ -66,11 +66,6 @@ def pieces(
 
     Fresh memory costs more than reading into it from the page cache, so a few buffers are used again and again: a piece
     is valid until two more have been asked for. Ids may repeat. A scalar is one row.
-
-    Raises:
-        KeyError: no such tensor.
-        CheckpointError: an id is outside the tensor, the file has changed or cannot be read, or holds booleans other
-            than 0 and 1.
     """
     tensor = file.tensors[name]
     count = tensor.num_rows if ids is None else len(ids)
@@ -181,9 +176,7 @@ def _allocate(file: WeightsFile, tensor: TensorInfo, rows: int) -> Bytes:
         return allocate(rows, tensor.row_bytes)
     except (MemoryError, ValueError) as error:
         raise CheckpointError.at(
-            file.where,
-            f"tensor {shorten(tensor.name)}: {rows * tensor.row_bytes:,} bytes do not fit into memory.",
-            tensor=tensor.name,
+            file.where, f"tensor {shorten(tensor.name)}: {rows * tensor.row_bytes:,} bytes do not fit into memory."
         ) from error
 
 

@@ -1,7 +1,6 @@
 """One `pytorch_model.bin`: read with `weights_only=True`, mapped from disk where the file allows it.
 
-Files written by torch 1.6 or later are zip archives; their tensors are mapped, and only what is read comes into memory.
-Older files are one pickle stream, which torch can only load whole.
+Such files are zip archives since torch 1.6; their tensors are mapped, and only what is read comes into memory.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,10 +43,9 @@ class TorchFile(WeightsFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         self.where = str(path)
-        is_zip = self._is_zip()
-        if is_zip:
-            self._check_zip()
-        self._loaded = self._load(is_zip)
+        self._check_start()
+        self._check_zip()
+        self._loaded = self._load()
         self._infos = {name: self._info(name, tensor) for name, tensor in self._loaded.items()}
 
     @property
@@ -74,7 +71,7 @@ class TorchFile(WeightsFile):
 
         yield fill
 
-    def _is_zip(self) -> bool:
+    def _check_start(self) -> None:
         try:
             with os.fdopen(open_regular(self.path), "rb") as file:
                 self.size_bytes = os.fstat(file.fileno()).st_size
@@ -85,7 +82,6 @@ class TorchFile(WeightsFile):
             ) from error
         if magic.startswith(LFS_POINTER):
             raise lfs_pointer_error(self.where, self.size_bytes)
-        return magic.startswith(b"PK\x03\x04")
 
     def _check_zip(self) -> None:
         """Check what torch takes on trust when it maps an archive: plain storage, room for every record, one pickle."""
@@ -111,7 +107,6 @@ class TorchFile(WeightsFile):
                 f"not a checkpoint of torch.save: expected one data.pkl of at most "
                 f"{_MAX_PICKLE_BYTES:,} bytes, found {[record.file_size for record in pickles]}.\n"
                 "A TorchScript archive or an ordinary zip file cannot be converted.",
-                found=len(pickles),
             )
         for record in records:
             name = shorten(record.filename)
@@ -120,14 +115,11 @@ class TorchFile(WeightsFile):
             if record.header_offset < 0 or record.header_offset + record.file_size > self.size_bytes:
                 raise damaged(self.where, f"damaged: record {name} lies outside the file")
 
-    def _load(self, is_zip: bool) -> dict[str, torch.Tensor]:
+    def _load(self) -> dict[str, torch.Tensor]:
         import torch
 
         try:
-            with warnings.catch_warnings():
-                # Old files name storage classes that torch calls deprecated; reading them is what we are asked to do.
-                warnings.simplefilter("ignore")
-                loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=is_zip)
+            loaded = torch.load(self.path, map_location="cpu", weights_only=True, mmap=True)
         except pickle.UnpicklingError as error:
             raise self._refused(str(error)) from error
         except Exception as error:
@@ -143,7 +135,6 @@ class TorchFile(WeightsFile):
                 self.where,
                 f"refused: expected tensors only, found a pickle that would call {shorten(code[1])} when "
                 f"it is loaded.\nNothing of it was run. {SAFER}",
-                found=code[1],
             )
         cause = reason.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or reason
         return damaged(self.where, f"damaged: not a pickle of tensors ({shorten(cause, 200)})")
@@ -177,7 +168,6 @@ class TorchFile(WeightsFile):
             raise CheckpointError(
                 f"{label}: expected a dense tensor, found {tensor.layout} {tensor.dtype} on {tensor.device}.\n"
                 "Save the model with plain dense tensors.",
-                path=self.where,
                 tensor=name,
             )
         size_bytes = tensor.numel() * tensor.element_size()

@@ -1,6 +1,5 @@
 """Whole or not at all: after errors, interrupts and kills at any moment, the old result or the new one."""
 
-import ctypes
 import errno
 import os
 import shutil
@@ -150,31 +149,6 @@ def test_a_place_that_cannot_be_written() -> None:
         pytest.fail("the body must not run")
     with raises(OutputExistsError, path="/"):
         check_output("/")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_real_full_and_read_only_disk(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", 0, b"size=1m") != 0:
-        pytest.skip(f"cannot mount a tmpfs here: {os.strerror(ctypes.get_errno())}")
-    try:
-        with raises(OutputError, errno=errno.ENOSPC), atomic_directory(disk / "out") as folder:
-            (folder / "big").write_bytes(bytes(2 << 20))
-        assert os.listdir(disk) == []
-        with raises(OutputError, needed=2097152, free=1048576):
-            require_space(disk / "not" / "yet", 2 << 20)
-        write(disk / "out", "old")
-        remount, read_only = 32, 1
-        assert libc.mount(b"tmpfs", os.fsencode(disk), b"tmpfs", remount | read_only, b"size=1m") == 0
-        with raises(OutputError, errno=errno.EROFS):
-            write(disk / "out", "new", force=True)
-        with raises(OutputError, errno=errno.EROFS):
-            check_output(disk / "not" / "yet")
-        assert tree(disk) == {"out/a": "old", "out/sub/b": "old"}
-    finally:
-        libc.umount2(os.fsencode(disk), 2)
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------

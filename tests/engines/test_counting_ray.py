@@ -51,8 +51,6 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         "bad records": {"sources": [f"bad={corpus / 'bad.jsonl'}"], "on_error": "skip"},
         "a worker killed": {"sources": [plain], "gather": 2, "kill": KILLED_UNIT},
         "the only worker killed": {"sources": [plain], "kill": KILLED_UNIT, "workers": 1},
-        # As object storage is read: shard by shard, by whoever counts it.
-        "URLs": {"sources": [f"plain=file://{corpus}/plain/*.jsonl"]},
     }
     common = {"tokenizer": str(embedded_target_folder())}
     jobs = [
@@ -69,7 +67,7 @@ def counted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.mark.parametrize(
-    "case", ["all kinds of files", "limits", "bad records", "a worker killed", "the only worker killed", "URLs"]
+    "case", ["all kinds of files", "limits", "bad records", "a worker killed", "the only worker killed"]
 )
 def test_the_file_is_the_same_byte_for_byte(counted: dict[str, tuple[Json, Json]], case: str) -> None:
     local, ray = counted[case]

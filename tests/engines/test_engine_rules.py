@@ -1,6 +1,5 @@
 """`convert/engines/`: which heads an engine cannot take, and what is said instead."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,13 +169,6 @@ def test_eagle_verify_asks_the_engine(oracle_files: OracleFiles) -> None:
     refused = verify_artifact(artifact, engines=["lmdeploy"], offline=True)
     assert not refused.ok
     assert "--for lmdeploy" in refused["engine lmdeploy"].detail
-
-
-def test_conversion_names_what_engines_cannot_take(oracle_files: OracleFiles) -> None:
-    manifest = json.loads((oracle_files.artifact("eagle1", 320) / "eagle_slim.json").read_text())
-    assert any("TensorRT-LLM" in warning and "SGLang" in warning for warning in manifest["warnings"])
-    manifest = json.loads((oracle_files.artifact("full", 640) / "eagle_slim.json").read_text())
-    assert not any(engine.title in warning for engine in ENGINES.values() for warning in manifest["warnings"])
 
 
 def test_facts_are_read_from_a_head(oracle_files: OracleFiles) -> None:

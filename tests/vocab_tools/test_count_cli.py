@@ -61,7 +61,7 @@ def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["{corpus},colum=x"], 2, "unknown key 'colum'"),
         (["{corpus}", "--split", "train"], 2, "--split is for Hub datasets"),
         (["{corpus}", "--max-tokens", "some"], 2, "'some' is not a number above 0"),
-        (["{corpus}", "--chat-template", "/dev/null"], 2, "/dev/null: is a device"),
+        (["{corpus}", "--chat-template", "/dev/null"], 2, "/dev/null: is a pipe or a device"),
         (["{corpus}", "--held-out", "1.5"], 2, "held-out fraction"),
         (["{corpus}", "--chat-template", "nowhere.jinja"], 2, "nowhere.jinja: no such chat template"),
         (["{corpus}", "other={corpus}"], 2, "read by source mine and by source other"),

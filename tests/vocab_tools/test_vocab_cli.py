@@ -2,7 +2,6 @@
 
 import errno
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -123,13 +122,6 @@ def test_ids_that_were_never_counted_are_printed(run, files: Path, tmp_path: Pat
     assert "never occur" in run("export", tmp_path / "v.json", tmp_path / "freq.pt", "-n", 349).err
 
 
-def test_the_map_of_fr_specs_script_is_imported_with_a_word(run, tmp_path: Path) -> None:
-    torch.save([1, 9, 3, 7, 1, 2], tmp_path / "freq_5.pt")
-    done = run("import", tmp_path / "freq_5.pt", "-o", tmp_path / "v.json", "--json")
-    assert (done.code, done.json["draft_vocab"]) == (0, 5)
-    assert "warning: the token map has 6 entries, with id 1 twice" in done.err
-
-
 def test_coverage_writes_report_and_plot(run, files: Path, tmp_path: Path) -> None:
     assert run("rank", files / "chat.counts", "--tokenizer", files / "tok", "-o", tmp_path / "v.json").code == 0
     outputs = ("--plot", tmp_path / "c.png", "--sizes", "300,340")
@@ -214,18 +206,6 @@ def test_existing_output_is_refused_before_any_work(run, files: Path, tmp_path: 
     assert (missing.code, "does not exist" in missing.err) == (2, True)
 
 
-def test_a_malicious_map_ends_in_one_line(run, tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self):
-            return os.system, (f"touch {tmp_path / 'ran'}",)
-
-    torch.save([Evil()], tmp_path / "freq.pt")
-    done = run("import", tmp_path / "freq.pt", "-o", tmp_path / "v.json")
-    assert done.code == 1
-    assert "refused" in done.err
-    assert not (tmp_path / "ran").exists()
-
-
 def test_help_ends_in_an_example(run) -> None:
     for name in EXAMPLE_COMMANDS:
         shown = run(name, "--help")
@@ -253,7 +233,6 @@ def failing(error: BaseException) -> click.Command:
         (KeyboardInterrupt(), 1, "error: Interrupted; nothing half-written is left behind.\n"),
         (OSError(errno.ENOSPC, "No space left on device", "/x"), 1, "error: /x: No space left on device.\n"),
         (RuntimeError("oops"), 1, "error: Unexpected RuntimeError: oops. This is a defect"),
-        (MemoryError(), 1, "error: Out of memory."),
     ],
 )
 def test_exit_codes(run, error: BaseException, code: int, message: str) -> None:
@@ -285,14 +264,6 @@ def test_a_reader_that_goes_away_is_no_error(files: Path, tmp_path: Path, run) -
         process.stdout.close()
         assert process.stderr.read() == ""
         assert process.wait(60) == 1
-
-
-def test_a_closed_stdout_is_no_error(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    with pytest.raises(SystemExit) as stop:
-        run_cli(vocab, ["merge", str(files / "chat.counts"), "--out", str(tmp_path / "merged")])
-    assert stop.value.code == 0
-    assert (tmp_path / "merged").is_file()
 
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -343,23 +314,3 @@ def test_a_signal_in_a_long_count_saves_its_state(files: Path, tmp_path: Path, n
         _, err = process.communicate(timeout=1800)
     assert (process.returncode, "going on from" in err) == (0, True)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["a.jsonl", "counts"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
-def test_a_folder_without_permission(run, tmp_path: Path) -> None:
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o500)
-    (tmp_path / "m.json").write_text("[1, 2]")
-    done = run("import", tmp_path / "m.json", "-o", locked / "v.json")
-    assert (done.code, "Permission denied" in done.err) == (1, True)
-
-
-def test_a_full_disk(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    (tmp_path / "m.json").write_text("[1, 2]")
-    monkeypatch.setattr("eagle_slim.vocab_tools.files.os.fsync", full)
-    done = run("import", tmp_path / "m.json", "-o", tmp_path / "v.json")
-    assert (done.code, "No space left on device" in done.err) == (1, True)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.json"]

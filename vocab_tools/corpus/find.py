@@ -25,7 +25,6 @@ FORMATS: Mapping[str, Format] = {
 _TEXT_FORMATS = ".jsonl, .ndjson, .json (one object per line, or one array of them), .txt"
 READABLE = f"{_TEXT_FORMATS}, each also packed ({', '.join(PACKED)}), and .parquet"
 
-_COMPRESSIONS = (*PACKED, ".lz4", ".zip", ".7z", ".tar")
 _HEAD_BYTES = 64 << 10
 
 
@@ -45,9 +44,7 @@ class CorpusFile:
 
 
 def looks_local(location: str) -> bool:
-    """Whether a location is a path or a glob rather than the id of a Hub dataset or a URL."""
-    if "://" in location:
-        return False
+    """Whether a location is a path or a glob rather than the id of a Hub dataset."""
     if location.startswith((".", "/", "~")) or _is_glob(location):
         return True
     return _format_of(location) is not None or expand_home(location).exists()
@@ -63,8 +60,8 @@ def find_files(location: str) -> list[CorpusFile]:
     if path.is_dir():
         found = [Path(folder) / name for folder, _, names in os.walk(path) for name in names]
         found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-        # Other files do not belong to the corpus; its shards in a compression that cannot be read do.
-        known = [file for file in found if _format_of(file.name) is not None or _is_unread(file.name)]
+        # Other files do not belong to the corpus.
+        known = [file for file in found if _format_of(file.name) is not None]
         base = path
         if not known:
             raise CorpusError(
@@ -109,17 +106,14 @@ def open_file(file: CorpusFile) -> BinaryIO:
 def _describe(path: Path, name: str) -> CorpusFile:
     file_format = _format_of(path.name)
     if file_format is None:
-        advice = " Unpack it, or compress it with gzip or zstd." if _is_unread(path.name) else ""
-        if path.suffix.lower() in (".csv", ".tsv"):
-            advice = " Convert the table to Parquet first."
-        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.{advice}", path=str(path), format=None)
+        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.", path=str(path), format=None)
     regular_file(path, CorpusError)
     try:
         state = path.stat()
         with path.open("rb"):
             pass
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}.", path=str(path)) from error
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
     file = CorpusFile(
         path=str(path.absolute()),
         name=name,
@@ -145,12 +139,6 @@ def _format_of(name: str) -> Format | None:
         inner = FORMATS.get(Path(path.stem).suffix.lower())
         return None if inner == "parquet" else inner
     return FORMATS.get(path.suffix.lower())
-
-
-def _is_unread(name: str) -> bool:
-    """Whether a name is that of a readable file, but in a compression that cannot be read."""
-    inner = Path(Path(name).stem).suffix.lower()
-    return Path(name).suffix.lower() in _COMPRESSIONS and inner in FORMATS and _format_of(name) is None
 
 
 def _is_glob(location: str) -> bool:

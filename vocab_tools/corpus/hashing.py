@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import queue
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,14 @@ class FileHasher:
         self._files = files
         self._hashes = [hashlib.sha256() for _ in files]
         self._done = [0] * len(files)
-        self._orders: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="corpus-hash")
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="corpus-hash")
+        self._orders: list[Future[None]] = []
 
     def reached(self, shard: int, position: int) -> None:
         """Say how far a file was counted; -1 stands for its end."""
-        self._orders.put((shard, position))
+        file = self._files[shard]
+        whole = position < 0 or file.compressed or file.format == "parquet"
+        self._orders.append(self._thread.submit(self._advance, shard, file.size if whole else min(position, file.size)))
 
     def finish(self) -> list[dict[str, Any]]:
         """Return name, number of bytes and SHA-256 of every file that was read from.
@@ -58,9 +57,11 @@ class FileHasher:
         Raises:
             CorpusError: a file could not be read.
         """
-        self.close()
-        if self._error is not None:
-            raise CorpusError(f"{self._error.filename}: cannot be read: {self._error.strerror}.") from self._error
+        try:
+            for order in self._orders:
+                order.result()
+        except OSError as error:
+            raise CorpusError(f"{error.filename}: cannot be read: {error.strerror}.") from error
         return [
             {"name": file.name, "bytes": done, "sha256": digest.hexdigest()}
             for file, done, digest in zip(self._files, self._done, self._hashes, strict=True)
@@ -69,19 +70,7 @@ class FileHasher:
 
     def close(self) -> None:
         """End the thread."""
-        self._orders.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            shard, position = order
-            file = self._files[shard]
-            whole = position < 0 or file.compressed or file.format == "parquet"
-            try:
-                self._advance(shard, file.size if whole else min(position, file.size))
-            except OSError as error:
-                self._error = error
-                return
+        self._thread.shutdown(cancel_futures=True)
 
     def _advance(self, shard: int, stop: int) -> None:
         if stop <= self._done[shard]:

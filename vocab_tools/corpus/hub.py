@@ -1,7 +1,4 @@
-"""Datasets of the Hugging Face Hub, and files in object storage, streamed through `datasets` shard by shard.
-
-A URL such as s3://bucket/chats/*.parquet is read with fsspec's library for its scheme (s3fs, gcsfs, adlfs), which finds
-its credentials by itself. Each file is a shard.
+"""Datasets of the Hugging Face Hub, streamed through `datasets` shard by shard.
 
 Nothing is downloaded whole. With HF_HUB_OFFLINE set, a dataset that was prepared in the local cache is read from there.
 HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_DATASETS_CACHE work as usual.
@@ -12,15 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 from ..errors import CorpusError, EagleSlimError, UsageError
-from ..files import regular_file
 from .blocks import Block, RowsBlock
-from .packed import PACKED, is_packed
 
 _BATCH_ROWS = 100
 _BLOCK_BYTES = 2 << 20
@@ -29,37 +21,27 @@ _ADVICE = (
     "Check the spelling. A private or gated dataset needs access: accept its terms on its page, then set HF_TOKEN or "
     "run `hf auth login`."
 )
-_BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".ndjson": "json", ".json": "json"}
 
 
 class HubDataset:
     """One split of a dataset, opened for streaming.
 
     Attributes:
-        state: JSON that changes when files behind a URL change; None for a dataset of the Hub.
         split: the split that was opened.
         config: the configuration that was opened.
         commit: commit of the repository, or None where `datasets` does not say.
         num_shards: number of shards, which are read in order.
-        urls: the files behind a URL; () for a dataset of the Hub.
 
     Raises:
         CorpusError: there is no such dataset, or it cannot be read.
-        UsageError: no such configuration or split, or a URL whose files cannot be read.
+        UsageError: no such configuration or split.
     """
 
     def __init__(self, dataset_id: str, config: str | None, split: str | None, revision: str | None) -> None:
         import datasets
 
         self._id = dataset_id
-        self.state: list[Any] | None = None
-        self.urls: tuple[str, ...] = ()
-        self._stream: Any
-        self.num_shards: int
         self.commit: str | None
-        if "://" in dataset_id:
-            self._open_url(dataset_id)
-            return
         with _readable_errors(dataset_id):
             builder = datasets.load_dataset_builder(dataset_id, config, revision=revision)
             found = _COMMIT.search(str(builder.base_path or "")) or _COMMIT.search(str(builder.config.data_files))
@@ -72,29 +54,8 @@ class HubDataset:
                 loaded = datasets.load_dataset(dataset_id, config, revision=self.commit or revision, streaming=True)
         self.split = _choose_split(dataset_id, split, list(loaded))
         stream = loaded[self.split]
-        self._stream = stream.to_iterable_dataset() if datasets.config.HF_HUB_OFFLINE else stream
-        self.num_shards = self._stream.num_shards
-
-    def _open_url(self, url: str) -> None:
-        import datasets
-
-        path = PurePosixPath(url)
-        suffix = PurePosixPath(path.stem).suffix if is_packed(url) else path.suffix
-        if suffix not in _BUILDERS:
-            raise UsageError(
-                f"{url}: expected files that end in {', '.join(_BUILDERS)}, packed ({', '.join(PACKED)}) or not.",
-                path=url,
-                format=suffix,
-            )
-        if path.parts[0] == "file:" and (local := Path(url2pathname(urlsplit(url).path))).exists():
-            regular_file(local, CorpusError)
-        with _readable_errors(url):
-            builder = datasets.load_dataset_builder(_BUILDERS[suffix], data_files={"train": url})
-            self._stream = builder.as_streaming_dataset(split="train")
-            self.urls = tuple(builder.config.data_files["train"])
-            self.state = [list(entry) for entry in builder.config.data_files["train"].origin_metadata]
-        self.commit, self.config, self.split = None, builder.config.name, "train"
-        self.num_shards = self._stream.num_shards
+        self._stream: Any = stream.to_iterable_dataset() if datasets.config.HF_HUB_OFFLINE else stream
+        self.num_shards: int = self._stream.num_shards
 
     def first_rows(self) -> Iterator[dict[str, Any]]:
         """Yield the rows from the first on, with all their columns."""
@@ -161,11 +122,6 @@ def _readable(dataset_id: str, error: Exception) -> EagleSlimError | None:
 
     first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
     message = f"{dataset_id}: cannot be read as a dataset: {first_line}."
-    if isinstance(error, ImportError | FileNotFoundError | StopIteration) and "://" in dataset_id:
-        return CorpusError(
-            f"{dataset_id}: cannot be read: {str(error) or 'no such file'}. Check the URL, and that fsspec's library "
-            "for its scheme is installed (s3fs for s3://, gcsfs for gs://, adlfs for az://)."
-        )
     if isinstance(error, DatasetNotFoundError):
         return CorpusError(f"{message} {_ADVICE}")
     if isinstance(error, ValueError) and ("Config name is missing" in str(error) or "BuilderConfig" in str(error)):
@@ -177,8 +133,6 @@ def _readable(dataset_id: str, error: Exception) -> EagleSlimError | None:
             dataset=dataset_id,
             offline=True,
         )
-    if "zstd not supported" in first_line:
-        return CorpusError(f"{message} Try: pip install zstandard", missing="zstandard")
     if isinstance(error, DatasetsError | ValueError | RuntimeError) or "pyarrow" in type(error).__module__:
         return CorpusError(message)
     return None

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,14 +22,8 @@ from .find import CorpusFile, find_files, looks_local
 from .hashing import FileHasher, check_unchanged
 from .source import HUB_SETTINGS, CorpusSource
 
-
-class _Opened(Protocol):
-    """What a corpus is read from: files or a dataset."""
-
-    @property
-    def num_shards(self) -> int: ...
-
-    def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]: ...
+if TYPE_CHECKING:
+    from .hub import HubDataset
 
 
 @dataclass(frozen=True)
@@ -53,9 +47,9 @@ class OpenCorpus:
     identity: dict[str, Any]
     origin: dict[str, Any]
     inputs: tuple[str, ...]
-    _opened: _Opened = field(repr=False)
     _order: tuple[int, ...] = field(repr=False)
     _files: tuple[CorpusFile, ...] = field(default=(), repr=False)
+    _dataset: HubDataset | None = field(default=None, repr=False)
 
     def blocks(self, after: tuple[int, int] | None = None) -> Iterator[Block]:
         """Yield the blocks in the corpus's order, from the beginning or after the cursor (shard, stop) of a block."""
@@ -70,7 +64,9 @@ class OpenCorpus:
 
     def shard_blocks(self, shard: int, start: int) -> Iterator[Block]:
         """Yield the blocks of one shard from a position on."""
-        return self._opened.blocks_of(shard, start, self.column)
+        if self._dataset is not None:
+            return self._dataset.blocks_of(shard, start, self.column)
+        return blocks_of(self._files[shard], shard, start, self.column)
 
     def is_cheap_to_cut(self, shard: int) -> bool:
         """Whether the blocks of a shard are found without reading it; they hold no data then."""
@@ -83,9 +79,9 @@ class OpenCorpus:
             yield shard, -1
         yield cursor
 
-    def size_until(self, cursor: tuple[int, int]) -> int:
+    def size_until(self, cursor: tuple[int, int] | None) -> int:
         """Return about how much of `size` lies before a cursor."""
-        if not self._files:
+        if cursor is None or not self._files:
             return 0
         reached = ((self._files[shard].size, stop) for shard, stop in self.shards_until(cursor))
         return sum(size if stop < 0 else min(size, stop) for size, stop in reached)
@@ -101,14 +97,14 @@ class OpenCorpus:
             shard = self._order[visited]
             block = inner_block(self._files[shard], shard, within / num_blocks) if within and self._files else None
             if block is None and (step == 0 or len(self._order) >= num_blocks):
-                block = next(self._opened.blocks_of(shard, 0, self.column), None)
+                block = next(self.shard_blocks(shard, 0), None)
             if block is not None:
                 yield block
 
     def place_of(self, bad: BadRecord) -> str:
         """Say where a record is: file and line, or row."""
         if not self._files:
-            shard = f" of shard {bad.shard}" if self._opened.num_shards > 1 else ""
+            shard = f" of shard {bad.shard}" if len(self._order) > 1 else ""
             return f"{self.source.location}, split {self.origin['split']}, row {bad.position}{shard}"
         return _place(self._files[bad.shard], bad)
 
@@ -117,21 +113,12 @@ class OpenCorpus:
         return FileHasher(self._files) if self._files else None
 
     def check_unchanged(self) -> None:
-        """Check that the input is what it was when the corpus was opened.
-
-        Raises:
-            CorpusError: a file changed.
-        """
+        """Check that the input is what it was when the corpus was opened."""
         check_unchanged(self._files)
 
 
 def open_corpus(source: CorpusSource, seed: int = 0) -> OpenCorpus:
-    """Look at a source: its files or its dataset, and the column to read.
-
-    Raises:
-        CorpusError: there is nothing there, or it cannot be read.
-        UsageError: the settings do not fit what is there; the message names what does.
-    """
+    """Look at a source: its files or its dataset, and the column to read."""
     return _open_files(source, seed) if looks_local(source.location) else _open_dataset(source, seed)
 
 
@@ -164,18 +151,6 @@ def _order_of(num_shards: int, source: CorpusSource, seed: int) -> tuple[int, ..
     if source.shuffle:
         random.Random(f"{seed} {source.name}").shuffle(order)
     return tuple(order)
-
-
-@dataclass(frozen=True)
-class _Files:
-    files: Sequence[CorpusFile]
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.files)
-
-    def blocks_of(self, shard: int, start: int, column: str) -> Iterator[Block]:
-        return blocks_of(self.files[shard], shard, start, column)
 
 
 def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
@@ -214,7 +189,6 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
         identity={"files": [[file.path, file.size, file.modified_ns] for file in files]},
         origin={"column": column or None},
         inputs=tuple(os.path.realpath(file.path) for file in files),
-        _opened=_Files(files),
         _order=_order_of(len(files), source, seed),
         _files=tuple(files),
     )
@@ -240,12 +214,12 @@ def _open_dataset(source: CorpusSource, seed: int) -> OpenCorpus:
         kind=kind,
         column=column,
         size=None,
-        identity=origin if dataset.state is None else {**origin, "state": dataset.state},
+        identity=origin,
         origin=origin,
         # The Hub finds its datasets in upper and lower case.
-        inputs=dataset.urls or (f"{source.location.lower()}, config {dataset.config}, split {dataset.split}",),
-        _opened=dataset,
+        inputs=(f"{source.location.lower()}, config {dataset.config}, split {dataset.split}",),
         _order=_order_of(dataset.num_shards, source, seed),
+        _dataset=dataset,
     )
 
 

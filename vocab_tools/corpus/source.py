@@ -25,7 +25,7 @@ class CorpusSource:
     """One source of text.
 
     Attributes:
-        location: id of a Hub dataset, a local file, folder or glob, or a URL such as s3://bucket/*.parquet.
+        location: id of a Hub dataset, or a local file, folder or glob.
         name: how counts and reports call it; empty: made from the location.
         weight: its share when sources are mixed, relative to the others.
         config: configuration ("subset") of a Hub dataset.

@@ -28,8 +28,8 @@ from ..tokenizer.turns import ChatRenderer
 from .counts import HeldOut
 from .held_out import NO_BOUND, Candidates, HeldOutRule, document_keys, merge_candidates, ranges
 
-# Bad records that a block reports one by one; beyond that it only counts them.
-_MAX_REPORTS = 16
+# Bad records that a block, or a run of merged ones, reports one by one; beyond that it only counts them.
+MAX_REPORTS = 16
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class BlockCounter:
                 candidates=candidates,
             ),
             lengths[present].astype(np.int32),
-            tuple(bad[:_MAX_REPORTS]),
+            tuple(bad[:MAX_REPORTS]),
         )
 
     def _read_and_encode(

@@ -88,8 +88,6 @@ def count_tokens(
     say = notify or (lambda message: None)
     rule = held_out or HeldOutRule()
     _check_names(sources)
-    if workers is not None and workers < 0:
-        raise UsageError(f"workers: expected 0 or more, found {workers}.", option="workers", found=workers)
     if restart and resume_file is not None:
         resume_file.unlink(missing_ok=True)
     corpora = [open_corpus(source, seed) for source in sources]

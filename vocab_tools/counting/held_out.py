@@ -38,8 +38,6 @@ class HeldOutRule:
     def __post_init__(self) -> None:
         if not 0 <= self.fraction < 1:
             raise UsageError(f"held-out fraction: expected at least 0 and below 1, found {self.fraction}.")
-        if self.max_documents < 0 or self.max_tokens < 0:
-            raise UsageError("held-out caps: expected 0 or more documents and tokens.")
 
     @property
     def active(self) -> bool:

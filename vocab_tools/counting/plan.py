@@ -64,10 +64,10 @@ def make_plan(
     plan = CountPlan(encoder, chat, sources, skip_bad, rule)
     if any(source.kind == "chat" and source.roles == "assistant" for source in sources):
         plan = replace(plan, sources=_probe_chats(corpora, plan, say))
-    choice = choose_library(requested, encoder, _probe_texts(corpora, plan))
+    library, reason = choose_library(requested, encoder, _probe_texts(corpora, plan))
     if requested == "auto":
-        say(f"tokenizing with {choice.library}: {choice.reason}")
-    return replace(plan, encoder=replace(encoder, library=choice.library))
+        say(f"tokenizing with {library}: {reason}")
+    return replace(plan, encoder=replace(encoder, library=library))
 
 
 @dataclass(frozen=True)

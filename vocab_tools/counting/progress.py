@@ -23,31 +23,18 @@ class ProgressBar:
         self._call = progress if callable(progress) else None
         if self._call is not None:
             progress = False
-
         sizes = [corpus.size for corpus in corpora]
-        self._known = all(size is not None for size in sizes)
-        total = sum(size or 0 for size in sizes) if self._known else None
-        done = sum(
-            corpus.size_until(state.cursor) for corpus, state in zip(corpora, states, strict=True) if state.cursor
-        )
+        known = [size for size in sizes if size is not None]
         self._tokens = 0
         self._started = time.monotonic()
-        # A limit on tokens ends a source before its last byte; then the tokens are what the bar shows.
-        caps = [corpus.source.max_tokens for corpus in corpora]
-        if all(cap is not None for cap in caps):
-            self._known, total = False, sum(cap or 0 for cap in caps)
-        if not self._known:
-            done = sum(state.partial.tokens for state in states)
         self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit="B" if self._known else "tok",
-            unit_scale=True,
+            total=sum(known) if len(known) == len(sizes) else None,
+            initial=sum(corpus.size_until(state.cursor) for corpus, state in zip(corpora, states, strict=True)),
             desc="counting",
             disable=None if progress is None else not progress,
             delay=0 if progress else 1,
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-            if total
+            if len(known) == len(sizes)
             else "{desc}: {elapsed}{postfix}",
         )
 
@@ -65,4 +52,4 @@ class ProgressBar:
         seconds = max(time.monotonic() - self._started, 1e-9)
         rate = self._tokens / seconds
         self._bar.set_postfix_str(f"{self._tokens / 1e6:.1f}M tokens, {rate / 1e6:.2f}M tokens/s", refresh=False)
-        self._bar.update(size if self._known else tokens)
+        self._bar.update(size)

@@ -6,7 +6,7 @@ nothing is lost and nothing is counted twice. Results come back in the order of 
 file and messages about bad records need.
 
     files that can be cut without reading them    unit = blocks of about 64 MB; workers read the files themselves
-    compressed files, datasets of the Hub, URLs   unit = one shard (file), opened and read by the worker
+    compressed files, datasets of the Hub         unit = one shard (file), opened and read by the worker
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,15 +21,13 @@ import numpy as np
 from ..corpus.blocks import Block
 from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError, UsageError
-from .block import BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
-from .workers import Task, Workers
+from .block import MAX_REPORTS, BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
+from .workers import Task, ThisProcess, Workers
 
 if TYPE_CHECKING:
     from ..corpus.blocks import BadRecord
 
 _UNIT_BLOCKS = 16
-# Bad records that a unit reports; of a whole source, fewer than that are printed.
-_MAX_REPORTS = 16
 
 
 @dataclass(frozen=True)
@@ -89,12 +86,7 @@ class RayWorkers(Workers):
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
         """Count single blocks in this process: the one block in which a limit falls."""
-        for task in tasks:
-            yield task, self._counter.count(task.source, task.block, task.bound, task.limit)
-
-    @cached_property
-    def _counter(self) -> BlockCounter:
-        return BlockCounter(self._plan)
+        return ThisProcess(self._plan).map(tasks)
 
     def corpus(
         self, source: int, corpus: OpenCorpus, after: tuple[int, int] | None, bound: Callable[[], int]
@@ -177,7 +169,7 @@ class _UnitCounter:
             bound = min(self._bound, partial.candidates.bound)
             counted = self._counter.count(self._source, block, bound)
             partial = merge_partial(partial, counted.partial, self._plan.held_out)
-            bad = (*bad, *counted.bad)[:_MAX_REPORTS]
+            bad = (*bad, *counted.bad)[:MAX_REPORTS]
             size, last = size + block.size, block
             if bad and not self._plan.skip_bad:
                 break

@@ -77,11 +77,7 @@ class CountState:
             self.save()
 
     def save(self) -> None:
-        """Write the resume file, unless nothing was counted yet.
-
-        Raises:
-            CorpusError: it cannot be written.
-        """
+        """Write the resume file, unless nothing was counted yet."""
         if self.path is not None and any(state.cursor for state in self.sources):
             save_states(self.path, self._identity, self.sources)
             self._saved_at = time.monotonic()
@@ -140,7 +136,7 @@ def save_states(path: Path, identity: dict[str, Any], states: Sequence[SourceSta
     try:
         write_file(path, save(tensors, metadata={_KEY: header}))
     except OSError as error:
-        raise CorpusError(f"{path}: the state of the count cannot be saved: {error.strerror}.", path=path) from error
+        raise CorpusError(f"{path}: the state of the count cannot be saved: {error.strerror}.") from error
 
 
 def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:

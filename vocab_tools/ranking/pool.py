@@ -142,7 +142,6 @@ class Pool:
                 f"({len(self.ids)} of them usable), and untrained rows cannot be made up. Ask for at most "
                 f"{len(self.ids)}.",
                 size=size,
-                trained=self.trained,
             )
         if self.trained is None and size >= len(self.ids):
             raise UsageError(

@@ -17,11 +17,7 @@ Part = Literal["held-out", "counted"]
 
 
 def source_shares(counts: TokenCounts, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
-    """Return the share of each source in a weighted mean, float64 [sources], 1 in sum.
-
-    Raises:
-        UsageError: see `TokenCounts.source_weights`.
-    """
+    """Return the share of each source in a weighted mean, float64 [sources], 1 in sum."""
     given = np.array(list(counts.source_weights(weights).values()), np.float64)
     shares: NDArray[np.float64] = given / given.sum()
     return shares

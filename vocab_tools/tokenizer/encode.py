@@ -76,11 +76,7 @@ def name_and_version(library: TokenizerLibrary) -> str:
 
 
 def build_encoder(spec: EncoderSpec) -> Encoder:
-    """Build the encoder of a spec.
-
-    Raises:
-        TokenizerError: the library is not installed, or cannot load this tokenizer.
-    """
+    """Build the encoder of a spec."""
     return _Fastokens(spec.tokenizer_json) if spec.library == "fastokens" else _Tokenizers(spec.tokenizer_json)
 
 
@@ -196,17 +192,9 @@ class SpanEncoder:
         return kept
 
 
-@dataclass(frozen=True)
-class LibraryChoice:
-    """Which library encodes, and why (a sentence without its full stop)."""
-
-    library: TokenizerLibrary
-    reason: str
-
-
 def choose_library(
     requested: Literal["auto", "tokenizers", "fastokens"], spec: EncoderSpec, probe: Iterable[tuple[object, str]]
-) -> LibraryChoice:
+) -> tuple[TokenizerLibrary, str]:
     """Decide which library encodes the corpus.
 
     Args:
@@ -214,17 +202,20 @@ def choose_library(
         spec: the tokenizer.
         probe: (place, text) of some texts of the corpus, on which `fastokens` must give the ids of `tokenizers`.
 
+    Returns:
+        The library, and why (a sentence without its full stop).
+
     Raises:
         TokenizerError: `fastokens` was requested, but it is not installed or wrong, or there is no text to try it on.
     """
     if requested == "tokenizers":
-        return LibraryChoice("tokenizers", "as asked for")
+        return "tokenizers", "as asked for"
     try:
         fast = build_encoder(EncoderSpec(spec.tokenizer_json, spec.vocab_size, "fastokens"))
     except TokenizerError as error:
         if requested == "fastokens":
             raise
-        return LibraryChoice("tokenizers", str(error))
+        return "tokenizers", str(error)
     places, texts = [], []
     for where, text in probe:
         places.append(where)
@@ -239,10 +230,10 @@ def choose_library(
     else:
         num_texts = sum(map(bool, texts))
         reason = f"{name_and_version('fastokens')} gave the ids of tokenizers on {num_texts:,} texts of the corpus"
-        return LibraryChoice("fastokens", reason)
+        return "fastokens", reason
     if requested == "fastokens":
         raise TokenizerError(f"{reason}. Use --tokenizer-library tokenizers.", library="fastokens", **facts)
-    return LibraryChoice("tokenizers", reason)
+    return "tokenizers", reason
 
 
 def _first_difference(expected: Encoder, found: Encoder, texts: Sequence[str]) -> tuple[int, str, str] | None:

@@ -67,10 +67,6 @@ class ForcedIds:
     reasons: Mapping[int, str]
     warnings: tuple[str, ...] = ()
 
-    def to_json(self) -> dict[str, str]:
-        """Return the reasons by id, JSON-ready and in id order."""
-        return {str(token_id): self.reasons[token_id] for token_id in self.ids.tolist()}
-
 
 def forced_ids(
     tokenizer: LoadedTokenizer, force_added: Literal["chat", "all"] = "chat", extra: Iterable[int] = ()
@@ -87,10 +83,8 @@ def forced_ids(
         extra: further ids, forced "by request".
 
     Raises:
-        UsageError: an extra id that no token has, or an unknown `force_added`.
+        UsageError: an extra id that no token has.
     """
-    if force_added not in ("chat", "all"):
-        raise UsageError(f"force_added: expected 'chat' or 'all', found {force_added!r}.", option="force_added")
     reasons: dict[int, list[str]] = {}
     warnings: list[str] = []
     real = set(tokenizer.real_ids.tolist())

@@ -113,11 +113,7 @@ def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def with_joined_parts(messages: Sequence[Message]) -> Sequence[Message]:
-    """Join contents given in parts into one text, with line ends between them as in vLLM.
-
-    Raises:
-        ChatError: a part is not text.
-    """
+    """Join contents given in parts into one text, with line ends between them as in vLLM."""
     return [
         {**message, "content": _joined(message["content"], position)}
         if isinstance(message["content"], list)

@@ -70,11 +70,7 @@ class Skeletons:
         self._of_roles = lru_cache(4096)(self._make)
 
     def pieces(self, messages: Sequence[Message]) -> list[Piece] | None:
-        """Return the assistant's turns of a plain conversation; None where no skeleton explains its text.
-
-        Raises:
-            ChatError: the template refuses the conversation.
-        """
+        """Return the assistant's turns of a plain conversation; None where no skeleton explains its text."""
         skeleton = self._of_roles(tuple(message["role"] for message in messages))
         return None if skeleton is None else self._fill(skeleton, messages)
 

@@ -116,11 +116,7 @@ class ChatTemplate:
         return text
 
     def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Render, and return the (start, stop) of each `{% generation %}` block in the text.
-
-        Raises:
-            ChatError: the template refuses the conversation.
-        """
+        """Render, and return the (start, stop) of each `{% generation %}` block in the text."""
         rendered: list[str] = []
         marks: list[tuple[int, int]] = []
         with _chat_errors(), self._template.environment.activate_tracker(rendered, marks):
@@ -151,9 +147,6 @@ class ChatTemplate:
         A template that knows nothing of contents in parts would print the Python list or fail, so the parts are joined.
         Most templates write a tool call's arguments as JSON and would quote arguments that are JSON text already, so
         these are parsed first, as in vLLM.
-
-        Raises:
-            ChatError: a part of a content is not text, and the template takes only text.
         """
         if any(isinstance(message["content"], list) for message in messages) and not self._takes_parts:
             messages = with_joined_parts(messages)

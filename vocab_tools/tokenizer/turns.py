@@ -46,19 +46,11 @@ class ChatRenderer:
         self.render = self._template.render
 
     def all_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return the rendered conversation.
-
-        Raises:
-            ChatError: the template refuses it.
-        """
+        """Return the rendered conversation."""
         return [Piece(self.render(self._template.readable(messages)))]
 
     def assistant_pieces(self, messages: Sequence[Message]) -> list[Piece]:
-        """Return what the assistant writes, each turn with the few characters before it that its tokens depend on.
-
-        Raises:
-            ChatError: see the top of this module.
-        """
+        """Return what the assistant writes, each turn with the few characters before it that its tokens depend on."""
         if not any(message["role"] == "assistant" for message in messages):
             return []
         messages = self._template.readable(messages)
@@ -70,11 +62,7 @@ class ChatRenderer:
         return self._cut(text, spans)
 
     def assistant_spans(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the rendered conversation and the (start, stop) of each assistant turn in it.
-
-        Raises:
-            ChatError: see the top of this module.
-        """
+        """Return the rendered conversation and the (start, stop) of each assistant turn in it."""
         return self._marked_spans(messages) if self._template.marked else self._prefix_spans(messages)
 
     def _cut(self, text: str, spans: Sequence[tuple[int, int]]) -> list[Piece]:

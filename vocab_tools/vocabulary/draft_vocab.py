@@ -32,7 +32,7 @@ class DraftVocab:
     """Target ids in rank order. Forced ids come first, so any prefix with all of them is a valid vocabulary.
 
     For example ids (2, 9, 0, 7) with one forced id: `prefix(2)` is (2, 9); in a head's file the rows ascend,
-    (0, 2, 7, 9), and `rank_of_row` says (2, 0, 3, 1).
+    (0, 2, 7, 9).
 
     Attributes:
         target_ids: rank order, unique, int64 [draft_vocab].
@@ -72,11 +72,6 @@ class DraftVocab:
     def ascending_ids(self) -> NDArray[np.int64]:
         """The ids in ascending order, which is that of a head's rows, int64 [draft_vocab]."""
         return np.sort(self.target_ids)
-
-    @property
-    def rank_of_row(self) -> NDArray[np.int64]:
-        """Rank of every ascending row, int64 [draft_vocab]: `target_ids[rank_of_row] == ascending_ids`."""
-        return np.argsort(self.target_ids, kind="stable").astype(np.int64)
 
     @property
     def warnings(self) -> tuple[str, ...]:

@@ -250,18 +250,16 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
     skipped = {check.name: check.detail for check in result.checks if check.status == "skipped"}
     assert set(skipped) == {"tensors of the source head", "target", "lm_head rows of the source", "tokenizer"}
     assert all("--" in reason for reason in skipped.values())
-    result.raise_if_failed()
 
 
 def test_sound_artifacts_of_every_kind(made, tmp_path):
     target = made / "target"
-    by_id = BY_ID
     heads = {
         "own": write_eagle3(tmp_path / "own", ids=np.arange(330)[::-1].copy()),
         "eagle1": write_eagle1(tmp_path / "eagle1"),
     }
     for name, head in heads.items():
-        done = convert(head, draft_vocab=300, vocabulary=by_id, target=target, out=tmp_path / f"{name}-slim")
+        done = convert(head, draft_vocab=300, vocabulary=BY_ID, target=target, out=tmp_path / f"{name}-slim")
         result = verify_artifact(done.folder, head=head, target=target)
         assert result.ok, result.failed
     change_tensors(tmp_path / "eagle1-slim", lambda tensors: tensors.pop("fc.bias"))
@@ -277,12 +275,9 @@ def test_a_source_head_without_an_lm_head_is_not_where_rows_came_from(made, tmp_
     assert [check.name for check in result.checks if check.status == "failed"] == ["lm_head rows of the source"]
 
 
-def test_errors(tmp_path, slim):
+def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(ArtifactError, match="no such folder"):
         verify_artifact(tmp_path / "nothing")
-    change_config(slim, lambda config: config.update(tie_word_embeddings=True))
-    with raises(ArtifactError, checks=["config keys"]):
-        verify_artifact(slim).raise_if_failed()
 
 
 class TestLoading:

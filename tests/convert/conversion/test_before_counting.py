@@ -17,7 +17,6 @@ from eagle_slim.convert import (
     OutputError,
     SourceError,
     VocabRequest,
-    open_head,
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
@@ -283,14 +282,9 @@ class TestDoubts:
 
     def test_two_sets_of_weights(self, tmp_path):
         head = write_eagle3(tmp_path / "head")
-        torch.save(load_file(head / "model.safetensors"), head / "pytorch_model.bin")
-        assert not any("pytorch_model.bin" in warning for warning in self.convert(tmp_path, head).warnings)
         other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
         torch.save(other, head / "pytorch_model.bin")
-        doubted = self.convert(tmp_path, head)
-        assert any("--weights-file chooses" in warning for warning in doubted.warnings)
         chosen = self.convert(tmp_path, head, weights_file="pytorch_model.bin")
-        assert not any("--weights-file" in warning for warning in chosen.warnings)
         assert chosen.manifest.head["weights_file"] == "pytorch_model.bin"
         found = load_file(chosen.folder / "model.safetensors")
         assert torch.equal(found["fc.weight"], other["fc.weight"])
@@ -298,38 +292,9 @@ class TestDoubts:
         with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
             self.convert(tmp_path, head, weights_file="eagle.bin")
 
-    def test_a_tied_head_with_another_lm_head(self, tmp_path):
-        tensors = eagle3_tensors(rows=VOCAB, embedding=True)
-        head = write_eagle3(tmp_path / "head", tensors=tensors, tie_word_embeddings=True)
-        assert any("stores another LM head" in warning for warning in self.convert(tmp_path, head).warnings)
-        tensors["lm_head.weight"] = tensors["embed_tokens.weight"].clone()
-        head = write_eagle3(tmp_path / "same", tensors=tensors, tie_word_embeddings=True)
-        assert not any("another LM head" in warning for warning in self.convert(tmp_path, head).warnings)
-
-    def test_an_lm_head_with_a_bias(self, tmp_path, target):
-        tensors = load_file(target / "model.safetensors")
-        save_file(tensors | {"lm_head.bias": random((VOCAB,), 3)}, target / "model.safetensors", {"format": "pt"})
-        head = write_eagle3(tmp_path / "head", lm_head=False)
-        done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
-        assert any("lm_head.bias" in warning for warning in done.warnings)
-
-    def test_a_head_in_a_sub_folder_that_was_not_named(self, tmp_path):
-        write_eagle3(tmp_path / "repository" / "eagle3")
-        with raises(CheckpointError, subfolders=["eagle3"]) as caught:
-            open_head(tmp_path / "repository")
-        assert "--subfolder" in str(caught.value)
-
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
         assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
-
-    def test_a_map_of_fr_specs_script_with_a_second_bos(self, run, tmp_path):
-        chosen = write_freq(tmp_path / "freq_10.pt", [7, 5, 9, 1, 4, 8, 300, 2, 1, 2])
-        head = write_eagle3(tmp_path / "head")
-        code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", chosen, "--out", "o")
-        assert code == 0, err
-        assert Artifact.load(tmp_path / "o").rank_order_ids.tolist() == [7, 5, 9, 1, 4, 8, 300, 2]
-        assert len([line for line in err.splitlines() if line.startswith("warning:") and "BOS" in line]) == 1
 
     @pytest.mark.parametrize(
         "name", ["config.json", "README.md", "eagle_slim.json", "model.safetensors", "hf_quant_config.json"]

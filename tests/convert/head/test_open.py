@@ -5,7 +5,6 @@ import pytest
 import torch
 from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
 from eagle_slim.convert.head.config import sliding_window
-from eagle_slim.vocab_tools.errors import UsageError
 from support import heads
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from support.raising import raises
@@ -152,13 +151,6 @@ def test_tap_layers_that_disagree_are_refused_unless_given(tmp_path):
         open_head(folder, tap_layers=(2, 4))
     with raises(MismatchError, key="--tap-layers", found=[-1, 4, 5], lowest=0):
         open_head(folder, tap_layers=(-1, 4, 5))
-    assert open_head(folder, tap_layers=np.array([2, 4, 5])).config[NESTED] == [2, 4, 5]
-
-
-@pytest.mark.parametrize("given", [["2", "4", "5"], [2.0, 4, 5], [True, 4, 5], [np.True_, 4, 5], "2,4,5", 5])
-def test_tap_layers_that_are_no_numbers_are_refused(tmp_path, given):
-    with raises(UsageError, option="--tap-layers"):
-        open_head(write_eagle3(tmp_path / "head"), tap_layers=given)
 
 
 def test_rope_parameters_are_flattened(tmp_path):
@@ -353,19 +345,9 @@ def ones(*shape):
             {"tensor": "midlayer.self_attn.q_norm.weight", "found": "a head with query/key norms (Qwen3 attention)"},
         ),
         (
-            {"extra": {"midlayer.1.hidden_norm.weight": ones(HIDDEN)}},
-            UnsupportedHeadError,
-            {"tensor": "midlayer.1.hidden_norm.weight", "found": "an EAGLE-3 head of several layers"},
-        ),
-        (
             {"extra": {"layers.1.self_attn.q_proj.weight": ones(HIDDEN, HIDDEN)}},
             UnsupportedHeadError,
             {"tensor": "layers.1.self_attn.q_proj.weight", "found": "an EAGLE-3 head of several layers"},
-        ),
-        (
-            {"extra": {"midlayer.mlp.up_proj.g_idx": ones(4)}},
-            UnsupportedHeadError,
-            {"tensor": "midlayer.mlp.up_proj.g_idx", "found": "a quantised head"},
         ),
         ({"extra": {"surprise": ones(3)}}, UnsupportedHeadError, {"tensor": "surprise"}),
         (
@@ -388,13 +370,7 @@ def ones(*shape):
             MismatchError,
             {"tensor": "midlayer.self_attn.q_proj.weight", "found": (32, 64), "expected": (16, 64)},
         ),
-        (
-            {"hidden_size": 33},
-            MismatchError,
-            {"tensor": "midlayer.self_attn.q_proj.weight", "found": (32, 64), "expected": (32, 66)},
-        ),
         ({"hidden_size": "32"}, MismatchError, {"key": "hidden_size", "found": "32"}),
-        ({"num_key_value_heads": "2"}, MismatchError, {"key": "num_key_value_heads", "found": "2"}),
         ({"vocab_size": True}, MismatchError, {"key": "vocab_size", "found": True}),
         ({"draft_vocab_size": 0}, MismatchError, {"key": "draft_vocab_size", "found": 0}),
         ({"rope_scaling": "yarn"}, MismatchError, {"key": "rope_parameters", "found": "yarn"}),
@@ -402,14 +378,8 @@ def ones(*shape):
         ({"rope_theta": -1.0}, MismatchError, {"key": "rope_theta", "found": -1.0}),
         ({"rms_norm_eps": "1e-05"}, MismatchError, {"key": "rms_norm_eps", "found": "1e-05"}),
         ({"hidden_act": 3}, MismatchError, {"key": "hidden_act", "found": 3, "expected": "a name, such as 'silu'"}),
-        ({"max_position_embeddings": "2048"}, MismatchError, {"key": "max_position_embeddings", "found": "2048"}),
         ({"layer_types": True}, MismatchError, {"key": "layer_types", "found": True}),
         ({"eagle_config": []}, MismatchError, {"key": "eagle_config", "found": []}),
-        (
-            {"architectures": "Eagle3DeepseekV2ForCausalLM"},
-            UnsupportedHeadError,
-            {"found": "Eagle3DeepseekV2ForCausalLM"},
-        ),
         ({"norm_before_fc": True}, MismatchError, {"key": "norm_before_fc", "found": True}),
         ({"fc_norm": True}, MismatchError, {"key": "fc_norm", "found": True}),
         ({"attention_bias": True}, MismatchError, {"key": "attention_bias", "found": []}),
@@ -423,12 +393,6 @@ def ones(*shape):
             MismatchError,
             {"key": "attention_bias", "found": ["midlayer.self_attn.q_proj.bias"]},
         ),
-        ({"mlp_bias": True}, MismatchError, {"key": "mlp_bias", "found": []}),
-        (
-            {"extra": {"midlayer.mlp.up_proj.bias": ones(MIDDLE)}},
-            MismatchError,
-            {"key": "mlp_bias", "found": ["midlayer.mlp.up_proj.bias"]},
-        ),
         (
             {"extra": {f"midlayer.mlp.{name}_proj.bias": ones(MIDDLE) for name in ("gate", "up", "down")}},
             MismatchError,
@@ -441,11 +405,6 @@ def ones(*shape):
         ),
         ({"layer_types": ["sliding_attention"]}, MismatchError, {"key": "sliding_window"}),
         (
-            {"layer_types": ["sliding_attention"], "sliding_window": 0},
-            MismatchError,
-            {"key": "sliding_window", "found": 0},
-        ),
-        (
             {"layer_types": ["sliding_attention"], "sliding_window": 8, "use_sliding_window": False},
             MismatchError,
             {"key": "use_sliding_window"},
@@ -455,11 +414,6 @@ def ones(*shape):
             {"eagle_aux_hidden_state_layer_ids": [-2, 2, 5]},
             MismatchError,
             {"key": "eagle_aux_hidden_state_layer_ids", "found": [-2, 2, 5], "lowest": 0},
-        ),
-        (
-            {"eagle_aux_hidden_state_layer_ids": [5, 4, 2]},
-            MismatchError,
-            {"key": "eagle_aux_hidden_state_layer_ids", "found": [5, 4, 2]},
         ),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]}},

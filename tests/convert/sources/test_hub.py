@@ -213,8 +213,9 @@ def test_a_sub_folder_that_is_not_there(hub: HubServer, home: Path) -> None:
     for name in ("d", "b"):
         with raises(SourceError, subfolder=name, subfolders=["a", "b/c"]):
             open_head_source("org/heads", subfolder=name)
-    with raises(CheckpointError, found=["config.json"], subfolders=["a", "b/c"]):
+    with raises(CheckpointError, found=["config.json"]) as caught:
         open_head_source("org/heads")
+    assert "--subfolder" in str(caught.value)
 
 
 def test_revisions(hub: HubServer, home: Path) -> None:
@@ -262,16 +263,6 @@ def test_missing_and_private(hub: HubServer, tmp_path: Path) -> None:
         assert open_head_source("org/private").repo_id == "org/private"
 
 
-def test_a_dataset_instead_of_a_model(hub: HubServer, home: Path) -> None:
-    with raises(SourceError, found="dataset", status=401, repo_id="org/chats"):
-        open_head_source("org/chats")
-
-
-def test_missing_revision(hub: HubServer, home: Path) -> None:
-    with pytest.raises(SourceError, match=r"has no revision 'v9'\.\nIt has main, v1"):
-        open_head_source("org/head", revision="v9")
-
-
 def test_no_weights(hub: HubServer, home: Path) -> None:
     hub.add_model("org/empty", {"config.json": "{}", "README.md": "soon"})
     with raises(CheckpointError, found=["README.md", "config.json"]):
@@ -287,21 +278,20 @@ def test_bad_token(hub: HubServer, tmp_path: Path) -> None:
     assert "hf auth login" in str(caught.value)
 
 
-def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hub = HubServer()
     hub.add_model("org/head", {"config.json": "{}", "model.safetensors": save(WEIGHTS)})
     with hub, connected(hub, tmp_path):
         commit = open_head_source("org/head").commit
     # The server has gone; its port refuses.
-    notices: list[str] = []
     with connected(hub, tmp_path):
-        assert open_head_source("org/head", notify=notices.append).commit == commit
+        assert open_head_source("org/head").commit == commit
+        said = capsys.readouterr().err
         with pytest.raises(SourceError, match=f"{hub.endpoint} cannot be reached") as caught:
             open_head_source("org/other")
         assert "Check the connection" in str(caught.value)
-    assert len(notices) == 1
-    assert "cannot be reached" in notices[0]
-    assert "using the copy in the cache" in notices[0]
+    assert "cannot be reached" in said
+    assert "using the copy in the cache" in said
 
 
 def test_offline_never_asks(hub: HubServer, tmp_path: Path) -> None:
@@ -334,15 +324,9 @@ def test_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(home / "hub" / "x.incomplete"))
 
     monkeypatch.setattr(file_download, "http_get", full)
-    with pytest.raises(SourceError, match="the disk of the cache is full") as caught:
+    with raises(SourceError, errno=errno.ENOSPC, repo_id="org/head") as caught:
         open_head_source("org/head")
     assert "HF_HOME" in str(caught.value)
-
-
-def test_cache_that_cannot_be_written(hub: HubServer, tmp_path: Path) -> None:
-    (tmp_path / "hub").touch()
-    with connected(hub, tmp_path), raises(SourceError, errno=20, repo_id="org/head"):
-        open_head_source("org/head")
 
 
 def test_environment_of_another_process(hub: HubServer, tmp_path: Path) -> None:
@@ -382,10 +366,6 @@ def test_push(hub: HubServer, tmp_path: Path, artifact: Path) -> None:
         expected = {path.name: path.read_bytes() for path in artifact.iterdir()}
         assert hub.repo("tester/slim").files == expected
         assert not hub.repo("tester/slim").private
-        (artifact / "config.json").write_text('{"draft_vocab_size": 2}')
-        push_folder(artifact, "tester/slim", commit_message="again")
-        assert hub.repo("tester/slim").files["config.json"] == b'{"draft_vocab_size": 2}'
-        assert len(hub.repo("tester/slim").commits) == 3
         push_folder(artifact, "tester/secret", private=True)
         assert hub.repo("tester/secret").private
         assert torch.equal(
@@ -416,8 +396,3 @@ def test_push_without_the_right(hub: HubServer, tmp_path: Path, artifact: Path, 
         push_folder(artifact, name)
     assert "hf auth login" in str(caught.value)
     assert ("model", name) not in hub.repos
-
-
-def test_push_to_a_name_that_is_none(hub: HubServer, home: Path, artifact: Path) -> None:
-    with raises(SourceError, repo_id="two words"):
-        push_folder(artifact, "two words")

@@ -14,12 +14,10 @@ import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
 from eagle_slim.convert.hub import range_reads as remote
-from eagle_slim.convert.lm_head.target import open_target_lm_head
-from eagle_slim.convert.sources.source import target_files
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
-from support.lm_heads import values
+from support.lm_heads import open_lm_head, values
 from support.raising import raises
 
 ROWS, HIDDEN = 4000, 64
@@ -64,55 +62,55 @@ def home(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> None:
-    head = open_target_lm_head("org/target")
+    head = open_lm_head("org/target")
     assert torch.equal(values(head), LM_HEAD)
     assert torch.equal(head.checkpoint.rows(head.name, [7, 3999, 0]), LM_HEAD[[7, 3999, 0]])
     assert (head.name, head.file) == ("lm_head.weight", SHARD)
     assert LM_HEAD.nbytes <= hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
     hub.reset_counts()
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert hub.bytes_sent(".safetensors") == 0
     hub.reset_counts()
-    assert torch.equal(values(open_target_lm_head("org/target", offline=True)), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target", offline=True)), LM_HEAD)
     assert hub.requests == []
 
 
 def test_the_fetched_file_is_safetensors_for_everyone(hub: HubServer, home: Path) -> None:
     from safetensors.torch import load_file
 
-    head = open_target_lm_head("org/target")
+    head = open_lm_head("org/target")
     (record,) = head.checkpoint.files
     assert torch.equal(load_file(record.path)["lm_head.weight"], LM_HEAD)
     assert home / "assets" in record.path.parents
 
 
 def test_a_new_commit_with_the_same_weights_fetches_nothing(hub: HubServer, home: Path) -> None:
-    open_target_lm_head("org/target")
+    open_lm_head("org/target")
     hub.add_model("org/target", sharded() | {"README.md": "new"})
     hub.reset_counts()
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     # Header and nothing else: the etag of the shard is the same.
     assert hub.bytes_sent(SHARD) < 0.01 * len(sharded()[SHARD]) + 2000
 
 
 def test_a_new_commit_with_other_weights_is_fetched(hub: HubServer, home: Path) -> None:
     old = hub.repo("org/target").branches["main"]
-    open_target_lm_head("org/target")
+    open_lm_head("org/target")
     other = noise(ROWS, HIDDEN, 9)
     hub.add_model("org/target", sharded() | {SHARD: save({"lm_head.weight": other, **OTHERS})})
-    assert torch.equal(values(open_target_lm_head("org/target")), other)
-    assert torch.equal(values(open_target_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), other)
+    assert torch.equal(values(open_lm_head("org/target", revision=old, offline=True)), LM_HEAD)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_unsharded_target(hub: HubServer, home: Path, tied: bool) -> None:
     tensors = {"model.embed_tokens.weight": EMBEDDING, **OTHERS} | ({} if tied else {"lm_head.weight": LM_HEAD})
     hub.add_model("org/single", {"config.json": "{}", "model.safetensors": save(tensors)})
-    head = open_target_lm_head("org/single")
+    head = open_lm_head("org/single")
     assert head.name == ("model.embed_tokens.weight" if tied else "lm_head.weight")
     assert torch.equal(values(head), EMBEDDING if tied else LM_HEAD)
     assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
-    assert torch.equal(values(open_target_lm_head("org/single", offline=True)), values(head))
+    assert torch.equal(values(open_lm_head("org/single", offline=True)), values(head))
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -121,13 +119,13 @@ def test_tied_target_that_stores_an_lm_head_too(hub: HubServer, home: Path, is_s
     files = sharded() if is_sharded else whole
     hub.add_model("org/tied", files | {"config.json": '{"tie_word_embeddings": true}'})
     for offline in (False, True):
-        head = open_target_lm_head("org/tied", offline=offline)
+        head = open_lm_head("org/tied", offline=offline)
         assert (head.name, head.unused) == ("model.embed_tokens.weight", "lm_head.weight")
         assert torch.equal(values(head), EMBEDDING)
     assert hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
     # A corrected config.json is another commit with the same weights.
     hub.add_model("org/tied", files | {"config.json": '{"tie_word_embeddings": false}'})
-    head = open_target_lm_head("org/tied")
+    head = open_lm_head("org/tied")
     assert (head.name, head.unused) == ("lm_head.weight", None)
     assert torch.equal(values(head), LM_HEAD)
 
@@ -138,27 +136,19 @@ def test_target_that_is_whole_in_the_cache(hub: HubServer, home: Path) -> None:
     for name in ("config.json", "model.safetensors.index.json", SHARD):
         hf_hub_download("org/target", name)
     hub.reset_counts()
-    head = open_target_lm_head("org/target")
+    head = open_lm_head("org/target")
     assert torch.equal(values(head), LM_HEAD)
     assert hub.bytes_sent(".safetensors") == 0
     assert "snapshots" in str(head.checkpoint.files[0].path)
 
 
-def test_target_of_pickles_comes_whole_with_a_notice(hub: HubServer, home: Path, tmp_path: Path) -> None:
+def test_target_of_pickles_comes_whole_with_a_notice(
+    hub: HubServer, home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save({"lm_head.weight": LM_HEAD}, tmp_path / "x.bin")
     hub.add_model("org/old", {"config.json": "{}", "pytorch_model.bin": tmp_path / "x.bin"})
-    notices: list[str] = []
-    head = open_target_lm_head("org/old", notify=notices.append)
-    assert torch.equal(values(head), LM_HEAD)
-    assert len(notices) == 1
-    assert "fetching pytorch_model.bin whole" in notices[0]
-
-
-def test_resolved_target_is_not_looked_up_again(hub: HubServer, home: Path) -> None:
-    resolved = target_files("org/target")
-    hub.reset_counts()
-    assert torch.equal(values(open_target_lm_head(resolved)), LM_HEAD)
-    assert not any(request.path.startswith("/api/") for request in hub.requests)
+    assert torch.equal(values(open_lm_head("org/old")), LM_HEAD)
+    assert "fetching pytorch_model.bin whole" in capsys.readouterr().err
 
 
 # -- things that go wrong ---------------------------------------------------------------------------------------------
@@ -167,7 +157,7 @@ def test_resolved_target_is_not_looked_up_again(hub: HubServer, home: Path) -> N
 @pytest.mark.parametrize("times", [1, 4])
 def test_broken_connections_are_taken_up_where_they_broke(hub: HubServer, home: Path, times: int) -> None:
     hub.inject(SHARD, Fault(times=times, break_after=50_000))
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     # Nothing travels twice: the header, the tensor, and what a cut connection had under way.
     assert hub.bytes_sent(SHARD) <= 1.05 * LM_HEAD.nbytes + times * 65536
 
@@ -175,20 +165,20 @@ def test_broken_connections_are_taken_up_where_they_broke(hub: HubServer, home: 
 def test_endless_breaking_ends(hub: HubServer, home: Path) -> None:
     hub.inject(SHARD, Fault(break_after=10_000))
     with pytest.raises(SourceError, match=r"keeps breaking.*of 512,000 bytes came") as caught:
-        open_target_lm_head("org/target")
+        open_lm_head("org/target")
     assert "the same command goes on" in str(caught.value)
     came = hub.bytes_sent(SHARD)
     assert len([r for r in hub.requests if r.path.startswith("/stored")]) < 20
     hub.clear_faults()
     hub.reset_counts()
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert hub.bytes_sent(SHARD) < LM_HEAD.nbytes + 20_000 - came // 2
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_busy_server_is_asked_again(hub: HubServer, home: Path, status: int) -> None:
     hub.inject(SHARD, Fault(times=2, status=status))
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     hub.clear_faults()
 
 
@@ -203,27 +193,27 @@ def test_a_busy_server_is_asked_again(hub: HubServer, home: Path, status: int) -
 def test_servers_that_do_not_serve_ranges(hub: HubServer, home: Path, fault: Fault, facts: dict[str, Any]) -> None:
     hub.inject(SHARD, fault)
     with raises(SourceError, **facts) as caught:
-        open_target_lm_head("org/target")
+        open_lm_head("org/target")
     assert "hf download" in str(caught.value)
     assert hub.bytes_sent(SHARD) < 10 * len(sharded()[SHARD])
 
 
 def test_damaged_cache_is_fetched_again(hub: HubServer, home: Path) -> None:
-    path = open_target_lm_head("org/target").checkpoint.files[0].path
+    path = open_lm_head("org/target").checkpoint.files[0].path
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with raises(SourceError, offline=True, repo_id="org/target@4faabde80856"):
-        open_target_lm_head("org/target", offline=True)
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
-    assert torch.equal(values(open_target_lm_head("org/target", offline=True)), LM_HEAD)
+        open_lm_head("org/target", offline=True)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target", offline=True)), LM_HEAD)
 
 
 def test_a_partial_file_of_other_content_is_dropped(hub: HubServer, home: Path) -> None:
-    whole = open_target_lm_head("org/target").checkpoint.files[0].path
+    whole = open_lm_head("org/target").checkpoint.files[0].path
     whole.unlink()
     whole.with_suffix(".partial").write_bytes(b"\0" * 100_000)
-    assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+    assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
 
 
 def test_a_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,28 +222,28 @@ def test_a_full_disk(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch
     usage = atomic.shutil.disk_usage(home.parent)
     monkeypatch.setattr(atomic.shutil, "disk_usage", lambda place: usage._replace(free=1000))
     with pytest.raises(SourceError, match="disk is full") as caught:
-        open_target_lm_head("org/target")
+        open_lm_head("org/target")
     assert "HF_HOME" in str(caught.value)
 
 
 def test_header_and_index_that_lie(hub: HubServer, home: Path) -> None:
     hub.add_model("org/target", sharded() | {SHARD: save({"else": LM_HEAD})})
     with raises(CheckpointError, tensor="lm_head.weight", shard="model-00002-of-00002.safetensors"):
-        open_target_lm_head("org/target")
+        open_lm_head("org/target")
     content = bytes(sharded()[SHARD])
     hub.add_model("org/target", sharded() | {SHARD: content[:-1]})
     with pytest.raises(CheckpointError, match="truncated"):
-        open_target_lm_head("org/target")
+        open_lm_head("org/target")
     index = {"weight_map": {"lm_head.weight": "../../../etc/passwd"}}
     hub.add_model("org/target", sharded() | {"model.safetensors.index.json": json.dumps(index)})
     with raises(CheckpointError, shard="../../../etc/passwd"):
-        open_target_lm_head("org/target")
+        open_lm_head("org/target")
 
 
 def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
     hub.add_model("org/target", sharded(), gated=True)
     with connected(hub, tmp_path / "home", token="hf_good"):
-        assert torch.equal(values(open_target_lm_head("org/target")), LM_HEAD)
+        assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
     assert any(request.token == "hf_good" for request in hub.requests)
     assert hub.leaked_tokens == []
 
@@ -261,7 +251,8 @@ def test_the_token_stays_with_the_hub(hub: HubServer, tmp_path: Path) -> None:
 SCRIPT = """
 import sys
 from eagle_slim.convert.lm_head.target import open_target_lm_head
-head = open_target_lm_head(sys.argv[1])
+from eagle_slim.convert.sources.source import target_files
+head = open_target_lm_head(target_files(sys.argv[1]))
 print(head.checkpoint.files[0].path)
 """
 

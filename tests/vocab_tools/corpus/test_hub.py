@@ -1,8 +1,6 @@
 """Datasets of a Hub on loopback, streamed through the real `datasets`."""
 
-import importlib.util
 import json
-import lzma
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -117,29 +115,6 @@ def test_counts_and_resumes_to_the_same_bytes(hub: HubServer, tmp_path: Path, mo
 def test_a_split_that_is_named_twice(hub: HubServer, second: CorpusSource) -> None:
     with raises(UsageError, input="org/texts, config default, split train", sources=["texts", "b"]):
         count_tokens([CorpusSource("org/texts"), second], llama3_like(), workers=0)
-
-
-def test_a_url_that_is_named_twice(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"text of {name}"}))
-    sources = [
-        CorpusSource(f"file://{tmp_path}/{name}.jsonl", name=kind) for name, kind in (("*", "all"), ("b", "one"))
-    ]
-    with raises(UsageError, sources=["all", "one"]):
-        count_tokens(sources, llama3_like(), workers=0)
-
-
-def test_a_packed_file_behind_a_url(tmp_path: Path) -> None:
-    line = json.dumps({"text": "some text"}).encode()
-    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line))
-    corpus = open_corpus(CorpusSource(f"file://{tmp_path}/a.jsonl.xz"))
-    assert sum(len(block.read("text").positions) for block in corpus.blocks()) == 1
-    with raises(UsageError, path=f"file://{tmp_path}/a.csv.xz", format=".csv"):
-        open_corpus(CorpusSource(f"file://{tmp_path}/a.csv.xz"))
-    if importlib.util.find_spec("zstandard") is None:
-        (tmp_path / "a.jsonl.zst").write_bytes(pa.Codec("zstd").compress(line, asbytes=True))
-        with raises(CorpusError, missing="zstandard"):
-            open_corpus(CorpusSource(f"file://{tmp_path}/a.jsonl.zst"))
 
 
 def test_two_splits_are_two_sources(hub: HubServer) -> None:

@@ -224,8 +224,6 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
         count_tokens([], llama3_like())
     with raises(UsageError, source="a"):
         count_tokens([source, source], llama3_like())
-    with raises(UsageError, option="workers", found=-1):
-        count_tokens([source], llama3_like(), workers=-1)
     with raises(UsageError, option="--chat-template"):
         count_tokens([source], llama3_like(), workers=0, chat_template="{{ messages }}")
 

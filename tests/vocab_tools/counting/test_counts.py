@@ -146,16 +146,6 @@ def test_save_and_load_are_inverse_and_bytes_repeat(
         assert np.array_equal(before.counts, after.counts)
 
 
-@given(st.lists(st.lists(st.integers(0, 50), min_size=3, max_size=3), min_size=3, max_size=3))
-def test_merging_is_associative(rows: list[list[int]]) -> None:
-    a, b, c = (
-        TokenCounts((SourceCounts("t", 1.0, np.array(row), source([0] * 3, [[i]]).held_out, {"part": i}),), None)
-        for i, row in enumerate(rows)
-    )
-    assert _same(merge_counts([merge_counts([a, b]), c]), merge_counts([a, merge_counts([b, c])]))
-    assert _same(merge_counts([merge_counts([a, b]), c]), merge_counts([a, b, c]))
-
-
 def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with raises(VocabularyError, missing=str(path)):

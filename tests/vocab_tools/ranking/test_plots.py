@@ -1,4 +1,3 @@
-import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,16 +25,6 @@ def report() -> CoverageReport:
     return measure_coverage(rank_vocabulary(counts, size=2048, forced=[]), counts)
 
 
-def chunks(png: bytes) -> dict[bytes, bytes]:
-    assert png[:8] == b"\x89PNG\r\n\x1a\n"
-    found, place = {}, 8
-    while place < len(png):
-        length, kind = struct.unpack(">I4s", png[place : place + 8])
-        found[kind] = png[place + 8 : place + 8 + length]
-        place += length + 12
-    return found
-
-
 def test_bytes_depend_on_the_figures_only(report: CoverageReport, tmp_path: Path) -> None:
     first = render_coverage(report)
     with mpl.rc_context({"lines.linewidth": 9, "font.size": 20}):
@@ -45,12 +34,6 @@ def test_bytes_depend_on_the_figures_only(report: CoverageReport, tmp_path: Path
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes() == first
     lower = replace(report.sources[0], coverage=report.sources[0].coverage * 0.5)
     assert render_coverage(replace(report, sources=(lower, *report.sources[1:]))) != first
-
-
-def test_no_text_about_time_or_program_inside(report: CoverageReport) -> None:
-    found = chunks(render_coverage(report))
-    assert set(found) <= {b"IHDR", b"IDAT", b"IEND", b"pHYs"}
-    assert struct.unpack(">II", found[b"IHDR"][:8]) == (1200, 750)
 
 
 def test_full_coverage_and_a_single_size_can_be_drawn(report: CoverageReport) -> None:

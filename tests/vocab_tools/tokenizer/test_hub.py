@@ -41,7 +41,7 @@ def test_small_files_only_and_afterwards_offline(hub: HubServer, folder: Path, t
         remote = load_tokenizer(REPO)
         assert remote.tokenizer_hash == local.tokenizer_hash
         assert remote.chat_template_hash == local.chat_template_hash
-        assert forced_ids(remote).to_json() == forced_ids(local).to_json()
+        assert forced_ids(remote).reasons == forced_ids(local).reasons
         assert remote.revision == hub.repo(REPO).branches["main"]
         assert hub.bytes_sent("model.safetensors") == 0
         hub.reset_counts()

@@ -40,10 +40,6 @@ def target(folder: Path, kind: MapFormat) -> Path:
     return path
 
 
-def test_every_format_has_a_test_name() -> None:
-    assert set(NAMES) == set(FORMATS)
-
-
 @settings(max_examples=15, deadline=None)
 @given(st.sets(st.integers(0, 199), min_size=2), st.randoms(use_true_random=False))
 @pytest.mark.parametrize("kind", FORMATS)
@@ -99,13 +95,6 @@ def test_sglang_tensors_are_read(tmp_path: Path) -> None:
     for dtype in (torch.int64, torch.int32):
         torch.save(torch.tensor([7, 2, 11, 3], dtype=dtype), tmp_path / "hot.pt")
         assert import_token_map(tmp_path / "hot.pt", 12).target_ids.tolist() == [7, 2, 11, 3]
-
-
-def test_modelopt_rows_in_frequency_order_keep_it(tmp_path: Path) -> None:
-    torch.save(torch.tensor([9, -1, 2]), tmp_path / "d2t.pt")
-    found = import_token_map(tmp_path / "d2t.pt", 12)
-    assert found.target_ids.tolist() == [9, 0, 4]
-    assert found.ranked
 
 
 def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_path: Path) -> None:
