@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS
+from kernels.chips import KNOWN_CHIPS
 
 pytestmark = pytest.mark.compiled
 
