@@ -18,6 +18,7 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS, Case
 from kernels.cases import draft as draft_case
+from kernels.chips import KNOWN_CHIPS
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
 from support.drafting import nan_fill, problem, random_head, with_options
 from support.raising import raises
@@ -280,7 +281,6 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:
     """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
-    from eagle_slim.runtime.drafter.launch_params import KNOWN_CHIPS
 
     def workspace_bytes(draft_vocab: int) -> int:
         cfg = DrafterConfig(
