@@ -264,15 +264,6 @@ class TestNeverCounted:
         assert done.to_json()["never_counted"] == 0
         assert not any("never occur" in warning for warning in done.warnings)
 
-    @pytest.mark.parametrize("held_out", [None, [[300, 301] * 9]])
-    def test_a_coverage_of_the_text_that_ranked(self, tmp_path, target, held_out):
-        counts = token_counts([5] * TOKENS, held_out, load_tokenizer(str(target)).tokenizer_hash)
-        done = convert(
-            write_eagle3(tmp_path / "head"), coverage=0.5, vocabulary=VocabRequest(counts=(counts,)), target=target,
-            out=tmp_path / "o",
-        )  # fmt: skip
-        assert any("nothing was held out" in warning for warning in done.warnings) == (held_out is None)
-
 
 class TestDoubts:
     def convert(self, tmp_path, head, **options):
