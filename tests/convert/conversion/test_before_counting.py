@@ -255,15 +255,6 @@ class TestNeverCounted:
         check = verify_artifact(tmp_path / "o")["ranks"]
         assert (check.status, f"{missing} never counted" in check.detail) == ("warning", True)
 
-    def test_a_vocabulary_that_was_counted_is_not_doubted(self, tmp_path, target):
-        counts = token_counts([5] * TOKENS, None, load_tokenizer(str(target)).tokenizer_hash)
-        request = VocabRequest(counts=(counts,))
-        done = convert(
-            write_eagle3(tmp_path / "head"), draft_vocab=320, vocabulary=request, target=target, out=tmp_path / "o"
-        )
-        assert done.to_json()["never_counted"] == 0
-        assert not any("never occur" in warning for warning in done.warnings)
-
 
 class TestDoubts:
     def convert(self, tmp_path, head, **options):

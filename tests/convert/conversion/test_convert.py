@@ -661,9 +661,11 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
     counts = token_counts([3] * TOKENS, [[7, 8], [300]], hash_of)
     head = write_eagle3(tmp_path / "head", lm_head=False)
     for name in ("one", "two"):
-        convert(
+        done = convert(
             head, draft_vocab=300, vocabulary=VocabRequest(counts=(counts,)), target=target, out=tmp_path / name / "x"
         )
+    assert done.to_json()["never_counted"] == 0
+    assert not any("never occur" in warning for warning in done.warnings)
     first, second = tmp_path / "one" / "x", tmp_path / "two" / "x"
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in second.iterdir())
