@@ -12,13 +12,11 @@ SIZES = (64, 1000, 4000, 16000, 48000)
 COVERED = (0.4, 0.8, 0.93, 0.985, 1.0)
 
 
-def comparison(
-    folder: Path, per_row_s: float, sizes: tuple[int, ...] = (4000, 16000, 48000), rate: float = 0.6
-) -> Path:
+def comparison(folder: Path, per_row_s: float, sizes: tuple[int, ...] = (4000, 16000, 48000)) -> Path:
     """What eagle-compare would write for steps of 0.05 s and this much per row."""
     rows: list[dict[str, Any]] = []
     for size in (0, *sizes):
-        chance = rate * float(np.interp(np.log(max(size, 64)), np.log(SIZES), COVERED))
+        chance = 0.6 * float(np.interp(np.log(max(size, 64)), np.log(SIZES), COVERED))
         rows.append({
             "category": "all", "mode": "greedy", "batch": 1, "head": "h", "depth": 5 if size else 0, "top_k": 10,
             "total_tokens": 60, "draft_vocab": size, "tokens_per_s": 9.0, "draft_s_per_step": 0.01 + per_row_s * size,

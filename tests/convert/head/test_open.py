@@ -153,10 +153,6 @@ def test_rope_parameters_are_flattened(tmp_path):
     )
     assert head.config["rope_theta"] == 500000.0
     assert head.config["rope_scaling"] == scaling
-    plain = open_head(
-        write_eagle3(tmp_path / "plain", rope_theta=..., rope_parameters={"rope_theta": 7.0, "rope_type": "default"})
-    )
-    assert (plain.config["rope_theta"], plain.config["rope_scaling"]) == (7.0, None)
 
 
 @pytest.mark.parametrize(
