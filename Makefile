@@ -73,8 +73,9 @@ test-numbers: $(STAMP)
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
 
-# Against another Triton, in an environment of its own: make test-kernels TRITON=3.6.0. What the compiler makes of the
-# kernels (test_*compile.py) is judged with the newest Triton only; the interpreter of 3.6 needs NumPy before 2.4.
+# Against another Triton, in an environment of its own: make test-kernels TRITON=3.6.0. That its compiler takes all kernels
+# is seen first, as it refuses what a newer one takes; registers and spills (test_compile.py) are judged with the newest
+# only. The interpreter of 3.6 needs NumPy before 2.4.
 TRITON ?= 3.6.0
 TRITON_VENV = build/triton-$(TRITON)
 test-kernels:
@@ -82,6 +83,9 @@ test-kernels:
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
+	cd tests && for chip in 80 90 100; do \
+	    PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_step --chip $$chip >/dev/null || exit 1; done
+	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small >/dev/null
 	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
 
 # With the oldest versions that pyproject.toml declares, in an environment of its own. Matplotlib 3.9 calls pyparsing by

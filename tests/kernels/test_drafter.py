@@ -17,6 +17,8 @@ from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS, Case
 from kernels.cases import draft as draft_case
+from kernels.chips import KNOWN_CHIPS
+from kernels.compiled_drafter import LLAMA_8B
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
 from support.drafting import nan_fill, problem, random_head, with_options
 from support.raising import raises
@@ -279,8 +281,6 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
 
 def test_memory_does_not_grow_with_the_vocabulary() -> None:
     """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
-    from kernels.chips import KNOWN_CHIPS
-    from kernels.compiled_drafter import LLAMA_8B
 
     def workspace_bytes(draft_vocab: int) -> int:
         cfg = replace(LLAMA_8B, draft_vocab=draft_vocab, num_slots=8)

@@ -304,9 +304,9 @@ def draw_kernel(logits_ptr, trees, state, scratch, out_ptr, SHAPE: tl.constexpr)
     parts = tl.arange(0, SHAPE.block_parts)
     mask = parts < SHAPE.parts
     mass = tl.load(scratch.mass + at.row * SHAPE.parts + parts, mask=mask, other=0)
-    cut_before = tl.zeros([SHAPE.block_parts], tl.int32)
+    cut_before = tl.full([SHAPE.block_parts], 0, tl.int32)
     threshold = FAR
-    tied_weight = tl.zeros([], tl.int64)
+    tied_weight = tl.full([], 0, tl.int64)
     if SHAPE.has_cut:
         threshold = tl.load(scratch.threshold + at.row)
         tied_weight = distance_weight(threshold)

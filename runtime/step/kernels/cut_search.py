@@ -72,7 +72,7 @@ def goal_of_top_p(total, numbers_ptr):
 @triton.jit
 def load_interval(scratch, row, FIRST: tl.constexpr):
     """Ends of a row's interval: everything, the first time."""
-    low = tl.zeros([], tl.int32)
+    low = tl.full([], 0, tl.int32)
     high = low + (FAR - 1)
     if not FIRST:
         low = tl.load(scratch.interval + row * 4 + LOW).to(tl.int32)
@@ -120,7 +120,7 @@ def narrow_kernel(trees, state, scratch, SHAPE: tl.constexpr, FIRST: tl.constexp
     else:
         goal = tl.load(state.numbers + TOP_K).to(tl.int64)
     if FIRST:
-        nearer = tl.zeros([], tl.int64)
+        nearer = tl.full([], 0, tl.int64)
         tl.store(scratch.num_listed + row, 0)
     at = (row * SHAPE.parts + part)[:, None] * BINS + bins[None, :]
     counts = tl.load(scratch.counts + at, mask=mask[:, None], other=0)
@@ -167,9 +167,9 @@ def scan_row(
     Also the numbers of tokens in the bins from ``low`` to ``high``. Reads the list where there is one, that is where
     ``num_listed`` is not negative.
     """
-    nearer = tl.zeros([SHAPE.part], tl.int64)
-    half = tl.zeros([SHAPE.part], tl.int64)
-    counts = tl.zeros([BINS], tl.int32)
+    nearer = tl.full([SHAPE.part], 0, tl.int64)
+    half = tl.full([SHAPE.part], 0, tl.int64)
+    counts = tl.full([BINS], 0, tl.int32)
     for first in range(0, tl.where(num_listed < 0, SHAPE.vocab, num_listed), SHAPE.part):
         place = first + tl.arange(0, SHAPE.part)
         if num_listed < 0:
@@ -223,7 +223,7 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
     goal = tl.load(scratch.interval + at.row * 4 + GOAL)
     # Without a list, where too many tokens are nearly as probable, every pass reads the row.
     num_listed = tl.full([], -1, tl.int32)
-    before = tl.zeros([], tl.int64)
+    before = tl.full([], 0, tl.int64)
     if tl.load(scratch.interval + at.row * 4 + COUNT) <= SHAPE.capacity:
         num_listed = tl.load(scratch.num_listed + at.row)
         if SHAPE.weighted:
@@ -235,7 +235,7 @@ def cut_kernel(logits_ptr, trees, state, scratch, SHAPE: tl.constexpr):
     )
     if SHAPE.has_top_k and SHAPE.has_top_p:
         threshold, goal = find_cut(
-            logits_ptr, at, largest, num_listed, before, tl.zeros([], tl.int32), threshold,
+            logits_ptr, at, largest, num_listed, before, tl.full([], 0, tl.int32), threshold,
             tl.full([], -1, tl.int64), state, scratch, SHAPE, True,
         )  # fmt: skip
     tl.store(scratch.goal + at.row, goal)
