@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from eagle_slim.convert import atomic
-from eagle_slim.convert.atomic import atomic_directory, check_output, clean_leftovers, require_space
+from eagle_slim.convert.atomic import atomic_directory, check_output, clean_leftovers
 from eagle_slim.convert.errors import OutputError, OutputExistsError
 from support.raising import raises
 
@@ -249,9 +248,3 @@ def test_file_killed(tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", script, str(path)], check=False)
     assert (run.returncode, path.read_bytes()) == (-signal.SIGKILL, b"old")
-
-
-def test_space(tmp_path: Path) -> None:
-    require_space(tmp_path / "a" / "b", 1)
-    with raises(OutputError, needed=shutil.disk_usage(tmp_path).total * 2):
-        require_space(tmp_path / "a" / "b", shutil.disk_usage(tmp_path).total * 2)

@@ -29,14 +29,6 @@ def problems(facts: HeadFacts, engine: str) -> list[tuple[str, str]]:
     return [(f.severity, str(f)) for f in findings if f.severity != "note" and not f.is_about_version]
 
 
-def test_an_ordinary_slim_head_is_taken_by_all_engines_but_lmdeploy() -> None:
-    taken = [engine for engine in ENGINES if not problems(EAGLE3, engine)]
-    assert taken == ["vllm", "sglang", "tensorrt-llm", "safeailab", "speculators", "specforge"]
-    ((severity, text),) = problems(EAGLE3, "lmdeploy")
-    assert severity == "error"
-    assert "--for lmdeploy" in text
-
-
 def test_the_lmdeploy_flavour_is_taken_by_lmdeploy_and_refused_by_sglang() -> None:
     flavour = with_config(EAGLE3, architectures=["LlamaForCausalLM"])
     assert problems(flavour, "lmdeploy") == []

@@ -3,7 +3,8 @@
     python -m kernels.compiled_drafter --chip 90 [--fp8] [--small] [--options] [--tail 512]
 
 Builds the kernel to machine code with Triton's own compiler and assembler and prints one JSON line: shared memory,
-registers, spills, and the inner loops of products, in which nothing may spill. Must run without ``TRITON_INTERPRET``.
+registers, spills, and those in the inner loops of products, where there may be none. Must run without
+``TRITON_INTERPRET``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import re
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
 from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
-from eagle_slim.runtime.drafter.launch_params import Chip, LaunchParams, choose_launch
+from eagle_slim.runtime.drafter.launch_params import Chip, choose_launch
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
 from kernels.chips import KNOWN_CHIPS
 from triton.backends.compiler import GPUTarget
@@ -75,27 +76,23 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
 
-def _names(group: Any) -> tuple[str, ...]:
-    """The fields of a named tuple."""
-    names: tuple[str, ...] = group._fields
-    return names
-
-
-def compile_to_ptx(cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> CompiledKernel:
-    """Compile for ``chip`` as far as ``asm["ptx"]``."""
-    types = signature(cfg)
+def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]:
+    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
+    types, params = signature(cfg), choose_launch(cfg, chip)
     aligned = {
         (draft_kernel.arg_names.index(group), place): [["tt.divisibility", 16]]
         for group, fields in types.items()
         if isinstance(fields, tuple)
-        for place, (name, kind) in enumerate(zip(_names(fields), fields, strict=True))
+        for place, (name, kind) in enumerate(zip(fields._fields, fields, strict=True))
         if kind.startswith("*") or name.startswith("stride")
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     constants |= {} if cfg.tail_rows else {"tails": None}
     by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(draft_kernel, types, by_index, aligned)
-    return to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
+    compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
+    report, sass = assembler_report(compiled.asm["ptx"], chip)
+    return {"shared_bytes": compiled.metadata.shared, **report}, sass
 
 
 def to_ptx(source: ASTSource, chip: Chip, options: dict[str, Any]) -> CompiledKernel:
@@ -110,13 +107,6 @@ def _without_assembling(_backend: Any = None, stages: dict[str, Any] | None = No
     if stages is not None:
         stages["cubin"] = lambda ptx, metadata: b""
     return "without assembling", "without assembling"
-
-
-def compile_kernel(cfg: DrafterConfig, chip: Chip, params: LaunchParams | None = None) -> tuple[dict[str, int], str]:
-    """Compile for ``chip``: ``shared_bytes``, what `assembler_report` says, and the machine code."""
-    compiled = compile_to_ptx(cfg, chip, params or choose_launch(cfg, chip))
-    report, sass = assembler_report(compiled.asm["ptx"], chip)
-    return {"shared_bytes": compiled.metadata.shared, **report}, sass
 
 
 def assembler_report(ptx: str, chip: Chip) -> tuple[dict[str, int], str]:
@@ -149,26 +139,16 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True)
 
 
-@dataclass(frozen=True)
-class ProductLoop:
-    """One inner loop of the machine code that multiplies matrices while it copies the next tiles."""
-
-    first: int
-    """Number of its first instruction."""
-    num_products: int
-    num_copies: int
-    local_inside: int
-    """Accesses to local memory (spills) between the first and the last product."""
-    local_in_loop: int
-
-
 _PRODUCT = re.compile(r"\b[A-Z0-9]*MMA\b")  # HMMA, QMMA; HGMMA, QGMMA (wgmma); UTCHMMA, UTCQMMA (tcgen05)
 _COPY = re.compile(r"\bLDGSTS\b")
 _LOCAL = re.compile(r"\b(LDL|STL)\b")
 
 
-def product_loops(sass: str) -> list[ProductLoop]:
-    """Find the innermost loops with products and asynchronous copies in nvdisasm's listing."""
+def spills_among_products(sass: str) -> list[int]:
+    """Count accesses to local memory in nvdisasm's listing, between the first and the last product of a loop.
+
+    Of each innermost loop that multiplies matrices while it copies the next tiles.
+    """
     labels: dict[str, int] = {}
     code: list[str] = []
     for line in sass.splitlines():
@@ -183,23 +163,14 @@ def product_loops(sass: str) -> list[ProductLoop]:
             body = code[labels[jump[1]] : place + 1]
             if any(map(_PRODUCT.search, body)) and any(map(_COPY.search, body)):
                 spans.append((labels[jump[1]], place))
-    loops = []
+    spills = []
     for first, last in sorted(set(spans)):
         if any(first <= start and stop <= last and (start, stop) != (first, last) for start, stop in spans):
             continue
         body = code[first : last + 1]
         products = [place for place, instruction in enumerate(body) if _PRODUCT.search(instruction)]
-        inside = body[products[0] : products[-1] + 1]
-        loops.append(
-            ProductLoop(
-                first,
-                len(products),
-                sum(bool(_COPY.search(x)) for x in body),
-                sum(bool(_LOCAL.search(x)) for x in inside),
-                sum(bool(_LOCAL.search(x)) for x in body),
-            )
-        )
-    return loops
+        spills.append(sum(bool(_LOCAL.search(x)) for x in body[products[0] : products[-1] + 1]))
+    return spills
 
 
 def main() -> None:
@@ -221,8 +192,8 @@ def main() -> None:
     report, sass = compile_kernel(cfg, chip)
     if args.sass:
         args.sass.write_text(sass)
-    loops = [asdict(loop) for loop in product_loops(sass)]
-    print(json.dumps({"chip": chip.name, "limit_bytes": chip.shared_bytes, **report, "product_loops": loops}))
+    report |= {"limit_bytes": chip.shared_bytes}
+    print(json.dumps({"chip": chip.name, **report, "spills_among_products": spills_among_products(sass)}))
 
 
 if __name__ == "__main__":

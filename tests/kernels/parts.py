@@ -147,11 +147,6 @@ def _merge_lists_kernel(lists, owner_ptr, out_values_ptr, out_ids_ptr, out_lse_p
     tl.store(out_lse_ptr + row, lse)
 
 
-def empty_lists(num_programs: int, rows: int, max_k: int, device: torch.device | str) -> Tensor:
-    """Lists of best keys, empty: int64 [programs in whole batches, rows, max_k]."""
-    return torch.full((len_lists(num_programs), rows, max_k), LOWEST_KEY.value, dtype=torch.int64, device=device)
-
-
 def lm_head_topk(
     x: Tensor, weight: Tensor, top_k: int, num_programs: int | None = None, block_n: int = 256, block_k: int = 64
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +164,9 @@ def lm_head_topk(
     all_ids = torch.arange(vocab, dtype=torch.int32, device=x.device)
     row_ids = assign_rows(all_ids, num_programs, dealt=True).contiguous()
     lists = Lists(
-        empty_lists(num_programs, block_m, select.max_k, x.device),
+        torch.full(
+            (len_lists(num_programs), block_m, select.max_k), LOWEST_KEY.value, dtype=torch.int64, device=x.device
+        ),
         torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
         torch.empty(num_programs, block_m, dtype=torch.float32, device=x.device),
     )

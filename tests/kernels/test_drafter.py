@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.kernels.weight_stream import Tile
 from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
@@ -19,6 +18,7 @@ from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import OPTIONS, Case
 from kernels.cases import draft as draft_case
 from kernels.chips import KNOWN_CHIPS
+from kernels.compiled_drafter import LLAMA_8B
 from kernels.replaying import assert_agrees, assert_equal_trees, draft, run
 from support.drafting import nan_fill, problem, random_head, with_options
 from support.raising import raises
@@ -283,11 +283,7 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
     """No buffer of draft_vocab times nodes, at dimensions of Llama-3.1-8B; nothing is allocated on "meta"."""
 
     def workspace_bytes(draft_vocab: int) -> int:
-        cfg = DrafterConfig(
-            kind="eagle3", hidden=4096, intermediate=14336, num_heads=32, num_kv_heads=8, head_dim=128,
-            feature_width=12288, target_vocab=128256, draft_vocab=draft_vocab, depth=5, top_k=10, total_tokens=60,
-            norm_eps=1e-5, num_slots=8, max_positions=8192,
-        )  # fmt: skip
+        cfg = replace(LLAMA_8B, draft_vocab=draft_vocab, num_slots=8)
         tensors = allocate_workspace(cfg, choose_launch(cfg, KNOWN_CHIPS[90]), "meta").values()
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 

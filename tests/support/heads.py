@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.small_tokenizers import byte_level_bpe, write_folder
 
 VOCAB = 384
@@ -71,18 +71,10 @@ def write_target(
 
 def target_lm_head(folder: Path) -> torch.Tensor:
     """The LM head of `write_target`, [vocab, hidden]."""
-    from safetensors import safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            for name in ("lm_head.weight", "model.embed_tokens.weight"):
-                if name in opened.keys() and (name == "lm_head.weight" or not has_lm_head(folder)):  # noqa: SIM118
-                    return opened.get_tensor(name)
-    raise AssertionError("no LM head")
-
-
-def has_lm_head(folder: Path) -> bool:
-    return not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
 
 def eagle3_tensors(

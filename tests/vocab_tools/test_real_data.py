@@ -8,32 +8,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eagle_slim.convert.sources.builtin import embedded_chats, embedded_target_folder
+from eagle_slim.convert.sources.builtin import embedded_chats
 from eagle_slim.vocab_tools import (
-    LoadedTokenizer,
     SourceCounts,
     TokenCounts,
     forced_ids,
-    load_tokenizer,
     measure_coverage,
     rank_by_order,
     rank_vocabulary,
 )
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.count import count_tokens
+from support.tokenizers import smollm2
 
 LLAMA3_VOCAB = 128256
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> LoadedTokenizer:
-    return load_tokenizer(embedded_target_folder())
-
-
-@pytest.fixture(scope="module")
-def chats(smollm2: LoadedTokenizer) -> TokenCounts:
+def chats() -> TokenCounts:
     source = CorpusSource(location=str(embedded_chats()), name="chat")
-    return count_tokens([source], smollm2, workers=1, tokenizer_library="tokenizers", progress=False)
+    return count_tokens([source], smollm2(), workers=1, tokenizer_library="tokenizers", progress=False)
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +39,14 @@ def llama3() -> dict[str, TokenCounts]:
         }
 
 
-def test_smollm2_lacks_21_single_bytes_and_forces_the_rest(smollm2: LoadedTokenizer) -> None:
-    assert smollm2.vocab_size == 49152
-    assert len(smollm2.real_ids) == 49152
-    assert len(smollm2.byte_of_id) == 256 - 21
-    forced = forced_ids(smollm2)
-    markers = {smollm2.token_texts[i]: forced.reasons[i] for i in forced.ids.tolist() if i not in smollm2.byte_of_id}
+def test_smollm2_lacks_21_single_bytes_and_forces_the_rest() -> None:
+    tokenizer = smollm2()
+    assert tokenizer.vocab_size == 49152
+    assert len(tokenizer.real_ids) == 49152
+    assert len(tokenizer.byte_of_id) == 256 - 21
+    forced = forced_ids(tokenizer)
+    others = [token_id for token_id in forced.ids.tolist() if token_id not in tokenizer.byte_of_id]
+    markers = {tokenizer.token_texts[token_id]: forced.reasons[token_id] for token_id in others}
     assert markers == {
         "<|endoftext|>": "end of turn",
         "<|im_start|>": "bos, chat template",
@@ -60,8 +56,8 @@ def test_smollm2_lacks_21_single_bytes_and_forces_the_rest(smollm2: LoadedTokeni
     assert forced.warnings == ()
 
 
-def test_ranking_on_the_models_own_text_beats_the_first_ids(smollm2: LoadedTokenizer, chats: TokenCounts) -> None:
-    ranked = rank_vocabulary(chats, size=16384, tokenizer=smollm2)
+def test_ranking_on_the_models_own_text_beats_the_first_ids(chats: TokenCounts) -> None:
+    ranked = rank_vocabulary(chats, size=16384, tokenizer=smollm2())
     report = measure_coverage(ranked, chats, sizes=[2048, 8192, 16384])
     assert report.warnings == ()
     source = report.sources[0]
@@ -70,13 +66,13 @@ def test_ranking_on_the_models_own_text_beats_the_first_ids(smollm2: LoadedToken
     assert source.coverage[-1] == pytest.approx(0.976, abs=0.005)
     assert source.baseline[-1] == pytest.approx(0.949, abs=0.005)
     assert np.all(source.low > source.baseline)
-    end_of_turn = smollm2.vocab["<|im_end|>"]
+    end_of_turn = smollm2().vocab["<|im_end|>"]
     assert end_of_turn in ranked.target_ids[: ranked.num_forced]
     assert chats.sources[0].counts[end_of_turn] == chats.sources[0].provenance["documents"]
 
 
-def test_coverage_99_of_the_models_own_text(smollm2: LoadedTokenizer, chats: TokenCounts) -> None:
-    found = rank_vocabulary(chats, coverage=0.98, tokenizer=smollm2)
+def test_coverage_99_of_the_models_own_text(chats: TokenCounts) -> None:
+    found = rank_vocabulary(chats, coverage=0.98, tokenizer=smollm2())
     assert found.size % 64 == 0
     assert found.provenance["size_from_coverage"]["measured_on"] == "held-out"
     report = measure_coverage(found, chats, sizes=[found.size - 64, found.size], bootstrap=0)

@@ -333,24 +333,16 @@ def test_sizes_of_any_integer_type(tmp_path, sizes):
     assert [(conversion.draft_vocab, type(conversion.draft_vocab)) for conversion in done] == [(8, int)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "facts"),
-    [
-        ({"draft_vocab": 8.0}, {"option": "--draft-vocab", "found": 8.0}),
-        ({"draft_vocab": True}, {"option": "--draft-vocab", "found": True}),
-    ],
-)
-def test_words_that_mean_nothing_are_refused(tmp_path, arguments, facts):
-    head = write_eagle3(tmp_path / "head", ids=trained_ids())
-    with raises(UsageError, **facts):
-        convert(head, **({"draft_vocab": 6, "vocabulary": BY_ID} | arguments))
-
-
 def test_what_a_request_cannot_have_is_refused(tmp_path):
     head = write_eagle3(tmp_path / "head")
     ranked = by_map(tmp_path, RANKED)
     with raises(UsageError, option="--weights"):
         replace(ranked, weights={"chat": 2.0})
+    with raises(UsageError, options=["--counts", "--order"]):
+        VocabRequest(counts=("a",), order="ids")
+    for size in (8.0, True):
+        with raises(UsageError, option="--draft-vocab", found=size):
+            convert(head, draft_vocab=size, vocabulary=ranked)
     with raises(UsageError, option="--tokenizer", target=None):
         convert(head, draft_vocab=8, vocabulary=replace(ranked, force_added="all"), out=tmp_path / "out")
     with raises(UsageError, option="--tokenizer-revision"):
@@ -359,11 +351,6 @@ def test_what_a_request_cannot_have_is_refused(tmp_path):
         convert(head, draft_vocab=8, vocabulary=ranked, target_revision="main", out=tmp_path / "out")
     with raises(UsageError, option="--out", found=""):
         convert(head, draft_vocab=8, vocabulary=ranked, out="", force=True)
-
-
-def test_requests_that_mean_nothing_are_refused():
-    with raises(UsageError, options=["--counts", "--order"]):
-        VocabRequest(counts=("a",), order="ids")
 
 
 def test_full_vocabulary_in_another_order_is_a_full_vocabulary(tmp_path):
@@ -674,9 +661,11 @@ def test_two_runs_give_the_same_bytes(tmp_path, target):
     counts = token_counts([3] * TOKENS, [[7, 8], [300]], hash_of)
     head = write_eagle3(tmp_path / "head", lm_head=False)
     for name in ("one", "two"):
-        convert(
+        done = convert(
             head, draft_vocab=300, vocabulary=VocabRequest(counts=(counts,)), target=target, out=tmp_path / name / "x"
         )
+    assert done.to_json()["never_counted"] == 0
+    assert not any("never occur" in warning for warning in done.warnings)
     first, second = tmp_path / "one" / "x", tmp_path / "two" / "x"
     names = sorted(path.name for path in first.iterdir())
     assert names == sorted(path.name for path in second.iterdir())

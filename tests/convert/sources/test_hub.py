@@ -263,12 +263,6 @@ def test_missing_and_private(hub: HubServer, tmp_path: Path) -> None:
         assert open_head_source("org/private").repo_id == "org/private"
 
 
-def test_no_weights(hub: HubServer, home: Path) -> None:
-    hub.add_model("org/empty", {"config.json": "{}", "README.md": "soon"})
-    with raises(CheckpointError, found=["README.md", "config.json"]):
-        open_head_source("org/empty")
-
-
 def test_bad_token(hub: HubServer, tmp_path: Path) -> None:
     with (
         connected(hub, tmp_path, token="hf_expired"),

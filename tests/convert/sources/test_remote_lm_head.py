@@ -15,7 +15,7 @@ import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError
 from eagle_slim.convert.hub import range_reads as remote
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from support.hub_server import Fault, HubServer, connected
 from support.lm_heads import open_lm_head, values
 from support.raising import raises
@@ -66,6 +66,9 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
     assert torch.equal(values(head), LM_HEAD)
     assert torch.equal(head.checkpoint.rows(head.name, [7, 3999, 0]), LM_HEAD[[7, 3999, 0]])
     assert (head.name, head.file) == ("lm_head.weight", SHARD)
+    (record,) = head.checkpoint.files
+    assert home / "assets" in record.path.parents
+    assert torch.equal(load_file(record.path)["lm_head.weight"], LM_HEAD), "a file that others read"
     assert LM_HEAD.nbytes <= hub.bytes_sent() <= 1.05 * LM_HEAD.nbytes
     hub.reset_counts()
     assert torch.equal(values(open_lm_head("org/target")), LM_HEAD)
@@ -73,15 +76,6 @@ def test_only_the_tensor_travels_and_only_once(hub: HubServer, home: Path) -> No
     hub.reset_counts()
     assert torch.equal(values(open_lm_head("org/target", offline=True)), LM_HEAD)
     assert hub.requests == []
-
-
-def test_the_fetched_file_is_safetensors_for_everyone(hub: HubServer, home: Path) -> None:
-    from safetensors.torch import load_file
-
-    head = open_lm_head("org/target")
-    (record,) = head.checkpoint.files
-    assert torch.equal(load_file(record.path)["lm_head.weight"], LM_HEAD)
-    assert home / "assets" in record.path.parents
 
 
 def test_a_new_commit_with_the_same_weights_fetches_nothing(hub: HubServer, home: Path) -> None:

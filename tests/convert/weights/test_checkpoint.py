@@ -107,35 +107,6 @@ def test_every_dtype_is_read_bit_for_bit(tmp_path: Path, dtype: torch.dtype, suf
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_gathered_rows_equal_indexing(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    rows = data.draw(st.sampled_from([1, 3, 63, 65, 1000]))
-    shape = (rows, *data.draw(st.sampled_from([(), (1,), (3,), (64,), (2, 5), (0,)])))
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.int64, torch.int8]))
-    tensor = random_bits(shape, dtype)
-    ids = data.draw(st.lists(st.integers(0, rows - 1), max_size=200))
-    if data.draw(st.booleans()):
-        ids = sorted(set(ids))
-    block_bytes = data.draw(st.sampled_from([16, 100, 4 << 20]))
-    path = tmp_path_factory.mktemp("rows") / "model.safetensors"
-    save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, path)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_file, "_SHARE_BYTES", block_bytes)
-        patch.setattr(stream, "PIECE_BYTES", 10 * block_bytes)
-        checkpoint = open_checkpoint(path)
-        found = checkpoint.rows("t", np.array(ids, dtype=np.int64))
-        whole = checkpoint.tensor("t")
-    expected = tensor[torch.tensor(ids, dtype=torch.int64)]
-    assert same_bits(found, expected)
-    assert same_bits(whole, tensor)
-    # What is recorded is the hash of exactly the bytes returned.
-    gathered, everything = checkpoint.files[0].reads
-    assert (gathered.tensor, gathered.rows, gathered.size_bytes) == ("t", len(ids), expected.nbytes)
-    assert gathered.sha256 == hashlib.sha256(raw(expected)).hexdigest()
-    assert (everything.rows, everything.sha256) == (None, hashlib.sha256(raw(tensor)).hexdigest())
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
 def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     rows = data.draw(st.sampled_from([0, 1, 3, 64, 333]))
     shape = data.draw(st.sampled_from([(), (rows,), (rows, 3), (rows, 2, 5), (rows, 0)]))
@@ -153,7 +124,9 @@ def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.Tem
         save_file({"before": torch.zeros(3, dtype=torch.int8), "t": tensor}, folder / "model.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_file, "_SHARE_BYTES", data.draw(st.sampled_from([1, 50, 1 << 20])))
+        patch.setattr(stream, "PIECE_BYTES", piece_bytes)
         checkpoint = open_checkpoint(folder)
+        at_once = checkpoint.tensor("t") if ids is None else checkpoint.rows("t", np.array(ids, dtype=np.int64))
         found, held = b"", []
         for piece in checkpoint.pieces("t", ids, piece_bytes):
             assert piece.dtype == np.uint8
@@ -163,10 +136,13 @@ def test_pieces_are_the_tensor(data: st.DataObject, tmp_path_factory: pytest.Tem
             found += held[-2].tobytes() if len(held) > 1 else b""
         found += held[-1].tobytes() if held else b""
     expected = tensor if ids is None else tensor[torch.tensor(ids, dtype=torch.int64)]
+    assert same_bits(at_once, expected)
     assert found == raw(expected)
-    (record,) = checkpoint.files[0].reads
-    assert (record.rows, record.size_bytes) == (None if ids is None else len(ids), expected.nbytes)
-    assert record.sha256 == hashlib.sha256(raw(expected)).hexdigest()
+    # What is recorded, of either way, is the hash of exactly these bytes.
+    for record in checkpoint.files[0].reads:
+        assert (record.tensor, record.rows) == ("t", None if ids is None else len(ids))
+        assert (record.size_bytes, record.sha256) == (expected.nbytes, hashlib.sha256(raw(expected)).hexdigest())
+    assert checkpoint.files[0].reads
 
 
 def test_pieces_of_a_damaged_tensor(tmp_path: Path) -> None:

@@ -370,21 +370,6 @@ def _stop_after(blocks: int) -> Any:
     return progress
 
 
-def test_interrupting_saves_the_state_and_says_how_to_go_on(tmp_path: Path, small_blocks: None) -> None:
-    texts = some_texts(200)
-    source = CorpusSource(str(write_jsonl(tmp_path / "a.jsonl", texts)))
-    check = tmp_path / "check"
-    with raises(CountingInterruptedError, path=check) as caught:
-        count_tokens([source], llama3_like(), workers=0, resume_file=check, progress=_stop_after(3))
-    assert caught.value.exit_code == 1
-    assert "The same command goes on from there" in str(caught.value)
-    told: list[str] = []
-    counts = count_tokens([source], llama3_like(), workers=0, resume_file=check, notify=told.append)
-    assert any(message.startswith(f"going on from {check}") for message in told)
-    assert everything(counts) == naive(texts)
-    assert not check.exists()
-
-
 def test_a_saved_state_is_never_taken_by_another_count(tmp_path: Path, small_blocks: None) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
     check = tmp_path / "check"

@@ -32,23 +32,6 @@ def test_ranges_of_the_docstring() -> None:
     assert ranges(np.zeros(0, np.int64), np.zeros(0, np.int64)).tolist() == []
 
 
-def test_smallest_keys_stay_within_the_caps() -> None:
-    rule = HeldOutRule(0.5, max_documents=10, max_tokens=4)
-    kept, given_up = merge_candidates(_candidates((5, [1, 1]), (1, [2])), _candidates((3, [3]), (9, [4])), rule)
-    assert kept.keys.tolist() == [1, 3, 5]
-    assert kept.token_ids.tolist() == [2, 3, 1, 1]
-    assert (given_up.tolist(), kept.bound) == ([4], 9)
-
-
-def test_what_was_given_up_never_returns() -> None:
-    rule = HeldOutRule(0.5, max_documents=10, max_tokens=5)
-    # Key 1 alone is too long; key 2 would fit, but not behind it.
-    a, given_up = merge_candidates(Candidates.empty(), _candidates((1, [0] * 6)), rule)
-    assert (len(a.keys), a.bound, len(given_up)) == (0, 1, 6)
-    merged, given_up = merge_candidates(a, _candidates((2, [3])), rule)
-    assert (len(merged.keys), given_up.tolist()) == (0, [3])
-
-
 def test_keys_depend_on_seed_source_purpose_and_index() -> None:
     index = np.arange(1000)
     base = document_keys(key_of_source(0, "a", "held out"), index)

@@ -38,15 +38,6 @@ def test_round_trip_in_any_row_order(given_map: tuple[list[int], int], dtype: ty
 
 
 @given(maps())
-def test_ascending_offsets_never_fall_and_invert_the_mask(given_map: tuple[list[int], int]) -> None:
-    ids = sorted(given_map[0])
-    d2t = d2t_from_ids(ids)
-    assert d2t.min() >= 0
-    assert np.all(np.diff(d2t) >= 0)
-    assert np.array_equal(np.flatnonzero(t2d_from_ids(ids, given_map[1])), d2t + np.arange(len(ids)))
-
-
-@given(maps())
 def test_absolute_form_is_never_taken_for_offsets(given_map: tuple[list[int], int]) -> None:
     ids, target_vocab = given_map
     mask = t2d_from_ids(ids, target_vocab)
