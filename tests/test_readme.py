@@ -35,16 +35,16 @@ def test_readme(tmp_path: Path) -> None:
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         printed.append(done)
-    vocab, generate, python = printed
-    assert "0 failed" in vocab.stdout
-    assert "bytes per draft step" in vocab.stdout
-    assert "all 40 tokens equal plain greedy decoding" in generate.stderr
-    assert "recommended draft vocabulary on this device" in generate.stdout
+    shell, python = printed
+    page = (ROOT / "README.md").read_text("utf-8")
+    told = re.search(r"^```\n(  rows of the LM head.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert told is not None
+    for line in told[1].splitlines():
+        assert line in shell.stdout + shell.stderr
+    assert "recommended draft vocabulary on this device" in shell.stdout
+    # Sampled in bfloat16: the page's figures are those of one processor.
     assert float(python.stdout.splitlines()[-1].split()[0]) > 1.3
-    assert {path.name for path in (tmp_path / "compare").iterdir()} == {
-        "answers.jsonl", *(f"compare.{x}" for x in ("html", "json"))
-    }  # fmt: skip
-    assert (tmp_path / "coverage.png").stat().st_size > 10_000
+    assert {path.name for path in (tmp_path / "compare").iterdir()} == {"answers.jsonl", "compare.html", "compare.json"}
     ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text("utf-8").splitlines()}
     assert {path.name for path in tmp_path.iterdir()} - ignored == {"convert", "examples"}
 
