@@ -21,14 +21,14 @@ from eagle_slim.runtime.drafter.launch_params import Chip
 from eagle_slim.runtime.safeailab.kernels import tree_bias
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
-from eagle_slim.runtime.step.kernels.choose_tokens import ChoiceRules, mark_seen
+from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
 from eagle_slim.runtime.target.kernels import fused_layers, tree_attention, tree_rows
 from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
-from kernels.choosing import ALL_RULES, random_case
+from kernels.choosing import ALL_RULES, RULES, random_case
 from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
@@ -126,7 +126,7 @@ def run_all(compiler: Compiler) -> None:
     acceptance.commit_features(state, wide, NODES, state.active_count, torch.zeros(SLOTS, 16, 3 * HIDDEN, **bf16))
     acceptance.list_active(state)
     case = random_case(VOCAB, parents=[-1] + [0] * (NODES - 1), dtype=torch.bfloat16)
-    for rules in (ChoiceRules(), ALL_RULES):
+    for rules in (*RULES.values(), ALL_RULES):
         case.choose(rules, part=2048)
     mark_seen(state.new_tokens, state.active_slots, state.active_count, torch.zeros(SLOTS, VOCAB // 32).int())
     gather_tails(compiler)
