@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..requests.stats import AcceptedLengths
 from .answers import Answer
 from .candidates import PLAIN, Candidate, CoverageCurve
 from .plan import Plan
@@ -19,7 +20,7 @@ ALL = "all"
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(AcceptedLengths):
     """One line of the table: a candidate, a mode, a batch size, and a category (or "all")."""
 
     candidate: Candidate
@@ -46,21 +47,6 @@ class Row:
     def label(self) -> str:
         """Name of the candidate."""
         return self.candidate.label
-
-    @property
-    def num_passes(self) -> int:
-        """Target passes, summed over sequences."""
-        return sum(self.accepted_lengths.values())
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Tokens that the passes gave."""
-        return sum(length * count for length, count in self.accepted_lengths.items())
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens per target pass."""
-        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
 
     @property
     def missed_rate(self) -> float:

@@ -62,8 +62,29 @@ class StepTimes(NamedTuple):
     host_s: float
 
 
+class AcceptedLengths:
+    """What follows from how many passes gave how many tokens."""
+
+    accepted_lengths: Mapping[int, int]
+
+    @property
+    def num_passes(self) -> int:
+        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
+        return sum(self.accepted_lengths.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Tokens that the passes gave, before cutting at stops."""
+        return sum(length * count for length, count in self.accepted_lengths.items())
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens per target pass; 0.0 without a pass, 1.0 when nothing drafted was ever accepted."""
+        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
+
+
 @dataclass(frozen=True)
-class GenerationStats:
+class GenerationStats(AcceptedLengths):
     """Statistics of one request or of many.
 
     The accepted length of a pass is the number of tokens that one target forward over a tree gives: the accepted
@@ -106,21 +127,6 @@ class GenerationStats:
     """What ran: loop, target and drafter, each with the reason."""
     steps: tuple[StepTimes, ...] = ()
     """Times of each step; a step is one pass of every sequence that runs in it."""
-
-    @property
-    def num_passes(self) -> int:
-        """Target passes, summed over sequences (a batched forward is one pass for each running sequence)."""
-        return sum(self.accepted_lengths.values())
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Tokens that the passes gave, before cutting at stops."""
-        return sum(length * count for length, count in self.accepted_lengths.items())
-
-    @property
-    def mean_accepted_length(self) -> float:
-        """Tokens per target pass; 0.0 without a pass, 1.0 when nothing drafted was ever accepted."""
-        return self.num_accepted_tokens / self.num_passes if self.num_passes else 0.0
 
     @property
     def num_missed(self) -> int:
