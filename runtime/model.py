@@ -542,10 +542,12 @@ def _rank_rows(
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:
-    if stats.num_passes < _WARN_AFTER_PASSES or stats.mean_accepted_length >= _WARN_BELOW:
+    # Short answers cut off much of what is accepted, which says nothing about the head.
+    accepted = stats.num_accepted_tokens + stats.num_cut_tokens
+    if stats.num_passes < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * stats.num_passes:
         return
     warnings.warn(
-        f"Hardly any token of {stats.num_passes} drafts was accepted ({stats.mean_accepted_length:.2f} tokens per "
+        f"Hardly any token of {stats.num_passes} drafts was accepted ({accepted / stats.num_passes:.2f} tokens per "
         "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
         "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
         f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "
