@@ -319,7 +319,7 @@ def test_compare_writes_all_and_refuses_to_overwrite(compare: Run, tmp_path: Pat
     assert [row["size"] for row in rows[:3]] == ["plain", "all 340 of 360", "300"]
     assert len({(row["category"], row["mode"]) for row in rows}) == 3 * 2
     assert out.splitlines()[0].startswith("size")
-    assert "recommended draft vocabulary" in out
+    assert "plain decoding" in out
     assert "answers: 100%" in err
     code, _, err = compare(*args, prompts=prompts)
     assert code == 2

@@ -21,7 +21,9 @@ from support.programs import headless_browser
 from support.raising import raises
 
 
-def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) -> Comparison:
+def made_up(
+    speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10, unmeasured: tuple[str, ...] = ()
+) -> Comparison:
     """A result over 20 prompts in two categories: label to (draft vocabulary, accepted length, seconds per step)."""
     answers = []
     for label, (_, length, seconds) in {PLAIN: (0, 1.0, plain_s), **speeds}.items():
@@ -46,6 +48,7 @@ def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) 
         "drafter": "reference", "draft_weights": "fp32", "trees": ["depth 3, top_k 4, 25 nodes"], "num_prompts": 20,
         "num_turns": 20, "max_new_tokens": 24, "repeats": 1, "versions": {}, "candidates": list(speeds),
     }  # fmt: skip
+    answers = [answer for answer in answers if answer.key.candidate not in unmeasured]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plan, "describe", lambda _: setup)
         report = build_report(plan, answers, [CoverageCurve("these answers", (1000, 4000, 9000), (0.8, 0.95, 1.0))])
@@ -74,6 +77,20 @@ def test_a_plain_pass_longer_than_a_verify_is_told() -> None:
     assert made_up(SPEEDS, plain_s=0.03).report.remarks == ()
 
 
+def test_sizes_that_an_interrupted_comparison_did_not_reach_have_dashes() -> None:
+    result = made_up(SPEEDS, unmeasured=("4,000", "1,000"))
+    (advice,) = result.recommendations
+    assert (advice.candidate, advice.beats_plain) == ("full (9,000)", True)
+    assert advice.reasons[-1] == "Not measured: 4,000; 1,000."
+    rows = [re.split("  +", line) for line in result.to_text().split("\n\n")[0].splitlines()]
+    assert rows[2][4:] == ["2.900", "33.3%", "19.3", "1.93", "150.0", "100.0", "40.0", "10.0", "200", "20/20"]
+    assert rows[3][4:] == rows[4][4:] == ["-"] * 10
+    missing = result.to_json()["rows"][2]
+    assert {missing[name] for name in ("mean_accepted_length", "missed_rate", "tokens_per_s", "step_s")} == {None}
+    (advice,) = made_up(SPEEDS, unmeasured=tuple(SPEEDS)).recommendations
+    assert (advice.headline, advice.as_fast) == ("greedy: draft vocabulary not decided, no step was measured", ())
+
+
 def test_text_and_json_hold_the_same_figures() -> None:
     (advice,) = RESULT.recommendations
     table, *told = RESULT.to_text().split("\n\n")
@@ -83,7 +100,7 @@ def test_text_and_json_hold_the_same_figures() -> None:
         "host", "passes", "exact",
     ]  # fmt: skip
     expected = [
-        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3 ±0%", "1.93 ±0%", "150.0", "100.0", "40.0",
+        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3", "1.93", "150.0", "100.0", "40.0",
         "10.0", "200", "20/20",
     ]  # fmt: skip
     assert re.split("  +", lines[2]) == expected

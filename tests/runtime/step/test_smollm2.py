@@ -1,8 +1,8 @@
 """The real head with its real target: as many target passes as an independent implementation needs, and exact output.
 
 That implementation measured, over the first 12 prompts of examples/prompts.jsonl, greedy, 40 new tokens each, fp32: 160
-passes (full vocabulary, depth 5, top_k 10, 60 nodes), 166 (4096 most frequent ids), 254 (full, chain of depth 4), each for
-the 468 tokens after the first ones. Here the first prompts of the same runs; `eagle-compare` repeats the whole table.
+passes (full vocabulary, depth 5, top_k 10, 60 nodes), 166 (4096 most frequent ids), 254 (full, chain of depth 4), for
+468 tokens after the first ones. Here the first prompts of the same runs; `eagle-compare` repeats the whole table.
 """
 
 from __future__ import annotations
