@@ -92,18 +92,19 @@ def _headline(chosen: Row, close: Sequence[Row], beats: bool | None, more: int) 
     begin = f"drafting beats plain decoding here: it runs{speed}"
     if beats is None:
         few = "" if chosen.speedup and chosen.speedup.says_something else ", too few to tell"
-        number = f"{chosen.num_prompts} prompt{_plural(chosen.num_prompts)}{few}"
-        begin = f"whether drafting beats plain decoding here is not decided by {number}: it ran{speed}"
+        number = _prompts(chosen.num_prompts, chosen.batch)
+        begin = f"whether drafting beats plain decoding here is not decided by {number}{few}: it ran{speed}"
     if not more:
         return f"{begin}; best draft vocabulary: {chosen.label}"
     return (
-        f"{begin}; draft vocabulary not decided, about {more} more prompt{_plural(more)} needed; of those that may be "
-        f"fastest, {chosen.label} {_merit(chosen, close)}"
+        f"{begin}; draft vocabulary not decided, about {_prompts(more, chosen.batch, 'more ')} needed; of those that "
+        f"may be fastest, {chosen.label} {_merit(chosen, close)}"
     )
 
 
-def _plural(number: int) -> str:
-    return "" if number == 1 else "s"
+def _prompts(number: int, batch: int, more: str = "") -> str:
+    plural = "" if number == 1 else "s"
+    return f"{number} {more}" + (f"prompt{plural}" if batch == 1 else f"group{plural} of {batch} prompts")
 
 
 def _merit(chosen: Row, close: Sequence[Row]) -> str:
