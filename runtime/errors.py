@@ -11,6 +11,7 @@ EagleSlimError
 """
 
 from collections.abc import Collection
+from difflib import get_close_matches
 
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
@@ -23,11 +24,13 @@ __all__ = [
     "PairingError",
     "PromptError",
     "PromptFileError",
+    "SamplingWarning",
     "TargetError",
     "TargetWarning",
     "UnsupportedModelError",
     "UsageError",
     "check_choice",
+    "did_you_mean",
     "misfit",
 ]
 
@@ -60,6 +63,10 @@ class PromptFileError(EagleSlimError):
     """A file of prompts cannot be read."""
 
 
+class SamplingWarning(UserWarning):
+    """An option that only sampling reads was given to greedy decoding, which ignores it."""
+
+
 class TargetWarning(UserWarning):
     """Another copy of the target stands in for the one that was named."""
 
@@ -70,6 +77,11 @@ class HeadWarning(UserWarning):
 
 class AcceptanceWarning(UserWarning):
     """Hardly any drafted token was accepted: output stays exact, but something about the head is probably wrong."""
+
+
+def did_you_mean(name: str, choices: Collection[str]) -> str:
+    """Return a sentence that names the choice nearest to a mistyped name, with a space before it; "" without one."""
+    return "".join(f" Did you mean {near}?" for near in get_close_matches(name, choices, n=1))
 
 
 def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:

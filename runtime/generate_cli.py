@@ -113,7 +113,10 @@ def _generate(options: dict[str, Any]) -> None:
     log_file = options.pop("miss_log")
     if log_file is not None:
         check_log(log_file)
-    sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"] or 0)
+    draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
+    if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
+        # What greedy decoding ignores was said just now.
+        options |= dict.fromkeys(draws)
     (model,) = load_heads(
         options, draft_vocab=options.pop("draft_vocab"), follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
     )

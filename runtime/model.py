@@ -10,6 +10,7 @@ decoding with that seed gives. Both are exact in fp32; below it a near-tie can r
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError
+from .errors import AcceptanceWarning, UsageError, did_you_mean
 from .loading import (
     MapForm,
     OpenedHead,
@@ -96,6 +97,9 @@ class Loading(TypedDict, total=False):
 
 class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
+
+    input_modalities = output_modalities = ("text",)
+    """What a pipeline of transformers prints."""
 
     def __init__(
         self,
@@ -182,7 +186,9 @@ class SpeculativeModel:
         """
         unknown = sorted(set(loading) - set(Loading.__annotations__))
         if unknown:
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.", option=unknown[0])
+            known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
+            near = did_you_mean(unknown[0], known)
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}", option=unknown[0])
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -314,6 +320,25 @@ class SpeculativeModel:
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        head = "loaded weights" if self.opened is None else self.opened.head.location
+        vocab = f"{self.draft_vocab:,} of {self.target.vocab_size:,} ids"
+        target = f"{type(self.target.model).__name__} in {str(self.dtype)[6:]} on {self.device}"
+        return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
+
+    def can_generate(self) -> bool:
+        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        # Else a pipeline logs that it does not know this class; the key is of no configuration.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
+        return True
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """Where the target is, so that a pipeline leaves it there."""
+        return {"": self.device}
 
     @property
     def draft_weights(self) -> str:
