@@ -66,7 +66,13 @@ class OpenedHead:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
         if isinstance(draft_vocab, np.integer):
             draft_vocab = int(draft_vocab)
-        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab:
+        most = self.head.draft_vocab
+        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != most:
+            if not 0 < draft_vocab < most:
+                raise UsageError(
+                    f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).",
+                    option="draft_vocab", expected=(1, most), found=draft_vocab,
+                )  # fmt: skip
             tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
             draft_vocab = rank_vocabulary(
                 load_embedded_counts(), draft_vocab, tokenizer=tokenizer, target_vocab=self.head.target_vocab

@@ -208,6 +208,8 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         check_computable(opened.head, drafter)
+        draft_ids = opened.choose(draft_vocab)
+        check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -217,8 +219,6 @@ class SpeculativeModel:
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
         loaded_tokenizer, tokenizer_source = None, None
-        draft_ids = opened.choose(draft_vocab)
-        check_tree_fits(len(draft_ids), tree)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)

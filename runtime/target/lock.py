@@ -1,8 +1,9 @@
 """One generation at a time per target: hooks, attention and the drafter's cache serve one call of `generate`.
 
 Models over the same target (`SpeculativeModel.with_draft_vocab`, or two heads) share its lock. While a forward of ours
-through transformers' layers runs, the model's attention is switched and its layers are listened to; so a forward that is
-not ours, as of the model's own ``generate`` in another thread, waits for its end, and ours for that of others (`guard`).
+through transformers' layers runs, the model's attention is switched and its layers are listened to; so a forward that
+is not ours, as of the model's own ``generate`` in another thread, waits for its end, and ours for that of others
+(`guard`).
 """
 
 from __future__ import annotations
