@@ -25,6 +25,7 @@ __all__ = [
     "PromptError",
     "PromptFileError",
     "SamplingWarning",
+    "SpeedWarning",
     "TargetError",
     "TargetWarning",
     "UnsupportedModelError",
@@ -65,6 +66,10 @@ class PromptFileError(EagleSlimError):
 
 class SamplingWarning(UserWarning):
     """An option that only sampling reads was given to greedy decoding, which ignores it."""
+
+
+class SpeedWarning(UserWarning):
+    """Something runs slower on this machine than it would on another, or with more memory."""
 
 
 class TargetWarning(UserWarning):

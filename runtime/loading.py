@@ -26,6 +26,7 @@ from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
 from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
 from .errors import TargetError, UsageError
+from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
 
 if TYPE_CHECKING:
@@ -228,10 +229,15 @@ def _naming(target: str | Path) -> Iterator[None]:
 def load_target(
     target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
 ) -> nn.Module:
-    """Load a causal LM with transformers, in evaluation mode on a device. Raises `TargetError`."""
+    """Load a causal LM with transformers, in evaluation mode on a device. Raises `TargetError`.
+
+    ``dtype`` "auto": that of the files; on a CPU see `dtype_on_cpu`.
+    """
     from transformers import AutoModelForCausalLM
 
     with _naming(target):
+        if dtype in (None, "auto") and device.type == "cpu":
+            dtype = dtype_on_cpu(load_target_config(target, revision, offline))
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
     moved: nn.Module = model.to(device).eval()
     return moved

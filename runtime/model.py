@@ -165,7 +165,8 @@ class SpeculativeModel:
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
                 by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
                 decoding where drafting does not pay. A number is kept.
-            dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
+            dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
+                instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
