@@ -148,24 +148,8 @@ class TokenCounts:
         return sum(source.num_tokens for source in self.sources)
 
     def source_weights(self, weights: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return the weight of every source by its name, in order.
-
-        Args:
-            weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
-
-        Raises:
-            UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
-        """
-        chosen = {source.name: float(source.weight) for source in self.sources}
-        for name, weight in (weights or {}).items():
-            if name not in chosen:
-                raise _unknown_source(name, chosen)
-            if weight != 0:
-                _check_weight(name, weight, UsageError)
-            chosen[name] = float(weight)
-        if not any(chosen.values()):
-            raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
-        return chosen
+        """Return the weight of every source by its name, in order; see `mixed_weights`."""
+        return mixed_weights({source.name: source.weight for source in self.sources}, weights)
 
     def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
         """Mix the sources into one count per id.
@@ -175,7 +159,7 @@ class TokenCounts:
         over sources with any token. A single source gives its counts exactly.
 
         Args:
-            weights: see `source_weights`, which also says what is refused.
+            weights: see `mixed_weights`, which also says what is refused.
 
         Returns:
             float64 [vocab].
@@ -263,6 +247,28 @@ def is_counts_file(path: str | Path) -> bool:
             return _KEY in (file.metadata() or {})
     except (SafetensorError, OSError):
         return False
+
+
+def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the weight of every source by its name, in order.
+
+    Args:
+        stored: the sources' own weights by name.
+        weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
+
+    Raises:
+        UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+    """
+    chosen = {name: float(weight) for name, weight in stored.items()}
+    for name, weight in (weights or {}).items():
+        if name not in chosen:
+            raise _unknown_source(name, chosen)
+        if weight != 0:
+            _check_weight(name, weight, UsageError)
+        chosen[name] = float(weight)
+    if not any(chosen.values()):
+        raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
+    return chosen
 
 
 def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:

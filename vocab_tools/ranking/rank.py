@@ -210,6 +210,7 @@ def _follow(
     if size is None:
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
+        pool.check_size(size)
         raise UsageError(
             f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked.",
             size=size,

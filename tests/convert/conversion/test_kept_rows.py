@@ -93,8 +93,9 @@ def test_a_plan_says_what_they_add(made, tmp_path):
     plan, other = prepare_conversion(made / "head", ConvertOptions([5, 8], keep_rows=10, **common)).plans
     assert (plan.num_kept, plan.kept_bytes) == (5, 5 * (2 * HIDDEN + 8))
     assert (other.num_kept, other.kept_bytes) == (2, 2 * (2 * HIDDEN + 8))
-    (unknown,) = prepare_conversion(made / "head", ConvertOptions(5, keep_rows="full", **common)).plans
-    assert unknown.num_kept is unknown.kept_bytes is None
+    (whole,) = prepare_conversion(made / "head", ConvertOptions(5, keep_rows="full", **common)).plans
+    ranked = convert(made / "head", draft_vocab=5, keep_rows="full", **common)
+    assert (whole.num_kept, whole.kept_bytes) == (ranked.num_kept, ranked.num_kept * (2 * HIDDEN + 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
