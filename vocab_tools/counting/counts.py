@@ -6,12 +6,14 @@ File format (`save`, `load`): one safetensors file with, for source number s in 
     held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, concatenated
     held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
 
-and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, and per source name, weight
-and provenance. The same counts give the same bytes: nothing in the file is a time or a path.
+and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, per source name, weight and
+provenance, and a checksum of all this and the tensors, which files of version 1 lack. The same counts give the same
+bytes: nothing in the file is a time or a path.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +31,7 @@ from ..files import regular_file, write_file
 JSON = Any
 
 _KEY = "eagle_slim.token_counts"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +203,7 @@ class TokenCounts:
                 for source in self.sources
             ],
         }
+        header["checksum"] = checksum(header, tensors)
         # One metadata entry only: safetensors writes several in no fixed order.
         return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
 
@@ -234,8 +237,19 @@ class TokenCounts:
         with errors_of(path):
             try:
                 return _from_parts(json.loads(metadata[_KEY]), tensors)
-            except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            # A JSONDecodeError is a ValueError.
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
+
+
+def checksum(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 of a header, its own entry "checksum" left out, and of names, dtypes, shapes and bytes of tensors."""
+    plain = {key: value for key, value in header.items() if key != "checksum"}
+    # As it comes back from the file, so that 1 and "1" as keys are alike.
+    digest = hashlib.sha256(json.dumps(json.loads(json.dumps(plain)), sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {_kind(tensors[name])}".encode() + tensors[name].tobytes())
+    return digest.hexdigest()
 
 
 def is_counts_file(path: str | Path) -> bool:
@@ -362,11 +376,12 @@ def _concatenate(parts: Sequence[HeldOut]) -> HeldOut:
 
 
 def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
-    if header["version"] != _VERSION:
+    if header["version"] not in (1, _VERSION):
         raise VocabularyError(
             f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it.",
             version=header["version"],
         )
+    found = None if header["version"] == 1 else checksum(header, tensors)
     sources = []
     for position, entry in enumerate(header["sources"]):
         ids = tensors.pop(f"held_out.{position}.token_ids", None)
@@ -381,6 +396,11 @@ def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) ->
     if tensors:
         raise VocabularyError(
             f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.", tensors=sorted(tensors)
+        )
+    if found is not None and found != header["checksum"]:
+        raise VocabularyError(
+            "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again.",
+            field="checksum",
         )
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
 
