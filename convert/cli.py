@@ -21,9 +21,8 @@ from eagle_slim.vocab_tools.base_cli import (
     warn,
     whole_numbers,
 )
-from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options
+from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options, counts_to_write
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -57,7 +56,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     parts = [part.strip() for part in value.split(",")]
     if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
         raise click.BadParameter(
-            f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}", ctx, param
+            f"expected sizes such as 32000 or 8192,16384,32000, `full`, or `auto` alone, found {value!r}", ctx, param
         )
     return tuple("full" if part == "full" else int(part) for part in parts)
 
@@ -88,7 +87,11 @@ Examples:
     metavar="N",
     help="Rows to keep, several sizes at once, `full` to normalise only, or `auto`: the fastest by --cost.",
 )
-@click.option("--cost", metavar="FILE", help="For --draft-vocab auto: compare.json of eagle-compare on your device.")
+@click.option(
+    "--cost",
+    metavar="FILE",
+    help="For --draft-vocab auto: what eagle-compare --out wrote on your device.",
+)
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
 )
@@ -166,7 +169,7 @@ def convert(head: str | None, **options: Any) -> None:
         raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
     if options["draft_vocab"] == ("auto",) and sources and not options["held_out"]:
         raise UsageError("--draft-vocab auto measures a coverage on text that is held out: leave out --held-out 0.")
-    save_counts = None if options["save_counts"] is None else refuse_existing(options["save_counts"], options["force"])
+    save_counts = None if options["save_counts"] is None else counts_to_write(options["save_counts"], options["force"])
     request = VocabRequest(
         counts=options["counts"],
         token_map=options["token_map"],

@@ -76,6 +76,8 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
             "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
             option="--for",
         )
+    if head.kind == "eagle3" and options.flavour == "sglang":
+        say("--for sglang changes nothing of an EAGLE-3 head: SGLang reads it as every artifact is written")
     rows_before = head.draft_vocab
     if _needs_kept_rows(head, options):
         head = with_kept_rows(head, options.offline)
