@@ -81,6 +81,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     rows_before = head.draft_vocab
     if _needs_kept_rows(head, options):
         head = with_kept_rows(head, options.offline)
+    _refuse_to_grow(head, options)
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
@@ -116,6 +117,29 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
     return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before)
+
+
+def _refuse_to_grow(head: DraftHead, options: ConvertOptions) -> None:
+    """Refuse more rows than an artifact holds, kept ones included; UsageError."""
+    manifest = head.manifest
+    if (
+        manifest is None
+        or head.trained_ids is None
+        or head.draft_vocab == (manifest.vocabulary or {}).get("trained_ids")
+    ):
+        return
+    sizes = [head.target_vocab if size == "full" else size for size in options.sizes]
+    wanted = [size for size in (*sizes, options.keep_rows) if isinstance(size, int)]
+    if wanted and max(wanted) > head.draft_vocab:
+        original = manifest.head.get("repo_id") or manifest.head.get("name")
+        raise UsageError(
+            f"{head.location}: an artifact with {head.draft_vocab} rows, of which no larger one can be made: "
+            f"{max(wanted)} were asked for.\nConvert {original}, which it was made from; an artifact made with "
+            "--keep-rows can grow by the rows that it keeps.",
+            path=head.location,
+            size=max(wanted),
+            rows=head.draft_vocab,
+        )
 
 
 def _needs_kept_rows(head: DraftHead, options: ConvertOptions) -> bool:
