@@ -383,6 +383,29 @@ class TestDoubts:
         with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
             self.convert(tmp_path, head, weights_file="eagle.bin")
 
+    def test_a_file_beside_an_index_with_shards(self, tmp_path):
+        head = write_eagle3(tmp_path / "head", container="sharded")
+        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
+        save_file(other, head / "model.safetensors")
+        index = "model.safetensors.index.json"
+        done = self.convert(tmp_path, head)
+        assert any("model.safetensors is read" in warning and index in warning for warning in done.warnings)
+        chosen = self.convert(tmp_path, head, weights_file=index)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        found = load_file(chosen.folder / "model.safetensors")["fc.weight"]
+        assert torch.equal(found, eagle3_tensors(rows=VOCAB)["fc.weight"])
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/head", {f"v3/{path.name}": path.read_bytes() for path in head.iterdir()})
+            done = self.convert(tmp_path, "org/head", subfolder="v3")
+            chosen = self.convert(tmp_path, "org/head", subfolder="v3", weights_file=index)
+        assert any(index in warning for warning in done.warnings)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        two = write_eagle3(tmp_path / "two")
+        shutil.copy(two / "model.safetensors", two / "a.safetensors")
+        (two / "model.safetensors").rename(two / "b.safetensors")
+        with pytest.raises(CheckpointError, match="--weights-file"):
+            self.convert(tmp_path, two)
+
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))
         assert len([warning for warning in done.warnings if "full LM head" in warning]) == 1
