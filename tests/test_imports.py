@@ -51,8 +51,9 @@ FLOORS = {
         engines lm_head
         artifact
         conversion
-        audit cli
-        verify_cli
+        audit
+        push verify_cli
+        cli
     """,
     "runtime": """
         errors

@@ -7,7 +7,7 @@ import pytest
 import torch
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.hub import client
-from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.hub.push import upload_files
 from eagle_slim.convert.sources.source import open_head_source
 from huggingface_hub import constants
 from safetensors.torch import save
@@ -146,5 +146,5 @@ def test_an_upload_is_tried_again(hub: HubServer, tmp_path: Path, pauses: list[f
     hub.inject("/api/repos/create", Fault(times=1, any_status=503))
     hub.inject("/api/models/tester/slim/preupload/main", Fault(times=1, any_status=429))
     with connected(hub, tmp_path / "home", token="hf_good"):
-        push_folder(tmp_path / "slim", "tester/slim")
+        upload_files(tmp_path / "slim", ["config.json"], "tester/slim")
     assert hub.repo("tester/slim").files == {"config.json": b"{}"}
