@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from .conversion.convert import PreparedConversion
     from .conversion.result import Conversion
     from .manifest import Manifest
+    from .push import Upload
 
 # Options that describe a corpus: without --dataset there is nothing for them to describe.
 _DESCRIBES_DATASET = (
@@ -149,6 +149,8 @@ def convert(head: str | None, **options: Any) -> None:
     The tokens come from --counts, --token-map, --dataset or --order; without any of them from the head's own ranks (a
     head that eagle-convert wrote), from the built-in counts (the built-in head) or from a public chat dataset.
     """
+    if options["offline"] and options["push_to_hub"]:
+        raise UsageError("--push-to-hub needs the Hub: leave --offline out.")
     if options["push"]:
         _push_existing(head, options)
         return
@@ -195,7 +197,11 @@ def convert(head: str | None, **options: Any) -> None:
         return
     with kept_counts as counts:
         done = prepared.convert(counts.count)
-    pushed = _push(done[0].folder, options["push_to_hub"], options["private"]) if options["push_to_hub"] else None
+    pushed = None
+    if options["push_to_hub"]:
+        from .push import plan_upload
+
+        pushed = _push(plan_upload(done[0].folder), options)
     _warn(conversion.manifest for conversion in done)
     if save_counts is not None and not counts.done:
         warn([f"--save-counts: nothing was counted, so {save_counts} was not written; name text with --dataset"])
@@ -214,13 +220,14 @@ def convert(head: str | None, **options: Any) -> None:
 convert.help = f"{inspect.cleandoc(convert.help or '')}\n\n{SOURCE_HELP}"
 
 
-def _push(folder: Path, repo_id: str, private: bool | None) -> str:
+def _push(upload: Upload, options: dict[str, Any]) -> str:
     from .errors import SourceError
-    from .hub.push import push_folder
 
+    folder, repo_id = upload.folder, options["push_to_hub"]
+    warn(f"{name} is not uploaded: the manifest of {folder} does not name it" for name in upload.left)
     note(f"uploading {folder} to {repo_id}")
     try:
-        return push_folder(folder, repo_id, private=private)
+        return upload.to(repo_id, options["private"])
     except SourceError as error:
         command = f"eagle-convert --push {shlex.quote(str(folder))} --push-to-hub {repo_id}"
         advice = f"{folder} is complete. Upload it later with: {command}"
@@ -232,12 +239,22 @@ def _push_existing(head: str | None, options: dict[str, Any]) -> None:
         raise UsageError("--push uploads an artifact that exists: give only --push-to-hub with it.")
     if not options["push_to_hub"]:
         raise UsageError("--push: name the repository with --push-to-hub.")
-    from .artifact.artifact import Artifact
     from .hub.push import check_push
+    from .push import plan_upload
 
-    folder = Artifact.load(options["push"]).folder
+    upload = plan_upload(options["push"])
     check_push(options["push_to_hub"])
-    click.echo(f"uploaded to {_push(folder, options['push_to_hub'], options['private'])}")
+    pushed = None if options["dry_run"] else _push(upload, options)
+    if options["as_json"]:
+        emit_json({"uploads": upload.names, "left": upload.left, "pushed_to": pushed})
+    elif pushed is not None:
+        click.echo(f"uploaded to {pushed}")
+    else:
+        click.echo(f"would upload {upload.folder} to {options['push_to_hub']}")
+        for name in upload.names:
+            click.echo(f"  {name:<22}{_bytes((upload.folder / name).stat().st_size)}")
+        for name in upload.left:
+            click.echo(f"  {name:<22}left: the manifest does not name it")
 
 
 def _warn(manifests: Iterable[Manifest]) -> None:
