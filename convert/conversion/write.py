@@ -19,6 +19,7 @@ from ..manifest import Manifest
 from ..weights import names
 from ..weights.dtypes import item_size
 from ..weights.writer import TensorPlan
+from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
@@ -97,6 +98,7 @@ def write_slim(
         side_files,
         card,
         after_read=lambda: what_was_read(manifest, head, lm_head),
+        derived=(lambda place: {}) if inputs.gguf is None else gguf_writer(inputs.gguf, gguf_title(manifest)),
         force=inputs.options.force,
     )
     return Conversion(folder, written, report, rows_before, before, after)
