@@ -44,6 +44,21 @@ _DESCRIBES_DATASET = (
     "shuffle",
 )
 
+# What --gguf for an artifact that exists takes beside it.
+_WITH_GGUF = (
+    "head",
+    "gguf",
+    "target",
+    "target_revision",
+    "tokenizer",
+    "tokenizer_revision",
+    "offline",
+    "force",
+    "progress",
+    "as_json",
+)
+_GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
+
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
@@ -70,6 +85,19 @@ def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return int(value)
 
 
+def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Read `bf16`, or several such as `bf16,q8_0`."""
+    kinds = tuple(part.strip() for part in value.split(",")) if value else ()
+    if not set(kinds) <= {"auto", *_GGUF_TYPES}:
+        raise click.BadParameter(
+            f"expected types such as bf16 or bf16,q8_0 of {', '.join(_GGUF_TYPES)}, found {value!r}; without a type "
+            "it comes last",
+            ctx,
+            param,
+        )
+    return kinds
+
+
 @click.command(
     cls=EagleCommand,
     epilog="""\b
@@ -78,6 +106,7 @@ Examples:
   eagle-convert --draft-vocab 2048 --keep-rows 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 --dataset 'code=src/*.jsonl' --max-tokens 10M
+  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
@@ -129,6 +158,9 @@ Examples:
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, where its files are wrong.",
 )
+@click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
+              help="Write GGUF files for llama.cpp, too: bf16, f16, q8_0 or f32; default the head's own. With an "
+              "artifact as HEAD and no size, add them to it.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
@@ -153,6 +185,9 @@ def convert(head: str | None, **options: Any) -> None:
         raise UsageError("--push-to-hub needs the Hub: leave --offline out.")
     if options["push"]:
         _push_existing(head, options)
+        return
+    if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
+        _add_gguf(head, options)
         return
     from .conversion.convert import prepare_conversion
     from .conversion.kept_counts import KeptCounts
@@ -262,6 +297,25 @@ def _warn(manifests: Iterable[Manifest]) -> None:
     warn(dict.fromkeys(warning for manifest in manifests for warning in manifest.warnings))
 
 
+def _add_gguf(head: str, options: dict[str, Any]) -> None:
+    from .conversion.gguf import add_gguf
+
+    ctx = click.get_current_context()
+    for name in ctx.params:
+        if name not in _WITH_GGUF and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise UsageError(
+                f"--gguf adds files to an artifact that exists where no size is given; "
+                f"--{name.replace('_', '-')} needs a --draft-vocab."
+            )
+    named = {name: options[name] for name in inspect.signature(add_gguf).parameters if name in options}
+    written = add_gguf(head, options["gguf"], **named, say=note)
+    if options["as_json"]:
+        emit_json({"folder": head, "files": written})
+        return
+    for name, entry in written.items():
+        click.echo(f"wrote {head}/{name}: {_bytes(entry['size_bytes'])}")
+
+
 def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
     _warn(plan.manifest for plan in prepared.plans)
     if prepared.text is not None:
@@ -308,6 +362,9 @@ def _print(conversion: Conversion) -> None:
             f"  kept rows             {conversion.num_kept:,} more, {conversion.draft_vocab + conversion.num_kept:,} "
             f"in all: {_bytes(conversion.kept_bytes)} in {KEPT_ROWS_NAME}, which no engine reads"
         )
+    for name, entry in conversion.manifest.files.items():
+        if name.endswith(".gguf"):
+            click.echo(f"  for llama.cpp         {name}, {_bytes(entry['size_bytes'])}")
     if conversion.manifest.num_uncounted is not None:
         click.echo(f"  never counted         {conversion.manifest.num_uncounted:,} of the ids, forced ones apart")
     _print_coverage(conversion.manifest)
