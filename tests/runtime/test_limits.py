@@ -114,6 +114,10 @@ def test_max_new_tokens_cuts_an_accepted_path(tmp_path: Path) -> None:
     assert cut[0].token_ids == [plain_greedy(model.target.model, PROMPT, 1)]
     assert [output.stats.num_accepted_tokens for output in cut] == list(range(19))
     assert any(output.stats.num_cut_tokens for output in cut)
+    # A pass of an answer of two tokens adds one, whatever was accepted: no reason to warn that nothing is.
+    short = model.generate(random_prompts([3, 5, 8, 13] * 8), max_new_tokens=2, ignore_eos=True).stats
+    assert (short.num_passes, short.mean_accepted_length) == (32, 1.0)
+    assert short.num_cut_tokens >= 2
 
 
 def test_stop_strings_across_tokens(tmp_path: Path) -> None:
