@@ -166,7 +166,7 @@ def _reasons(
     if len(close) > 1:
         names = "; ".join(row.label for row in sorted(close, key=_draft_bytes, reverse=True))
         reasons.append(
-            f"{names}: on these prompts their speeds differ by less than {_MARGIN:.0%}, or by too little to tell; "
+            f"{names}: these prompts do not tell their speeds apart, or they differ by less than {_MARGIN:.0%}; "
             f"{chosen.label} {_merit(chosen, close)} ({_draft_bytes(chosen) / 1e6:,.1f} MB a tree)."
         )
     for row in measured:
