@@ -426,6 +426,9 @@ class SpeculativeModel:
                     configuration are not used.
                 seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
                     generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
+                seeds: instead, a seed for each prompt, whose draws then depend on nothing else in the call: sampled
+                    alone and in a batch, a prompt gets the same answer (in float32; below it a near-tie can fall to
+                    either side). Alone, ``seeds=[s]`` is ``seed=s``.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
                     without padding, and with None for scores.
@@ -474,8 +477,9 @@ class SpeculativeModel:
         if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         asked = (bool(call.options.get(f)) for f in ("output_scores", "output_logits", "return_dict_in_generate"))
+        seed, seeds = (None, call.seeds) if call.seeds else (call.sampling.seed, None)
         return GenerationOutput(
-            tuple(results), stats, call.fill, None if call.sampling.is_greedy else call.sampling.seed,
+            tuple(results), stats, call.fill, *((None, None) if call.sampling.is_greedy else (seed, seeds)),
             tuple(call.read.rows), call.read.device, *asked,
         )  # fmt: skip
 
