@@ -27,12 +27,12 @@ OnTokens = Callable[[Sequence[int]], None]
 class Request:
     """A prompt and its limits.
 
-    ``stream`` fixes the random numbers: seed and place; None is the call's seed and ``index``.
-    ``context_limit``: tokens of prompt and answer together, None for no limit. ``stop``: strings; ``decode`` turns
-    token ids into text, needed for them. ``process`` takes the tokens before a position, int64 [1, seq], and its logits,
-    float32 [1, target_vocab], and returns the logits to choose from (`options`). ``criteria`` are asked after every
-    token, with prompt and answer (int64 [1, seq] on ``device``) and None, and end the answer by what is true.
-    ``deadline`` is a time of `time.monotonic`, looked at after every step. ``record`` keeps the logits of the answer.
+    ``stream`` fixes the random numbers: seed and place; None is the call's seed and ``index``. ``context_limit``:
+    tokens of prompt and answer together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text,
+    needed for them. ``process`` takes the tokens before a position, int64 [1, seq], and its logits, float32 [1,
+    target_vocab], and returns the logits to choose from (`options`). ``criteria`` are asked after every token, with
+    prompt and answer (int64 [1, seq] on ``device``) and None, and end the answer by what is true. ``deadline`` is a
+    time of `time.monotonic`, looked at after every step. ``record`` keeps the logits of the answer.
     """
 
     index: int
