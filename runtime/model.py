@@ -329,7 +329,10 @@ class SpeculativeModel:
         return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
 
     def can_generate(self) -> bool:
-        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``."""
+        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``.
+
+        Those of transformers 4 need ``framework="pt"`` too.
+        """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         # Else a pipeline logs that it does not know this class; the key is of no configuration.
