@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+from eagle_slim.vocab_tools.files import expand_home, write_file
 
 from .options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, show_warnings_as_lines
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
 /reset        start over
+/retry        answer the last message again
+/undo         take the last message and its answer back
+/save FILE    write the conversation as a line of JSON, as eagle-vocab counts it
 /stats        figures of the whole chat
 /help         this list
 /quit         end the chat (also /exit, Ctrl-D, or Ctrl-C between answers)"""
@@ -153,6 +159,7 @@ class _Session:
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.answered: list[GenerationStats] = []
+        self.saved: set[Path] = set()
         self.log_file, self.log = log_file, None if log_file is None else MissLog.of(model)
         self.log_name = vocabulary_name(model.draft_vocab, model.drafter.weights.follow is not None)
         if log_file is not None:
@@ -209,22 +216,23 @@ class _Session:
                 continue
             if prompt in ("/quit", "/exit"):
                 return
-            if _is_command(prompt):
-                self._run_command(prompt)
-            elif prompt:
-                before = list(self.messages)
-                try:
-                    _check_text("message", prompt)
+            before = list(self.messages)
+            try:
+                _check_text("message", prompt)
+                if _is_command(prompt):
+                    prompt = self._run_command(prompt)
+                if prompt:
                     self.answer(prompt, reuse_prefix=True)
-                except EagleSlimError as error:
-                    # A conversation that has outgrown the context must not end the session.
-                    note(f"error: {error}")
-                    self.messages = before
-                except KeyboardInterrupt:
-                    note("\ninterrupted; the conversation goes on without this message")
-                    self.messages = before
+            except EagleSlimError as error:
+                # A conversation that has outgrown the context must not end the session.
+                note(f"error: {error}")
+                self.messages = before
+            except KeyboardInterrupt:
+                note("\ninterrupted; the conversation goes on without this message")
+                self.messages = before
 
-    def _run_command(self, line: str) -> None:
+    def _run_command(self, line: str) -> str:
+        """Do what a command says; returns a message that is to be answered, or ""."""
         command, _, text = line.partition(" ")
         if command == "/help":
             note(_HELP)
@@ -232,21 +240,39 @@ class _Session:
             from .requests.stats import GenerationStats
 
             note(figures(GenerationStats.sum(self.answered)))
+        elif command in ("/retry", "/undo"):
+            if self.messages == self.opening:
+                raise UsageError("there is no message yet")
+            *self.messages, message, _ = self.messages
+            return message["content"] if command == "/retry" else ""
+        elif command == "/save":
+            self._save(text.strip())
         elif command in ("/reset", "/system"):
             if command == "/system" and self.raw:
-                note("error: a system message is part of the chat template, which --raw leaves out")
-                return
+                raise UsageError("a system message is part of the chat template, which --raw leaves out")
             if command == "/system":
                 self.opening = [{"role": "system", "content": text.strip()}] if text.strip() else []
             self.messages = list(self.opening)
         else:
-            note(f"error: {command} is no command; /help lists them")
+            raise UsageError(f"{command} is no command; /help lists them")
+        return ""
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UsageError("/save needs the name of a file")
+        path = expand_home(name)
+        if path.exists() and path not in self.saved:
+            raise UsageError(f"{path}: exists already. Choose another name.", path=path, found="file")
+        try:
+            write_file(path, json.dumps({"messages": self.messages}, ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror})", path=path) from error
+        self.saved.add(path)
+        note(f"saved {len(self.messages)} messages to {path}")
 
     def _encode(self, prompt: str) -> Sequence[int] | str:
-        if self.raw:
-            return prompt
         self.messages.append({"role": "user", "content": prompt})
-        return self.model.encode_chat(self.messages)
+        return prompt if self.raw else self.model.encode_chat(self.messages)
 
 
 def _is_command(line: str) -> bool:

@@ -329,7 +329,10 @@ class SpeculativeModel:
         return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
 
     def can_generate(self) -> bool:
-        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``."""
+        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``.
+
+        Those of transformers 4 need ``framework="pt"`` too.
+        """
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
         # Else a pipeline logs that it does not know this class; the key is of no configuration.
@@ -426,6 +429,9 @@ class SpeculativeModel:
                     configuration are not used.
                 seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
                     generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
+                seeds: instead, a seed for each prompt, whose draws then depend on nothing else in the call: sampled
+                    alone and in a batch, a prompt gets the same answer (in float32; below it a near-tie can fall to
+                    either side). Alone, ``seeds=[s]`` is ``seed=s``.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
                     without padding, and with None for scores.
@@ -454,24 +460,29 @@ class SpeculativeModel:
                     f"A streamer follows one prompt, got {len(requests)}.", option="streamer", found=len(requests)
                 )
             streamer.put(torch.tensor([requests[0].prompt_ids]))
-        size = self._tree_size(requests, max_slots, speculative)
+        is_paced = self._is_paced(speculative) and all(request.record is None for request in requests)
+        size = self._tree_size(requests, max_slots, speculative, is_paced)
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         # Also where a measured size turns drafting off for a call: its tokens are still counted.
         head = self.drafter.weights if speculative else None
         states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
         tree = self._tree_of(size)
         loop = GenerationLoop(
-            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix
+            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced
         )  # fmt: skip
         results, stats = loop.run()
-        stats = replace(stats, num_nodes=size.num_nodes, path=self._path(rules, size))
+        path = self._path(rules, size)
+        if loop.went_plain:
+            size, path, tree = replace(size, num_nodes=0), f"{path}, then plain decoding ({loop.went_plain})", None
+        stats = replace(stats, num_nodes=size.num_nodes, path=path)
         if streamer is not None:
             streamer.end()
         if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         asked = (bool(call.options.get(f)) for f in ("output_scores", "output_logits", "return_dict_in_generate"))
+        seed, seeds = (None, call.seeds) if call.seeds else (call.sampling.seed, None)
         return GenerationOutput(
-            tuple(results), stats, call.fill, None if call.sampling.is_greedy else call.sampling.seed,
+            tuple(results), stats, call.fill, *((None, None) if call.sampling.is_greedy else (seed, seeds)),
             tuple(call.read.rows), call.read.device, *asked,
         )  # fmt: skip
 
@@ -529,8 +540,18 @@ class SpeculativeModel:
         with self.target.lock.hold():
             return self._decoders.warm_up(min(num_prompts, max_slots), max_length, self._tree_of(size), rules.rules)
 
-    def _tree_size(self, requests: Sequence[Request], max_slots: int, speculative: bool) -> TreeSize:
-        """How many nodes the trees of a call have."""
+    def _is_paced(self, speculative: bool) -> bool:
+        """Whether the clock may end drafting: where drafted and plain tokens are the same, and only their time differs.
+
+        On a CPU: on a GPU tables decide.
+        """
+        is_exact = self.dtype in (torch.float32, torch.float64)
+        return speculative and self.is_tree_sized and is_exact and self.device.type == "cpu"
+
+    def _tree_size(
+        self, requests: Sequence[Request], max_slots: int, speculative: bool, is_paced: bool = False
+    ) -> TreeSize:
+        """How many nodes the trees of a call have; ``is_paced``: its steps may tell that drafting does not pay."""
         if not speculative:
             return TreeSize(1, "asked for")
         tree = self.drafter.tree
@@ -539,12 +560,15 @@ class SpeculativeModel:
         slots = max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
         context = max((len(request.prompt_ids) for request in requests), default=1)
         device = self.device
+        pace = self._decoders.paces.get(slots) if is_paced else None
+        if pace is not None and pace.loses is not None:
+            return TreeSize(1, pace.loses)
         # The tables are of 16-bit models; in a wider type verifying and drafting grow alike.
         share = 2 / self.dtype.itemsize
         return measured_sizes().choose(
             device_name(device), device.type,
             round(self.target.weight_bytes * share), round(self.draft_bytes * share), slots, context,
-            tree.total_tokens,
+            tree.total_tokens, is_paced=is_paced,
         )  # fmt: skip
 
     def _tree_of(self, size: TreeSize) -> TreeConfig | None:

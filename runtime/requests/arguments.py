@@ -58,6 +58,16 @@ def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> 
     return stops
 
 
+def read_seeds(seeds: Any, seed: int | None, num_prompts: int) -> tuple[int, ...] | None:
+    """Return a seed for each prompt; None where none was given. Raises `UsageError`, also beside ``seed``."""
+    if seeds is None:
+        return None
+    found = seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    if seed is not None or not isinstance(found, Sequence) or isinstance(found, str) or len(found) != num_prompts:
+        raise misfit("seeds", f"a list of a seed for each of {num_prompts} prompts, and seed left out", seeds)
+    return tuple(int(SamplingConfig(seed=each).seed) for each in found)
+
+
 def read_seconds(name: str, value: Any) -> float:
     """Return a number of seconds above 0. Raises `UsageError`."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:

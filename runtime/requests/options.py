@@ -22,8 +22,8 @@ from ..errors import UsageError, did_you_mean
 from .sampling import LogitRecord
 
 OURS = (
-    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
-    "logits_processor",
+    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "seeds", "stop", "stopping_criteria",
+    "ignore_eos", "logits_processor",
 )  # fmt: skip
 """Arguments of `generate` that are no fields of a `GenerationConfig`."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")

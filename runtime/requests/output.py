@@ -28,7 +28,9 @@ class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carri
     stats: GenerationStats
     pad_token_id: int = 0
     seed: int | None = None
-    """What repeats the call's draws; None where nothing was drawn."""
+    """What repeats the call's draws; None where nothing was drawn, and where prompts had ``seeds``."""
+    seeds: tuple[int, ...] | None = None
+    """Likewise, of each prompt."""
     rows: tuple[tuple[int, ...], ...] | None = None
     """The prompts as they were given, padding included; None: as in ``results``."""
     device: torch.device | str = "cpu"

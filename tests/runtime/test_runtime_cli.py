@@ -304,6 +304,28 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "/nonsense is no command" in err
 
 
+def test_retry_undo_and_save(chat: Run, tmp_path: Path) -> None:
+    path, other = tmp_path / "chat.jsonl", tmp_path / "other"
+    other.write_text("mine")
+    saves = (f"/save {path}", f"/save {other}", f"/save {tmp_path}/no/such", "/save", f"/save {path}")
+    code, out, err = chat(
+        "/undo", "hello", "/retry", "good day", "/undo", "/retry", *saves, "/undo", "/retry", "/exit"
+    )  # fmt: skip
+    assert code == 0, err
+    assert err.count("there is no message yet") == 2
+    assert err.count("5 tokens in") == 4
+    hello, again, _, once_more = [line.lstrip("> ") for line in out.split("\n") if line.lstrip("> ")]
+    assert hello == again == once_more
+    (line,) = path.read_text().splitlines()
+    messages = json.loads(line)["messages"]
+    assert messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": messages[1]["content"]}]
+    assert messages[1]["content"].strip() == hello.strip()
+    assert other.read_text() == "mine"
+    assert err.count(f"saved 2 messages to {path}") == 2
+    assert "needs the name of a file" in err
+    assert "no/such" in err
+
+
 def test_ctrl_c_between_answers_ends_with_130(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_prompt: str) -> str:
         raise KeyboardInterrupt

@@ -51,6 +51,7 @@ def test_greedy_equals_transformers(tmp_path: Path, backend: str, is_drafted: bo
         {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.02, "seed": 4},
         {"repetition_penalty": 1.3},
         {"min_new_tokens": 9, "suppress_tokens": [5, 6, 7]},
+        {"bad_words_ids": [[5], [6], [2], [18]], "suppress_tokens": [7], "eos_token_id": [2, 18]},
         {"temperature": 1.0, "repetition_penalty": 0.8, "min_new_tokens": 4, "seed": 5},
     ],
 )

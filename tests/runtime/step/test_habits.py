@@ -142,6 +142,35 @@ def test_4_seeds(model: SpeculativeModel) -> None:
     assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn where nothing has to be
 
 
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_4b_a_seed_for_each_prompt(model: SpeculativeModel, is_drafted: bool) -> None:
+    options = {"max_new_tokens": 14, "temperature": 1.2, "top_p": 0.95, "speculative": is_drafted, "ignore_eos": True}
+    seeds = [11, 2**62, 11]
+    whole = model.generate(PROMPTS, seeds=seeds, **options)
+    assert (whole.seed, whole.seeds) == (None, tuple(seeds))
+    alone = [model.generate(prompt, seeds=[seed], **options) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
+    assert whole.token_ids == [each.token_ids[0] for each in alone]
+    assert alone[1].token_ids == model.generate(PROMPTS[1], seed=seeds[1], **options).token_ids
+    other = model.generate(PROMPTS[::-1], seeds=torch.tensor(seeds[::-1]), max_slots=2, **options)
+    assert other.token_ids == whole.token_ids[::-1]
+    twice = model.generate(PROMPTS, seeds=seeds, num_return_sequences=2, **options).token_ids
+    assert twice[::2] == whole.token_ids
+    assert twice[2:4] == model.generate(PROMPTS[1], seeds=seeds[1:2], num_return_sequences=2, **options).token_ids
+    assert twice[2] != twice[3]
+    assert whole.token_ids == model.generate(PROMPTS, seeds=seeds, **{**options, "speculative": True}).token_ids
+    same = model.generate([PROMPTS[0]] * 2, seeds=[5, 5], **options).token_ids
+    assert same[0] == same[1]
+    state = torch.get_rng_state()
+    assert model.generate(PROMPTS, seeds=seeds, max_new_tokens=2).seeds is None  # greedy: nothing is drawn
+    model.generate(PROMPTS, seeds=seeds, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    for wrong in ({"seeds": seeds[:2]}, {"seeds": 3}, {"seeds": seeds, "seed": 1}, {"seeds": "abc"}):
+        with raises(UsageError, option="seeds"):
+            model.generate(PROMPTS, **wrong, **options)
+    with raises(UsageError, option="seed", found=-1):
+        model.generate(PROMPTS, seeds=[1, 2, -1], **options)
+
+
 def test_5_properties(model: SpeculativeModel) -> None:
     own = model.target.model
     assert (model.device, model.dtype) == (own.device, own.dtype)
@@ -240,10 +269,11 @@ def test_11_a_pipeline_of_transformers(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
     texts, answers = ["a b", "c"], []
+    told = {"framework": "pt"} if transformers.__version__.startswith("4.") else {}
     for model in (chatty, chatty.target.model):
-        pipe = transformers.pipeline("text-generation", model=model, tokenizer=chatty.tokenizer)
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=chatty.tokenizer, **told)
         if model is chatty:
-            assert "SpeculativeModel" in repr(pipe)
+            assert told or "SpeculativeModel" in repr(pipe)
         answers.append([pipe(texts, **options), pipe(texts[0], return_full_text=False, **options)])
     assert answers[0] == answers[1]
     assert "not supported" not in caplog.text
