@@ -178,9 +178,11 @@ class _Request:
         """Wait for the next try, or raise that it is given up."""
         if is_given_up(error):
             raise error
-        # A body that was read from a file as it was sent cannot be sent again from here.
+        # A body that was read from a file as it was sent cannot be sent again from here; and what the libraries ask of
+        # other servers, as to count downloads, is not worth a wait.
         body = getattr(self._request, "body", None) or getattr(self._request, "stream", None)
         can_repeat = body is None or isinstance(body, bytes | str) or type(body).__name__ == "ByteStream"
+        can_repeat = can_repeat and (self._is_content or _is_the_hub(str(self._request.url)))
         is_silence = self._is_content and type(error).__name__ == "ReadTimeout"
         if not (can_repeat and self.tries.wait_after(error, is_silence or None)):
             raise self.given_up(error) from error
@@ -300,5 +302,9 @@ def _fast_enough(chunks: Any) -> Iterator[bytes]:
 def _label(url: str) -> str:
     """What a message calls the address: its repository, or its server."""
     parts = urlsplit(url)
-    found = _REPOSITORY.match(unquote(parts.path))
-    return found.group(1) if found and parts.netloc == urlsplit(endpoint()).netloc else parts.netloc
+    found = _REPOSITORY.match(unquote(parts.path)) if _is_the_hub(url) else None
+    return found.group(1) if found else parts.netloc
+
+
+def _is_the_hub(url: str) -> bool:
+    return urlsplit(url).netloc == urlsplit(endpoint()).netloc
