@@ -47,6 +47,9 @@ _WINDOW_S = 30.0
 _READ_BYTES = 1 << 10
 _REPOSITORY = re.compile(r"/(?:api/(?:models|datasets|spaces)/|datasets/|spaces/)?(?!api/)([^/]+/[^/]+)")
 
+_asked_last = ""
+"""The repository that the Hub was asked about last, for messages."""
+
 
 @dataclass
 class Limits:
@@ -192,7 +195,10 @@ class _Request:
         from huggingface_hub.errors import HfHubHTTPError
 
         answer: Any = SimpleNamespace(status_code=GIVEN_UP, headers={}, request=self._request)
-        return HfHubHTTPError(str(error), response=answer)
+        failure = HfHubHTTPError(str(error), response=answer)
+        # `datasets` raises it anew, from None.
+        failure.given_up = error  # type: ignore[attr-defined]
+        return failure
 
     def _limit_silence(self, given_s: object) -> dict[str, float]:
         """Set the time limit of a request of httpx, or return that of requests, which is an option of `send`."""
@@ -301,9 +307,13 @@ def _fast_enough(chunks: Any) -> Iterator[bytes]:
 
 def _label(url: str) -> str:
     """What a message calls the address: its repository, or its server."""
+    global _asked_last
     parts = urlsplit(url)
     found = _REPOSITORY.match(unquote(parts.path)) if _is_the_hub(url) else None
-    return found.group(1) if found else parts.netloc
+    if found:
+        _asked_last = found.group(1)
+    # The Hub sends those who ask for a large file to other servers.
+    return _asked_last or parts.netloc
 
 
 def _is_the_hub(url: str) -> bool:
