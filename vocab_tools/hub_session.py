@@ -249,7 +249,6 @@ class _Body:
         while True:
             try:
                 if broken is not None:
-                    self._close()
                     self._current = self._request.rest(self._response, done, broken)
                     self._own = self._chunks_of(self._current)
                 for chunk in _fast_enough(self._own):
@@ -259,6 +258,7 @@ class _Body:
                     raise broken_off(f"the connection closed {size_bytes - done:,} bytes early")
                 return
             except failures() as error:
+                self._close()
                 if not may_go_on:
                     # What was to be read at once is asked for again as a whole.
                     raise self._request.given_up(error) if self._request.is_streamed else error from error
