@@ -13,6 +13,7 @@ from eagle_slim.vocab_tools.base_cli import (
     emit_json,
     force_option,
     json_option,
+    network_options,
     note,
     parse_weights,
     run_cli,
@@ -164,6 +165,7 @@ Examples:
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
+@network_options
 @click.option("--dry-run", is_flag=True, help="Check everything, print what would be written, and stop.")
 @click.option("--push-to-hub", metavar="REPO", help="Upload the result to this repository.")
 @click.option("--push", metavar="DIR", help="Upload this artifact to --push-to-hub, and do nothing else.")

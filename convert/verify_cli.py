@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import NoReturn
 
 import click
-from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, run_cli, version_option
+from eagle_slim.vocab_tools.base_cli import (
+    EagleCommand,
+    emit_json,
+    json_option,
+    network_options,
+    run_cli,
+    version_option,
+)
 
 
 @click.command(
@@ -28,6 +35,7 @@ Examples:
               help="Engine that is to take it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
+@network_options
 @json_option
 @version_option()
 def verify(

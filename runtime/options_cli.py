@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from eagle_slim.vocab_tools.base_cli import note
+from eagle_slim.vocab_tools.base_cli import network_options, note
 
 if TYPE_CHECKING:
     from .model import SpeculativeModel
@@ -74,8 +74,8 @@ _LOADING = (
 
 
 def model_options(function: _Decorated) -> _Decorated:
-    """Add HEAD and the options that `load_heads` takes."""
-    for option in reversed(_OPTIONS):
+    """Add HEAD, the options that `load_heads` takes, and those of the network."""
+    for option in reversed((*_OPTIONS, network_options)):
         function = option(function)
     return function
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from .errors import EagleSlimError, UsageError
+from .hub_session import LIMITS, Limits
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -54,6 +55,23 @@ def version_option() -> Callable[[_Decorated], _Decorated]:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 force_option = click.option("--force", is_flag=True, help="Overwrite existing output.")
+
+
+def network_options(function: _Decorated) -> _Decorated:
+    """Add --patience and --min-speed, which set the limits of `hub_session`."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: float) -> None:
+        setattr(LIMITS, str(param.name), value)
+
+    for name, flag, default, what in (
+        ("min_bytes_per_s", "--min-speed", Limits.min_bytes_per_s, "End a transfer of fewer bytes a second."),
+        ("patience_s", "--patience", Limits.patience_s, "Seconds for which a busy or broken Hub is asked again."),
+    ):
+        function = click.option(
+            flag, name, type=click.FloatRange(min=0), default=default, show_default=True, callback=keep, help=what,
+            expose_value=False, metavar="N",
+        )(function)  # fmt: skip
+    return function
 
 
 def parse_weights(values: Iterable[str]) -> dict[str, float]:

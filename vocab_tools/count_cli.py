@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .base_cli import EagleCommand, emit_json, force_option, json_option, note
+from .base_cli import EagleCommand, emit_json, force_option, json_option, network_options, note
 
 if TYPE_CHECKING:
     from .corpus.source import CorpusSource
@@ -109,7 +109,7 @@ def tokenizer_options(function: _Decorated) -> _Decorated:
         ),
     ):
         function = option(function)
-    return function
+    return network_options(function)
 
 
 def corpus_options(function: _Decorated) -> _Decorated:

@@ -18,7 +18,7 @@ BUSY = (408, 429, 500, 502, 503, 504)
 # Broken off in the middle is an accident; refused or silent is a state.
 _ACCIDENTS = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectionError", "ChunkedEncodingError")
 GIVEN_UP = 599
-"""Status, which no server sends, of what was asked for in vain as often as it is worth: look at its cause."""
+"""Status, which no server sends, of what was asked for in vain as often as it is worth; its `given_up` says why."""
 NOT_ASKED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 """Reasons that say: fetching is off."""
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
@@ -59,7 +59,7 @@ class TooSlowError(Exception):
 
 def is_given_up(error: object) -> bool:
     """Whether an error says only that something, its cause, was given up."""
-    return getattr(getattr(error, "response", None), "status_code", None) == GIVEN_UP
+    return hasattr(error, "given_up")
 
 
 def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubTrouble:
@@ -98,7 +98,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return HubTrouble(f"{repo_id}: fetching is off: HF_HUB_OFFLINE is set", "Unset it.", name, facts)
     if isinstance(cause, TooSlowError):
-        advice = "What has come is kept. Where the network is that slow, give --min-speed fewer bytes a second."
+        advice = "Try again later; where the network is that slow, lower the floor with --min-speed."
         return HubTrouble(f"{repo_id}: a transfer drips ({cause})", advice, "connection", facts, is_unreachable=True)
     if isinstance(cause, transport_errors()):
         return _no_connection(repo_id, cause)
@@ -203,7 +203,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and what caused it, one after the other."""
     while error is not None:
         yield error
-        error = error.__cause__ or error.__context__
+        error = getattr(error, "given_up", None) or error.__cause__ or error.__context__
 
 
 def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> HubTrouble:

@@ -47,6 +47,9 @@ _WINDOW_S = 30.0
 _READ_BYTES = 1 << 10
 _REPOSITORY = re.compile(r"/(?:api/(?:models|datasets|spaces)/|datasets/|spaces/)?(?!api/)([^/]+/[^/]+)")
 
+_asked_last = ""
+"""The repository that the Hub was asked about last, for messages."""
+
 
 @dataclass
 class Limits:
@@ -178,9 +181,11 @@ class _Request:
         """Wait for the next try, or raise that it is given up."""
         if is_given_up(error):
             raise error
-        # A body that was read from a file as it was sent cannot be sent again from here.
+        # A body that was read from a file as it was sent cannot be sent again from here; and what the libraries ask of
+        # other servers, as to count downloads, is not worth a wait.
         body = getattr(self._request, "body", None) or getattr(self._request, "stream", None)
         can_repeat = body is None or isinstance(body, bytes | str) or type(body).__name__ == "ByteStream"
+        can_repeat = can_repeat and (self._is_content or _is_the_hub(str(self._request.url)))
         is_silence = self._is_content and type(error).__name__ == "ReadTimeout"
         if not (can_repeat and self.tries.wait_after(error, is_silence or None)):
             raise self.given_up(error) from error
@@ -190,7 +195,10 @@ class _Request:
         from huggingface_hub.errors import HfHubHTTPError
 
         answer: Any = SimpleNamespace(status_code=GIVEN_UP, headers={}, request=self._request)
-        return HfHubHTTPError(str(error), response=answer)
+        failure = HfHubHTTPError(str(error), response=answer)
+        # `datasets` raises it anew, from None.
+        failure.given_up = error  # type: ignore[attr-defined]
+        return failure
 
     def _limit_silence(self, given_s: object) -> dict[str, float]:
         """Set the time limit of a request of httpx, or return that of requests, which is an option of `send`."""
@@ -241,7 +249,6 @@ class _Body:
         while True:
             try:
                 if broken is not None:
-                    self._close()
                     self._current = self._request.rest(self._response, done, broken)
                     self._own = self._chunks_of(self._current)
                 for chunk in _fast_enough(self._own):
@@ -251,6 +258,7 @@ class _Body:
                     raise broken_off(f"the connection closed {size_bytes - done:,} bytes early")
                 return
             except failures() as error:
+                self._close()
                 if not may_go_on:
                     # What was to be read at once is asked for again as a whole.
                     raise self._request.given_up(error) if self._request.is_streamed else error from error
@@ -299,6 +307,14 @@ def _fast_enough(chunks: Any) -> Iterator[bytes]:
 
 def _label(url: str) -> str:
     """What a message calls the address: its repository, or its server."""
+    global _asked_last
     parts = urlsplit(url)
-    found = _REPOSITORY.match(unquote(parts.path))
-    return found.group(1) if found and parts.netloc == urlsplit(endpoint()).netloc else parts.netloc
+    found = _REPOSITORY.match(unquote(parts.path)) if _is_the_hub(url) else None
+    if found:
+        _asked_last = found.group(1)
+    # The Hub sends those who ask for a large file to other servers.
+    return _asked_last or parts.netloc
+
+
+def _is_the_hub(url: str) -> bool:
+    return urlsplit(url).netloc == urlsplit(endpoint()).netloc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -118,7 +119,7 @@ class ConvertOptions:
 
     def name_of(self, head: str | None, size: DraftVocabSize | None) -> str:
         """Name of an artifact: `smollm2-135m-instruct-eagle3-v32000` for the built-in head at 32000 ids."""
-        base = EMBEDDED_HEAD_NAME if head is None else expand_home(head).resolve().name
+        base = EMBEDDED_HEAD_NAME if head is None else os.path.basename(os.path.realpath(expand_home(head)))
         base = "-".join([base, *PurePosixPath(clean_subfolder(self.subfolder)).parts])
         found = AUTO if self.coverage is None else f"coverage{self.coverage}"
         endings: dict[DraftVocabSize | None, str] = {None: found, "full": "full"}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_slim.vocab_tools.hub_errors import plain
+from eagle_slim.vocab_tools.hub_session import Tries
 
 from ..errors import SourceError
 from .client import api, ask
@@ -48,6 +49,7 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
     from huggingface_hub import CommitOperationAdd
 
     created = ask(lambda: api().create_repo(repo_id, private=private, exist_ok=True), repo_id, purpose="write")
+    tries = Tries(repo_id)
 
     def upload() -> None:
         operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
@@ -55,7 +57,9 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
             with _no_bars_off_a_terminal():
                 api().create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
         except RuntimeError as error:
-            # The library's wrapper around whatever stopped the upload of one large file.
+            # The library's wrapper around whatever stopped the upload of one large file, which it reads as it sends it.
+            if tries.wait_after(error):
+                return upload()
             raise SourceError(
                 f"{repo_id}: the upload failed: {plain(error, 160)} ({plain(error.__cause__)}).\n"
                 "Nothing was committed: run the same command again.",

@@ -110,13 +110,14 @@ class Fault:
     extra_bytes: so many bytes come after the range that was asked for, and Content-Length counts them.
     status: this status and no content.
     bytes_per_s: slow.
-    retry_after_s: what a `status` or `any_status` asks to wait.
+    retry_after_s: what a `status` or `any_status` asks to wait; as a text, it is sent as it is.
 
     With any request for a path that ends so, HEAD and API included:
 
     unanswered: the connection closes without an answer.
     silent: the connection stays open without an answer, until the server closes.
     portal: an HTML page with status 200, as the login page of a network.
+    circle: a redirection to the same address.
     any_status: this status.
     head_status: this status for HEAD alone, with which a download begins.
     """
@@ -128,17 +129,18 @@ class Fault:
     extra_bytes: int = 0
     status: int | None = None
     bytes_per_s: int | None = None
-    retry_after_s: int = 0
+    retry_after_s: int | str = 0
     unanswered: bool = False
     silent: bool = False
     portal: bool = False
+    circle: bool = False
     any_status: int | None = None
     head_status: int | None = None
 
     @property
     def is_early(self) -> bool:
         """Whether it comes before it is known which file is asked for."""
-        early = self.unanswered or self.silent or self.portal
+        early = self.unanswered or self.silent or self.portal or self.circle
         return early or self.any_status is not None or self.head_status is not None
 
 
@@ -335,6 +337,9 @@ class _Handler(BaseHTTPRequestHandler):
             if early.portal:
                 page = b"<!DOCTYPE html><html><title>Log in to the network</title></html>"
                 self.send(200, page, {"Content-Type": "text/html; charset=utf-8"})
+                return
+            if early.circle:
+                self.send(302, None, {"Location": self.path})
                 return
             status = early.any_status or (early.head_status if self.command == "HEAD" else None)
             if status is not None:

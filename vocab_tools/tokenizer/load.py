@@ -126,7 +126,7 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
                 trouble = trouble_of(error, source, revision)
                 # A Hub that is out of reach, or that lists nothing, is no reason; what is in the cache does instead.
                 is_broken = trouble.reason == "connection" and trouble.is_passing
-                if is_broken or trouble.reason not in ("connection", "HfHubHTTPError"):
+                if is_broken or trouble.reason not in ("connection", "HfHubHTTPError", *NOT_ASKED):
                     raise _hub_error(trouble, _TEMPLATE_FOLDER) from error
         return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in (beside / _TEMPLATE_FOLDER).glob("*.jinja")]
 

@@ -21,6 +21,7 @@ from eagle_slim.convert import (
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools import hub_session
 from eagle_slim.vocab_tools.corpus.source import parse_source
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -37,7 +38,7 @@ from support.heads import (
     write_freq,
     write_target,
 )
-from support.hub_server import HubServer, connected
+from support.hub_server import Fault, HubServer, connected
 from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
 
@@ -214,6 +215,27 @@ class TestDryRun:
 
 
 class TestAdvice:
+    def test_how_long_a_busy_hub_is_asked_again_is_an_option(self, run, tmp_path, monkeypatch):
+        pauses = []
+        monkeypatch.setattr(hub_session.time, "sleep", pauses.append)
+        # Put back afterwards.
+        monkeypatch.setattr(hub_session.LIMITS, "patience_s", 60.0)
+        monkeypatch.setattr(hub_session.LIMITS, "min_bytes_per_s", 1000.0)
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.inject("", Fault(any_status=503))
+            code, _, err = run(convert_command, "org/head", "--draft-vocab", "8", "--patience", "2", "--min-speed", "5")
+        assert code == 1, err
+        assert hub_session.Limits(2.0, 5.0) == hub_session.LIMITS
+        assert pauses == [1]
+
+    def test_a_link_in_a_circle_is_called_so(self, run, tmp_path):
+        (tmp_path / "a").symlink_to("b")
+        (tmp_path / "b").symlink_to("a")
+        for options in (("a",), ("./a",), ("--target", "a")):
+            code, _, err = run(convert_command, *options, "--draft-vocab", "8", "--order", "ids")
+            assert code == 1
+            assert "a: a link to nothing, or in a circle" in err
+
     def test_a_target_that_was_given_is_not_asked_for_again(self, tmp_path, target):
         for path in target.glob("tokenizer*"):
             path.unlink()

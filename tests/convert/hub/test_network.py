@@ -1,15 +1,24 @@
-"""Bad networks: a Hub that is silent, busy, breaks off, or is somebody else altogether."""
+"""Bad networks: a Hub that is silent, busy, breaks off, drips, or is somebody else altogether."""
 
+import hashlib
+import json
+import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace
+from email.utils import formatdate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import SourceError
 from eagle_slim.convert.hub.push import check_push, upload_files
-from eagle_slim.convert.sources.source import open_head_source
+from eagle_slim.convert.hub.range_reads import read_remote_header
+from eagle_slim.convert.hub.remote_file import HubFile
+from eagle_slim.convert.sources.source import open_head_source, target_files
 from eagle_slim.vocab_tools import hub_session
 from huggingface_hub import constants
 from safetensors.torch import save
@@ -86,8 +95,6 @@ def test_the_hub_says_how_long_to_wait(
 
 
 def test_a_session_of_requests_gets_a_time_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
     class Response(SimpleNamespace):
         @property
         def content(self) -> bytes:
@@ -116,6 +123,104 @@ def test_a_rate_limit_is_called_so(hub: HubServer, tmp_path: Path, pauses: list[
     assert "in 250 seconds" in str(caught.value)
     # Longer than anybody waits before a screen.
     assert pauses == []
+
+
+@pytest.mark.parametrize("path", ["config.json", "model.safetensors"])
+def test_nobody_waits_for_an_hour(
+    hub: HubServer, home: Path, pauses: list[float], capsys: pytest.CaptureFixture[str], path: str
+) -> None:
+    """429 on a HEAD, on a file and on a range of one: the library and its loops would wait for 3,601 s."""
+    for fault in (Fault(any_status=429, retry_after_s=3600), Fault(status=429, retry_after_s=3600)):
+        hub.clear_faults()
+        hub.inject(path, fault)
+        for asked in (open_head_source, open_lm_head):
+            with raises(SourceError, status=429) as caught:
+                asked("org/head")
+            assert "in 3600 seconds" in str(caught.value)
+    assert pauses == []
+    assert capsys.readouterr().err == ""
+
+
+def test_who_asks_for_it_waits_longer(
+    hub: HubServer, home: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_session.LIMITS, "patience_s", 4000.0)
+    hub.inject("/config.json", Fault(times=1, any_status=429, retry_after_s=3600))
+    open_head_source("org/head")
+    assert pauses == [3600]
+
+
+def test_a_date_says_how_long_to_wait(hub: HubServer, home: Path, pauses: list[float]) -> None:
+    in_half_a_minute = formatdate(time.time() + 30, usegmt=True)
+    hub.inject(API, Fault(times=1, any_status=503, retry_after_s=in_half_a_minute))
+    open_head_source("org/head")
+    assert 0 < pauses[0] <= 30
+    hub.inject(API, Fault(times=1, any_status=503, retry_after_s="at noon"))
+    open_head_source("org/head")
+    assert pauses[1:] == [1]
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault(silent=True), Fault(status=503), Fault(break_after=0)], ids=["silent", "busy", "broken"]
+)
+def test_every_wait_for_a_range_is_told(
+    hub: HubServer, home: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], fault: Fault,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    target_files("org/head")
+    file = HubFile.open("org/head", hub.repo("org/head").branches["main"], "model.safetensors", "weights")
+    hub.inject("model.safetensors", replace(fault))
+    with raises(SourceError, repo_id="org/head"):
+        read_remote_header(file)
+    assert pauses == [1, 2, 4, 8]
+    told = re.findall(r"^org/head: .*; trying again in (\d) s \(try (\d) of 5\)$", capsys.readouterr().err, re.M)
+    assert told == [("1", "2"), ("2", "3"), ("4", "4"), ("8", "5")]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_drip_ends(hub: HubServer, home: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(hub_session, "_WINDOW_S", 0.3)
+    noise = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    files = {"config.json": json.dumps({"x": "y" * 20_000}), "model.safetensors": save({"lm_head.weight": noise})}
+    hub.add_model("org/head", files)
+    hub.inject(name, Fault(bytes_per_s=1000))
+    monkeypatch.setattr(hub_session.LIMITS, "min_bytes_per_s", 100_000.0)
+    for asked in (open_head_source, open_lm_head):
+        with raises(SourceError, repo_id="org/head") as caught:
+            asked("org/head")
+        assert "below the floor of 100,000" in str(caught.value)
+        assert "--min-speed" in str(caught.value)
+    # Whoever has such a network says so.
+    monkeypatch.setattr(hub_session.LIMITS, "min_bytes_per_s", 10.0)
+    hub.clear_faults()
+    hub.inject(name, Fault(bytes_per_s=40_000))
+    assert torch.equal(values(open_lm_head("org/head")), noise)
+
+
+def test_a_file_that_breaks_off_goes_on_where_it_broke(
+    hub: HubServer, home: Path, pauses: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = save({"lm_head.weight": torch.arange(5000.0)})
+    hub.add_model("org/head", {"config.json": "{}", "model.safetensors": weights})
+    hub.inject("model.safetensors", Fault(times=3, break_after=2048))
+    assert (open_head_source("org/head").folder / "model.safetensors").read_bytes() == weights
+    assert pauses == [1, 2, 4]
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["org/head"] * 3
+    assert [r.range for r in hub.requests if r.file == "model.safetensors" and r.method == "GET"] == [
+        None, "bytes=2048-", "bytes=4096-", "bytes=6144-",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [API, "/config.json"])
+@pytest.mark.skipif(
+    huggingface_hub.__version__.startswith("0."), reason="before 1.0 it follows a circle for ever itself"
+)
+def test_a_circle_of_redirections_is_named(hub: HubServer, home: Path, where: str) -> None:
+    hub.inject(where, Fault(circle=True))
+    with raises(SourceError, repo_id="org/head", cause="TooManyRedirects") as caught:
+        open_head_source("org/head")
+    assert "redirects in a circle" in str(caught.value)
 
 
 def test_a_hub_in_long_trouble(hub: HubServer, home: Path, pauses: list[float]) -> None:
@@ -163,8 +268,13 @@ def test_advice_is_true(hub: HubServer, home: Path) -> None:
 def test_an_upload_is_tried_again(hub: HubServer, tmp_path: Path, pauses: list[float]) -> None:
     (tmp_path / "slim").mkdir()
     (tmp_path / "slim" / "config.json").write_text("{}")
+    weights = bytes(FILES["model.safetensors"])
+    (tmp_path / "slim" / "model.safetensors").write_bytes(weights)
     hub.inject("/api/repos/create", Fault(times=1, any_status=503))
     hub.inject("/api/models/tester/slim/preupload/main", Fault(times=1, any_status=429))
+    hub.inject(f"/upload/{hashlib.sha256(weights).hexdigest()}", Fault(times=2, any_status=503))
+    hub.inject("/commit/main", Fault(times=1, unanswered=True))
     with connected(hub, tmp_path / "home", token="hf_good"):
-        upload_files(tmp_path / "slim", ["config.json"], "tester/slim")
-    assert hub.repo("tester/slim").files == {"config.json": b"{}"}
+        upload_files(tmp_path / "slim", ["config.json", "model.safetensors"], "tester/slim")
+    assert hub.repo("tester/slim").files == {"config.json": b"{}", "model.safetensors": weights}
+    assert sorted(pauses) == [1, 1, 1, 1, 2]

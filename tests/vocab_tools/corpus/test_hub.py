@@ -1,7 +1,10 @@
 """Datasets of a Hub on loopback, streamed through the real `datasets`."""
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -9,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from eagle_slim.vocab_tools import hub_session
 from eagle_slim.vocab_tools.corpus import hub as corpus_hub
 from eagle_slim.vocab_tools.corpus.blocks import BadRecord
 from eagle_slim.vocab_tools.corpus.open import open_corpus
@@ -16,7 +20,8 @@ from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.count import CountingInterruptedError, count_tokens
 from eagle_slim.vocab_tools.counting.held_out import HeldOutRule
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
-from support.hub_server import HubServer, connected
+from huggingface_hub import constants
+from support.hub_server import Fault, HubServer, connected
 from support.raising import raises
 from support.tokenizers import llama3_like
 
@@ -48,6 +53,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
         server.add_dataset("org/chats", {"train.jsonl": "\n".join(json.dumps(chat) for chat in chats)})
         with connected(server, tmp_path_factory.mktemp("home")):
             yield server
+
+
+@contextmanager
+def hub_fault(hub: HubServer, path: str, fault: Fault) -> Iterator[None]:
+    hub.inject(path, fault)
+    yield
+    hub.clear_faults()
 
 
 def texts(source: CorpusSource, after: tuple[int, int] | None = None) -> list[str]:
@@ -145,6 +157,39 @@ def test_what_is_not_there_is_named(hub: HubServer) -> None:
         open_corpus(CorpusSource("org/texts", config="other"))
     with raises(UsageError, column="body", columns=["text", "id"]):
         open_corpus(CorpusSource("org/texts", column="body"))
+
+
+def test_a_silent_hub_is_given_up(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` asks for most things in many ways, and waits for 100 s or again and again; here it asks once."""
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(constants, name, 0.3)
+    for where in ("", "/api/datasets/org/chats"):
+        with connected(hub, tmp_path / f"home{len(where)}"), hub_fault(hub, where, Fault(silent=True)):
+            hub.reset_counts()
+            with raises(CorpusError, dataset="org/chats", cause="ReadTimeout") as caught:
+                open_corpus(CorpusSource("org/chats"))
+            assert "does not answer" in str(caught.value)
+            assert [request.status for request in hub.requests].count(0) == 1
+
+
+def test_a_shard_that_is_silent_busy_or_broken_is_told_of(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
+    pauses: list[float] = []
+    monkeypatch.setattr(hub_session.time, "sleep", pauses.append)
+    whole = texts(CorpusSource("org/texts", split="test"))
+    shard = "test-00000-of-00001.parquet"
+    for fault in (Fault(silent=True), Fault(any_status=429), Fault(break_after=500)):
+        with connected(hub, tmp_path / str(fault)[:50]):
+            with hub_fault(hub, shard, replace(fault, times=2)):
+                assert texts(CorpusSource("org/texts", split="test")) == whole
+            assert pauses == [1, 2]
+            told = re.findall(
+                r"org/texts: .*; trying again in (\d) s \(try (\d) of 5\)$", capsys.readouterr().err, re.M
+            )
+            assert told == [("1", "2"), ("2", "3")]
+            pauses.clear()
 
 
 def test_offline_reads_what_was_prepared(hub: HubServer, tmp_path: Path) -> None:
