@@ -110,7 +110,7 @@ Examples:
 @click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Share of a source of counts: `chat=3,code=2`.")
-@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, or JSON.")
+@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, JSON, or text.")
 @click.option(
     "--order", type=click.Choice(["ids"]), help="Rank by id, the merge order of BPE: the baseline of no corpus."
 )
