@@ -32,6 +32,7 @@ class ConvertOptions:
             size that is fastest by ``cost`` and the coverage of the ranking.
         coverage: instead of a size, the share of the counted text that must be covered.
         cost: for "auto", the compare.json of a comparison on the device that will serve the head.
+        accept_doubts: take a size from a comparison that was disturbed, not completed, or decided nothing.
         keep_rows: rows to have in total, those of the draft vocabulary among them, or "full" for all: the ones
             beyond it are kept in a file of their own that engines do not read, so that they may join the draft
             vocabulary while a text is followed, or a larger one be made without the original head. None keeps none.
@@ -57,6 +58,7 @@ class ConvertOptions:
     draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize | Literal["auto"]] | None = None
     coverage: float | None = None
     cost: str | Path | None = None
+    accept_doubts: bool = False
     keep_rows: KeepRows | None = None
     vocabulary: VocabRequest = field(default_factory=VocabRequest)
     target: str | Path | None = None
