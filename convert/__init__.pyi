@@ -18,8 +18,8 @@ from .errors import (
 from .head.draft_head import DraftHead
 from .head.open import open_head
 from .head.tensors import LazyTensors
-from .hub.push import push_folder
 from .manifest import Manifest
+from .push import push_folder
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
 from .weights.checkpoint import Checkpoint, open_checkpoint
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from eagle_slim.vocab_tools.errors import UsageError
 
+from ..artifact.gguf_file import GgufChoice
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
@@ -17,6 +18,7 @@ from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource, open_head_source
 from . import target as targets
+from .gguf import choose_gguf
 from .options import ConvertOptions
 from .vocab_choice import Say, VocabRequest, ranked_manifest
 
@@ -38,6 +40,7 @@ class Inputs:
         tokenizer: of the target, where it is at hand.
         is_builtin: whether the head is the built-in one.
         rows_before: rows that the head drafted over before, kept ones left out.
+        gguf: the GGUF files to write; None for none.
     """
 
     head: DraftHead
@@ -49,6 +52,7 @@ class Inputs:
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     rows_before: int
+    gguf: GgufChoice | None = None
 
     @property
     def licence(self) -> str | None:
@@ -105,18 +109,20 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         )
     opened = None
     is_named = choice is not None and (choice.reason == "given" or revision is not None)
-    if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or is_named):
+    if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or is_named or options.gguf):
         opened = targets.open_target(choice, revision, options.offline)
         targets.check_head_fits(head, opened)
     loaded = targets.open_tokenizer(
         options.tokenizer, options.tokenizer_revision, opened, head.target_vocab, options.offline
     )
+    # Before anything large is fetched or counted.
+    gguf = choose_gguf(head, options.gguf, opened, loaded) if options.gguf else None
     lm_head = None
     if needs_rows:
         assert opened is not None
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before)
+    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, gguf)
 
 
 def _refuse_to_grow(head: DraftHead, options: ConvertOptions) -> None:

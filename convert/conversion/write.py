@@ -21,6 +21,7 @@ from ..weights import names
 from ..weights.dtypes import item_size
 from ..weights.rows import GatheredRows
 from ..weights.writer import TensorPlan
+from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
@@ -120,6 +121,7 @@ class Planned:
     def write(self) -> Conversion:
         """Write the artifact, whole or not at all. Raises as `convert_head`."""
         manifest, before, rows_before = self.manifest, self.bytes_before, self.inputs.rows_before
+        gguf = self.inputs.gguf
         after = bytes_per_draft_step(self.head, manifest.draft_vocab)
         require_space(self.folder, self.disk_bytes or 0)
         side_files = {}
@@ -152,6 +154,7 @@ class Planned:
             side_files,
             card,
             after_read=lambda: what_was_read(manifest, self.head, self.lm_head),
+            derived=(lambda place: {}) if gguf is None else gguf_writer(gguf, gguf_title(manifest)),
             force=self.inputs.options.force,
         )
         return Conversion(self.folder, written, self.coverage, rows_before, before, after)

@@ -17,6 +17,7 @@ from eagle_slim.convert import (
     OutputError,
     SourceError,
     VocabRequest,
+    push_folder,
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
@@ -309,7 +310,7 @@ class TestPush:
     # huggingface_hub uploads with an argument that its HTTP library calls old.
     @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
     def test_a_push_that_fails_names_the_command_that_ends_it(self, run, tmp_path, monkeypatch):
-        from eagle_slim.convert.hub import push
+        from eagle_slim.convert import push
 
         head, chosen = write_eagle3(tmp_path / "head"), write_freq(tmp_path / "freq.pt", range(10))
         arguments = (head, "--draft-vocab", "8", "--token-map", chosen, "--push-to-hub", "tester/slim")
@@ -319,7 +320,7 @@ class TestPush:
 
         with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
             with monkeypatch.context() as patch:
-                patch.setattr(push, "push_folder", broken)
+                patch.setattr(push, "upload_files", broken)
                 code, _, err = run(convert_command, *arguments)
             assert code == 1
             assert "eagle-convert --push head-v8 --push-to-hub tester/slim" in err
@@ -329,8 +330,49 @@ class TestPush:
             assert "uploaded to" in out
             assert set(hub.repo("tester/slim").files) == {path.name for path in (tmp_path / "head-v8").iterdir()}
 
-    def test_pushing_needs_an_artifact_and_a_name(self, run, tmp_path):
+    @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+    def test_only_what_the_manifest_names_is_uploaded(self, run, tmp_path, target):
         head = write_eagle3(tmp_path / "head")
+        made = convert(head, draft_vocab=270, keep_rows=280, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        own = {path.name: path.read_bytes() for path in made.folder.iterdir()}
+        for name in (".env", "secret.txt", "pytorch_model.bin"):
+            (made.folder / name).write_text("HF_TOKEN=hf_secret")
+        push = ("--push", "slim", "--push-to-hub", "tester/slim")
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            code, out, err = run(convert_command, *push, "--dry-run")
+            assert (code, hub.repos) == (0, {}), err
+            told = {line.split()[0]: "left" in line for line in out.splitlines()[1:]}
+            assert told == {name: name not in own for name in (*own, ".env", "secret.txt", "pytorch_model.bin")}
+            assert json.loads(run(convert_command, *push, "--dry-run", "--json")[1])["uploads"] == sorted(own)
+            code, out, err = run(convert_command, *push)
+            assert code == 0, err
+            assert "secret.txt is not uploaded" in err
+            assert hub.repo("tester/slim").files == own
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "kept_rows.eagle_slim"])
+    def test_a_damaged_artifact_is_not_uploaded(self, run, tmp_path, target, file):
+        head = write_eagle3(tmp_path / "head")
+        made = convert(head, draft_vocab=270, keep_rows=280, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        content = bytearray((made.folder / file).read_bytes())
+        content[-1] ^= 1
+        (made.folder / file).write_bytes(content)
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            for more in ((), ("--dry-run",)):
+                code, _, err = run(convert_command, "--push", "slim", "--push-to-hub", "tester/slim", *more)
+                assert code == 1
+                assert "the audit fails" in err
+            with raises(ArtifactError, path=str(made.folder)):
+                push_folder(made.folder, "tester/slim")
+            assert (hub.repos, hub.requests) == ({}, [])
+
+    def test_pushing_needs_an_artifact_a_name_and_the_hub(self, run, tmp_path):
+        head = write_eagle3(tmp_path / "head")
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            for arguments in (("--push", head), (head, "--draft-vocab", "8", "--order", "ids")):
+                code, _, err = run(convert_command, *arguments, "--push-to-hub", "tester/slim", "--offline")
+                assert code == 2
+                assert "--offline" in err
+            assert hub.requests == []
         assert run(convert_command, "--push", head, "--push-to-hub", "tester/slim")[0] == 1
         assert run(convert_command, "--push", head)[0] == 2
         assert run(convert_command, head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
