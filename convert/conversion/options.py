@@ -33,7 +33,6 @@ class ConvertOptions:
             size that is fastest by ``cost`` and the coverage of the ranking.
         coverage: instead of a size, the share of the counted text that must be covered.
         cost: for "auto", the compare.json of a comparison on the device that will serve the head.
-        accept_doubts: take a size from a comparison that was disturbed, not completed, or decided nothing.
         keep_rows: rows to have in total, those of the draft vocabulary among them, or "full" for all: the ones
             beyond it are kept in a file of their own that engines do not read, so that they may join the draft
             vocabulary while a text is followed, or a larger one be made without the original head. None keeps none.
@@ -53,6 +52,7 @@ class ConvertOptions:
         gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
             write, too, which llama.cpp reads.
         offline: use only local files and the Hub cache.
+        accept_doubts: take a size from a ``cost`` that was disturbed, not completed, or decided nothing.
 
     Raises:
         UsageError: options that contradict each other, or a value that means nothing.
@@ -61,7 +61,6 @@ class ConvertOptions:
     draft_vocab: DraftVocabSize | Literal["auto"] | Sequence[DraftVocabSize | Literal["auto"]] | None = None
     coverage: float | None = None
     cost: str | Path | None = None
-    accept_doubts: bool = False
     keep_rows: KeepRows | None = None
     vocabulary: VocabRequest = field(default_factory=VocabRequest)
     target: str | Path | None = None
@@ -78,6 +77,7 @@ class ConvertOptions:
     tap_layers: Sequence[int] | None = None
     gguf: Sequence[GgufRequest] = ()
     offline: bool = False
+    accept_doubts: bool = False
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.coverage is not None:
