@@ -122,6 +122,7 @@ Examples:
     metavar="FILE",
     help="For --draft-vocab auto: what eagle-compare --out wrote on your device.",
 )
+@click.option("--accept-doubts", is_flag=True, help="Take a size from a --cost that was disturbed or is undecided.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
 )
@@ -140,7 +141,7 @@ Examples:
 @click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Share of a source of counts: `chat=3,code=2`.")
-@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, or JSON.")
+@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, JSON, or text.")
 @click.option(
     "--order", type=click.Choice(["ids"]), help="Rank by id, the merge order of BPE: the baseline of no corpus."
 )

@@ -186,6 +186,15 @@ def _same(tensor: Any, plan: TensorPlan) -> bool:
     return start == len(raw)
 
 
+def gguf_bytes(tensors: Sequence[TensorPlan], kind: GgufType) -> int:
+    """Bytes of the tensors of the file, from those of the slim head; its start, with the tokenizer, is left out."""
+    kept = [plan for plan in tensors if plan.name not in names.MAPS]
+    types = [kind.upper() if len(plan.shape) == 2 else "F32" for plan in kept]
+    return sum(
+        _GgufPlan(each.name, dtype, each.shape, each.chunks).size_bytes for each, dtype in zip(kept, types, strict=True)
+    )
+
+
 def _plan(head: DraftHead, name: str, kind: GgufType) -> TensorPlan:
     info = head.tensors.info(name)
     wanted = kind.upper() if len(info.shape) == 2 else "F32"

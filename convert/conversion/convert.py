@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 
 from ..atomic import check_output, require_space
@@ -183,6 +184,15 @@ def prepare_conversion(
     sizes, the weights of sources, and the space on the disk. `check_values` reads the tensors, which writing does too.
     """
     cost = None if options.cost is None else StepCost.load(options.cost)
+    if cost is not None and cost.doubts and not options.accept_doubts:
+        raise UsageError(
+            "\n".join([
+                f"--cost {options.cost}: does not tell which size is fastest:", *cost.doubts,
+                "Compare again, with more prompts and on a quiet machine, or take it as it is with --accept-doubts.",
+            ]),
+            option="--cost",
+            doubts=cost.doubts,
+        )  # fmt: skip
     head = None if head is None else str(head)
     titles = [options.name_of(head, size) for size in options.sizes]
     folders = [options.folder_of(title) for title in titles]

@@ -53,6 +53,7 @@ class ConvertOptions:
         gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
             write, too, which llama.cpp reads.
         offline: use only local files and the Hub cache.
+        accept_doubts: take a size from a ``cost`` that was disturbed, not completed, or decided nothing.
 
     Raises:
         UsageError: options that contradict each other, or a value that means nothing.
@@ -77,6 +78,7 @@ class ConvertOptions:
     tap_layers: Sequence[int] | None = None
     gguf: Sequence[GgufRequest] = ()
     offline: bool = False
+    accept_doubts: bool = False
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.coverage is not None:

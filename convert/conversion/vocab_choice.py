@@ -157,7 +157,8 @@ class Ranking:
             cost, report.sizes, list(report.sources[-1].coverage), whole.num_forced, largest
         )  # fmt: skip
         vocab = self.cut(size)
-        return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why})
+        warnings = [*vocab.warnings, *(f"--cost: {doubt}" for doubt in cost.doubts)]
+        return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why, "warnings": warnings})
 
     def _cut(self, counts: TokenCounts | None, size: int | None, coverage: float | None) -> DraftVocab:
         trained = self.head.trained_ids

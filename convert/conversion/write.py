@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact import eagle1, eagle3
 from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
+from ..artifact.gguf_file import gguf_bytes
 from ..artifact.model_card import model_card
 from ..atomic import free_bytes, require_space
 from ..engines.facts import HeadFacts
@@ -99,7 +100,8 @@ class Planned:
         """Bytes of the tensors that will be written; None as `draft_vocab`."""
         if self.draft_vocab is None:
             return None
-        return sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0)
+        gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
+        return sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0) + gguf
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `eagle-convert --dry-run --json` prints it."""

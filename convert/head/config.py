@@ -60,7 +60,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         MismatchError: a key is missing or of a wrong type.
     """
     _refuse_foreign(source, where)
-    config = dict(source)
+    config = flattened_text(source, where)
     nested = config.get("transformer_layer_config")
     if nested is not None:
         if not isinstance(nested, Mapping):
@@ -96,6 +96,20 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     if config.get("attention_bias") is None:
         config["attention_bias"] = config.get("qkv_bias")
     return config
+
+
+def flattened_text(source: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The configuration without a `text_config`, where heads of multimodal targets keep their sizes.
+
+    Engines would take that for the whole configuration, and miss what stands beside it.
+    """
+    nested = source.get("text_config")
+    if not isinstance(nested, Mapping | None):
+        raise _wrong(where, "text_config", "an object or null", nested)
+    if nested is None:
+        return dict(source)
+    outer = {key: value for key, value in source.items() if key not in ("text_config", "vision_config")}
+    return {**nested, **outer, "model_type": "llama"}
 
 
 def ordered_config(config: Mapping[str, Any]) -> dict[str, Any]:

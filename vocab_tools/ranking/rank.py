@@ -195,8 +195,8 @@ def _follow(
     """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
     order = check_ids(order, pool.target_vocab, "token map")
     usable = order[np.isin(order, pool.ids)]
-    if len(usable) < len(order):
-        gone = order[~np.isin(order, pool.ids)].tolist()
+    # Those behind the size asked for would not be taken anyway.
+    if gone := order[:size][~np.isin(order[:size], pool.ids)].tolist():
         why = "belong to no token" if pool.trained is None else "have no row in this head or belong to no token"
         warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]

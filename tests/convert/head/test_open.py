@@ -224,6 +224,25 @@ def test_rope_keeps_what_is_more_than_a_base(tmp_path):
     assert sections.config["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
 
 
+@pytest.mark.parametrize("write", [write_eagle3, write_eagle1])
+def test_sizes_in_a_text_config(tmp_path, write):
+    plain = convert(write(tmp_path / "plain"), draft_vocab="full", out=tmp_path / "a").folder
+    config = json.loads((write(tmp_path / "head") / "config.json").read_text())
+    outer = ("architectures", "draft_vocab_size", "torch_dtype", "bias")
+    nested = {key: value for key, value in config.items() if key not in outer}
+    nested |= {"model_type": "qwen2_5_vl_text", "rope_theta": 5e5}
+    kept = {key: config[key] for key in outer if key in config}
+    vision = {"vision_config": {"hidden_size": 7}, "model_type": "qwen2_5_vl"}
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**kept, **vision, "text_config": nested}))
+    done = convert(tmp_path / "head", draft_vocab="full", out=tmp_path / "b")
+    found, expected = (json.loads((folder / "config.json").read_text()) for folder in (done.folder, plain))
+    assert found == {**expected, "rope_theta": 5e5}
+    assert verify_artifact(done.folder, head=tmp_path / "head").ok
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "text_config": [1]}))
+    with raises(MismatchError, key="text_config"):
+        open_head(tmp_path / "head")
+
+
 @pytest.mark.parametrize("part", [2.0, -0.5, 0, "half", True])
 def test_a_part_that_cannot_be_rotated(tmp_path, part):
     inside = {"rope_scaling": {"partial_rotary_factor": part}}
