@@ -144,6 +144,8 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     for draft, pattern in _OTHER_MARKS.items():
         if (mark := next((name for name, short in bare.items() if pattern.fullmatch(short)), None)) is not None:
             raise other_draft(draft, where, tensor=mark)
+    if FC not in bare.values() and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare.values()):
+        raise other_draft("model", where)
     for name, short in bare.items():
         for pattern, meaning in (*_FOREIGN, *several):
             if pattern.fullmatch(short):
@@ -154,8 +156,6 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
                     tensor=name,
                     found=meaning,
                 )
-    if FC not in bare.values() and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare.values()):
-        raise other_draft("model", where)
     if kind == "eagle" and FC not in bare.values():
         raise UnsupportedHeadError.at(
             where,

@@ -437,9 +437,9 @@ def test_missing_tensor_and_other_models_are_refused(tmp_path):
         assert advice in str(refused.value)
 
 
-_LAYER = "model.layers.1.self_attn.q_proj.weight"
 _WHOLE_MODEL = {
-    name: ones(4, 4) for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", _LAYER)
+    f"model.{name}.weight": ones(4, 4)
+    for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
 }
 
 
