@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 """Element type of the matrices; norms are float32, the map is int64."""
 
+BYTES_PER_VALUE: Mapping[GgufType, float] = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
 _ARCHITECTURE = "eagle3"
 _ALIGNMENT = 32
 # Q8_0: 32 int8 and their float16 scale.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..artifact import eagle1, eagle3
 from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
+from ..artifact.gguf_file import BYTES_PER_VALUE
 from ..artifact.model_card import model_card
 from ..atomic import require_space
 from ..engines.facts import HeadFacts
@@ -55,7 +56,11 @@ def write_slim(
     rows = len(vocab) if vocab is not None else head.target_vocab
     rows_before = inputs.rows_before
     before, after = (bytes_per_draft_step(head, count) for count in (rows_before, rows))
-    require_space(folder, after + kept_bytes(head, 0 if kept_ids is None else len(kept_ids)))
+    kept_size = kept_bytes(head, 0 if kept_ids is None else len(kept_ids))
+    # Matrices are nearly all of a file.
+    values = after / item_size(head.dtype_name)
+    gguf_size = sum(values * BYTES_PER_VALUE[kind] for kind in (inputs.gguf.kinds if inputs.gguf else ()))
+    require_space(folder, after + kept_size + int(gguf_size))
     config = _config(head, inputs, rows)
     findings = _findings(head, inputs, config, rows)
     measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
