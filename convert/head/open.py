@@ -58,9 +58,12 @@ def open_head(
     """
     if not isinstance(source, ResolvedSource):
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
+    # A draft of another kind is called by its name even where its weights have unusual ones.
+    config = read_config(source.folder, source.name)
+    head_config.refuse_foreign(config, source.name)
     head = head_from_checkpoint(
         open_checkpoint(source.folder, weights_file=source.weights_file),
-        read_config(source.folder, source.name),
+        config,
         location=source.name,
         source=source,
         d2t_form=d2t_form,
