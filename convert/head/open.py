@@ -19,6 +19,7 @@ from ..weights import names
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from . import config as head_config
 from .check import check_dtypes, settle_biases, settle_eagle, settle_eagle3, settle_taps
+from .dflash import open_dflash
 from .draft_head import DraftHead
 from .tensors import LazyTensors
 from .vocab_map import D2tForm, read_map, vocab_size
@@ -35,7 +36,7 @@ def open_head(
     d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
-    """Open a draft head: EAGLE-3 in any spelling, full or with a map, or EAGLE-1/2.
+    """Open a draft head: EAGLE-3 in any spelling, full or with a map, EAGLE-1/2, or a DFlash draft.
 
     Args:
         source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head for
@@ -88,6 +89,8 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
+    if names.is_dflash(checkpoint.names):
+        return open_dflash(checkpoint, config, location, source, d2t_form, tap_layers)
     # The configuration first: an MLA or quantised head is refused by its name rather than by a tensor.
     flat = head_config.normalise_config(config, location)
     table = names.canonical_names(checkpoint.names, location)

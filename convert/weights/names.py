@@ -1,7 +1,8 @@
-"""Tensor names of EAGLE draft heads: every published spelling, and the one that is written.
+"""Tensor names of EAGLE draft heads and DFlash drafts: every published spelling, and the one that is written.
 
 Canonical names are SafeAILab's: `midlayer.` for the one decoder layer of an EAGLE-3 head, `layers.N.` for EAGLE-1/2, no
-`model.` prefix. Nothing is guessed: a tensor that is neither renamed nor knowingly dropped makes the head unsupported.
+`model.` prefix. A DFlash draft keeps its own, which z-lab and speculators share and vLLM prefixes itself. Nothing is
+guessed: a tensor that is neither renamed nor knowingly dropped makes the head unsupported.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Literal
 
 from ..errors import CheckpointError, UnsupportedHeadError
 
-HeadKind = Literal["eagle3", "eagle"]
+HeadKind = Literal["eagle3", "eagle", "dflash"]
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 FC = "fc.weight"
 FC_BIAS = "fc.bias"
 MAPS = ("d2t", "t2d")
+MARKOV_IN = "markov_head.markov_w1.weight"
+MARKOV_OUT = "markov_head.markov_w2.weight"
+"""DSpark: [target_vocab, rank] of the token before, and [draft_vocab, rank], whose rows go with the LM head's."""
 
 _ATTENTION = tuple(f"self_attn.{projection}_proj.weight" for projection in "qkvo")
 _MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
@@ -46,6 +50,18 @@ _FC_NORM = re.compile(r"fc_norm\.\d+\.weight")
 _EAGLE_LAYER = re.compile(
     r"layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
     r"|(input|post_attention)_layernorm\.weight)"
+)
+
+# What only DFlash has outside its layers: the norm of the captured hidden states, which EAGLE-3 has inside its layer.
+_DFLASH_NORM = "hidden_norm.weight"
+_DFLASH_LAYER = (
+    *_ATTENTION, *_MLP, "self_attn.q_norm.weight", "self_attn.k_norm.weight", "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)  # fmt: skip
+_DFLASH = re.compile(
+    r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_head\.markov_w[12]|confidence_head\.proj)\.weight|d2t|t2d"
+    r"|confidence_head\.proj\.bias|layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
+    r"|(self_attn\.[qk]_norm|(input|post_attention)_layernorm)\.weight|self_attn\.attention_sink_bias)"
 )
 
 # SGLang's older names of the norms over the captured layers, lowest first.
@@ -82,7 +98,7 @@ class NameTable:
     """How the tensors of one checkpoint map to canonical names.
 
     Attributes:
-        kind: "eagle3", or "eagle" for EAGLE-1 and EAGLE-2.
+        kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
         stored: canonical name to the name in the checkpoint.
         dropped: stored name to the reason why it is left out.
     """
@@ -106,6 +122,8 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         CheckpointError: two stored names mean the same tensor, or a needed tensor is missing.
     """
     ordered = sorted(names)
+    if is_dflash(ordered):
+        return _dflash_names(ordered, where)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
     kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
     # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
@@ -166,9 +184,39 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     return NameTable(kind, stored, dropped)
 
 
+def is_dflash(names: Iterable[str]) -> bool:
+    """Whether these are the tensors of a DFlash draft."""
+    return _DFLASH_NORM in names
+
+
+def dflash_layers(names: Iterable[str]) -> int:
+    """Number of decoder layers that a DFlash draft's tensors name."""
+    return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
+
+
 def is_fc_norm(name: str) -> bool:
     """Whether a canonical name is one of the norms over the captured layers, `fc_norm.N.weight`."""
     return _FC_NORM.fullmatch(name) is not None
+
+
+def _dflash_names(ordered: list[str], where: str) -> NameTable:
+    dropped = {name: why for name in ordered for pattern, why in _DROPPED if pattern.fullmatch(name)}
+    stored = {name: name for name in ordered if name not in dropped}
+    if (unknown := next((name for name in stored if _DFLASH.fullmatch(name) is None), None)) is not None:
+        raise UnsupportedHeadError.at(
+            where,
+            f"tensor {unknown} has no place in a DFlash draft.\nExpected the unquantised tensors of z-lab's or "
+            "speculators' DFlash, or DSpark's with a plain Markov head.",
+            tensor=unknown,
+        )
+    required = [FC, _DFLASH_NORM, "norm.weight"]
+    required += [f"layers.{layer}.{name}" for layer in range(dflash_layers(stored)) for name in _DFLASH_LAYER]
+    required += [MARKOV_IN, MARKOV_OUT] if {MARKOV_IN, MARKOV_OUT} & set(stored) else []
+    if missing := [name for name in required if name not in stored]:
+        raise CheckpointError.at(
+            where, f"incomplete DFlash draft: {_some(missing)} missing.\nFetch the checkpoint again.", missing=missing
+        )
+    return NameTable("dflash", stored, dropped)
 
 
 def _eagle_layer(prefix: str) -> list[str]:
