@@ -319,8 +319,8 @@ def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -
     """Write a DFlash draft that proposes the successor of the last token, so that one drafted token is always right.
 
     The hidden states of the target are not used (`fc` is zero), and attention is uniform (`q_norm` is zero): what a
-    masked slot finds besides itself is the last token, whose code is amplified. ``mapped``: an LM head of its own with so
-    many ids; else the target's is borrowed. float32, for a projection that takes the mask's own code away.
+    masked slot finds besides itself is the last token, whose code is amplified. ``mapped``: ids of an LM head of its
+    own; else the target's is borrowed. float32, for a projection that takes the mask's own code away.
     """
     mask = ranked_ids()[-1]
     code, zeros, eye = codes()[mask], torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)
@@ -348,10 +348,9 @@ def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -
     if form == "speculators":
         outer |= {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "mask_token_id": mask}
         verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
-        methods = [{"proposal_type": "greedy", "speculative_tokens": 1}]
-        outer["speculators_config"] = {
-            "algorithm": "dflash", "default_proposal_method": "greedy", "proposal_methods": methods, "verifier": verifier,
-        }  # fmt: skip
+        how: dict[str, object] = {"default_proposal_method": "greedy"}
+        how["proposal_methods"] = [{"proposal_type": "greedy", "speculative_tokens": 1}]
+        outer["speculators_config"] = {"algorithm": "dflash", **how, "verifier": verifier}
         outer |= {"aux_hidden_state_layer_ids": [2, 4, 5], "transformer_layer_config": inner}
     else:
         outer |= {**inner, "architectures": ["DFlashDraftModel"]}
