@@ -89,6 +89,7 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
+    names.refuse_mtp(checkpoint.names, location)
     if names.is_dflash(checkpoint.names):
         return open_dflash(checkpoint, config, location, source, d2t_form, tap_layers)
     # The configuration first: an MLA or quantised head is refused by its name rather than by a tensor.

@@ -84,12 +84,10 @@ _FOREIGN = (
         "a quantised head",
     ),
     (re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"), "a Medusa head"),
-    (
-        re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"),
-        "a multi-token-prediction (MTP) head, or eh_proj before attention",
-    ),
     (re.compile(r"(.*\.)?mlp\.(experts|gate\.weight|shared_expert).*"), "a mixture-of-experts head"),
 )
+# DeepSeek-V3's and GLM's names, and Qwen3.5's.
+_MTP = re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight|mtp\..*")
 _SECOND_LAYER = re.compile(r"(midlayer|layers)\.[1-9]\d*\..*")
 
 
@@ -125,6 +123,7 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     if is_dflash(ordered):
         return _dflash_names(ordered, where)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
+    refuse_mtp(ordered, where)
     kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
     # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
     several = ((_SECOND_LAYER, "an EAGLE-3 head of several layers"),) if kind == "eagle3" else ()
@@ -182,6 +181,23 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
             missing=missing,
         )
     return NameTable(kind, stored, dropped)
+
+
+def refuse_mtp(names: Iterable[str], where: str) -> None:
+    """Raise UnsupportedHeadError where these are tensors of a model or draft with a multi-token-prediction layer.
+
+    SGLang's worker cuts the target's LM head by a token map (`speculative/eagle_worker_v2.py`, `init_lm_head`), but
+    `models/qwen3_5_mtp.py` ignores what it is given where the LM head is the embedding. vLLM has no such option.
+    """
+    if (found := next((name for name in names if _MTP.fullmatch(name.removeprefix("model."))), None)) is not None:
+        raise UnsupportedHeadError.at(
+            where,
+            f"tensor {found} is of a multi-token-prediction (MTP) layer, which drafts with the target's own LM head: "
+            "there is no head to cut.\nSGLang 0.5.23 takes a token map (eagle-vocab export) for it, unless the LM "
+            "head is tied (--speculative-algorithm NEXTN --speculative-token-map freq_N.pt); vLLM 0.32.0 takes none.",
+            tensor=found,
+            found="MTP",
+        )
 
 
 def is_dflash(names: Iterable[str]) -> bool:

@@ -95,6 +95,16 @@ def test_a_draft_with_a_map_is_cut_again_and_sizes_nest(tmp_path: Path, target: 
     assert failed(small.folder, head=draft, target=target) == failed(again.folder, head=large.folder) == []
 
 
+def test_dspark_in_speculators_form_is_cut_too(tmp_path: Path, target: Path) -> None:
+    markov = {"markov_head.markov_w1.weight": random((VOCAB, 4), 1), MARKOV: random((VOCAB, 4), 2)}
+    draft = write_dflash(tmp_path / "draft", "speculators", extra=markov, speculators_model_type="dspark")
+    slim = convert(draft, draft_vocab=300, target=target, out=tmp_path / "slim", vocabulary=BY_ID).folder
+    config, tensors = read(slim)
+    assert tensors[MARKOV].equal(markov[MARKOV][tensors["t2d"]])
+    assert config["speculators_model_type"] == "dspark"
+    assert failed(slim, head=draft, target=target) == []
+
+
 def test_kept_rows_make_a_larger_draft_without_the_target(tmp_path: Path, target: Path) -> None:
     draft = write_dflash(tmp_path / "draft")
     kept = convert(draft, draft_vocab=300, keep_rows=340, target=target, out=tmp_path / "kept", vocabulary=BY_ID)
