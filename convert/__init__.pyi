@@ -2,8 +2,9 @@ from .artifact.artifact import Artifact
 from .audit.verify import Check, Verification, verify_artifact
 from .conversion.convert import PreparedConversion, convert_head, prepare_conversion
 from .conversion.options import ConvertOptions
-from .conversion.result import Conversion, Planned
+from .conversion.result import Conversion
 from .conversion.vocab_choice import VocabRequest
+from .conversion.write import Planned
 from .errors import (
     ArtifactError,
     CheckpointError,
@@ -17,8 +18,8 @@ from .errors import (
 from .head.draft_head import DraftHead
 from .head.open import open_head
 from .head.tensors import LazyTensors
-from .hub.push import push_folder
 from .manifest import Manifest
+from .push import push_folder
 from .sources.builtin import embedded_head, embedded_target_folder, export_embedded_target
 from .weights.checkpoint import Checkpoint, open_checkpoint
 

@@ -52,7 +52,7 @@ Examples:
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@click.option("--max-new-tokens", type=click.IntRange(min=0), default=512, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--temperature", type=float, metavar="T", help="Above 0 samples. Default: greedy.")
 @click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
@@ -86,8 +86,8 @@ def _generate(options: dict[str, Any]) -> None:
             prompt = sys.stdin.read().rstrip("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"stdin is not UTF-8 text ({error}).", path="stdin") from error
-        if not prompt:
-            raise UsageError("There is no prompt. Give --prompt, or text on stdin.", missing="prompt")
+    if prompt == "":
+        raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.", missing="prompt")
     for name, text in (("prompt", prompt), ("--system", options["system"])):
         _check_text(name, text)
     follow, follow_rows = options.pop("follow"), options.pop("follow_rows")
@@ -113,7 +113,10 @@ def _generate(options: dict[str, Any]) -> None:
     log_file = options.pop("miss_log")
     if log_file is not None:
         check_log(log_file)
-    sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"] or 0)
+    draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
+    if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
+        # What greedy decoding ignores was said just now.
+        options |= dict.fromkeys(draws)
     (model,) = load_heads(
         options, draft_vocab=options.pop("draft_vocab"), follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
     )
@@ -154,7 +157,8 @@ class _Session:
         self.log_name = vocabulary_name(model.draft_vocab, model.drafter.weights.follow is not None)
         if log_file is not None:
             check_log(log_file, self.log)
-        self._path = ""
+        self._told = {f"target {model.target.backend}", model.drafting}
+        """Parts of `GenerationStats.path` that were printed last."""
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
@@ -182,9 +186,10 @@ class _Session:
                 }
             )
         else:
-            if output.stats.path != self._path:
-                self._path = output.stats.path
-                note(self._path)
+            parts = output.stats.path.split("; ")
+            if news := [part for part in parts if part not in self._told]:
+                note("; ".join(news))
+            self._told = set(parts)
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
         if self.check:

@@ -10,6 +10,7 @@ decoding with that seed gives. Both are exact in fp32; below it a near-tie can r
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError
+from .errors import AcceptanceWarning, UsageError, did_you_mean
 from .loading import (
     MapForm,
     OpenedHead,
@@ -97,6 +98,9 @@ class Loading(TypedDict, total=False):
 class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
+    input_modalities = output_modalities = ("text",)
+    """What a pipeline of transformers prints."""
+
     def __init__(
         self,
         target: TargetModel,
@@ -161,7 +165,8 @@ class SpeculativeModel:
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
                 by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
                 decoding where drafting does not pay. A number is kept.
-            dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
+            dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
+                instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
@@ -182,7 +187,9 @@ class SpeculativeModel:
         """
         unknown = sorted(set(loading) - set(Loading.__annotations__))
         if unknown:
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.", option=unknown[0])
+            known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
+            near = did_you_mean(unknown[0], known)
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}", option=unknown[0])
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -202,6 +209,8 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         check_computable(opened.head, drafter)
+        draft_ids = opened.choose(draft_vocab)
+        check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -211,8 +220,6 @@ class SpeculativeModel:
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
         loaded_tokenizer, tokenizer_source = None, None
-        draft_ids = opened.choose(draft_vocab)
-        check_tree_fits(len(draft_ids), tree)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
@@ -314,6 +321,25 @@ class SpeculativeModel:
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
+
+    def __repr__(self) -> str:
+        head = "loaded weights" if self.opened is None else self.opened.head.location
+        vocab = f"{self.draft_vocab:,} of {self.target.vocab_size:,} ids"
+        target = f"{type(self.target.model).__name__} in {str(self.dtype)[6:]} on {self.device}"
+        return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
+
+    def can_generate(self) -> bool:
+        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        # Else a pipeline logs that it does not know this class; the key is of no configuration.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
+        return True
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """Where the target is, so that a pipeline leaves it there."""
+        return {"": self.device}
 
     @property
     def draft_weights(self) -> str:
@@ -542,10 +568,12 @@ def _rank_rows(
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:
-    if stats.num_passes < _WARN_AFTER_PASSES or stats.mean_accepted_length >= _WARN_BELOW:
+    # Short answers cut off much of what is accepted, which says nothing about the head.
+    accepted = stats.num_accepted_tokens + stats.num_cut_tokens
+    if stats.num_passes < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * stats.num_passes:
         return
     warnings.warn(
-        f"Hardly any token of {stats.num_passes} drafts was accepted ({stats.mean_accepted_length:.2f} tokens per "
+        f"Hardly any token of {stats.num_passes} drafts was accepted ({accepted / stats.num_passes:.2f} tokens per "
         "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
         "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
         f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "

@@ -32,8 +32,10 @@ ALLOWED = {
 # its own, and nothing of its own line. A file that stands higher than its folder is named with it.
 FLOORS = {
     "vocab_tools": """
-        errors hub_errors
-        base_cli files
+        errors
+        hub_errors
+        files hub_session
+        base_cli
         tokenizer
         corpus
         counting
@@ -51,8 +53,9 @@ FLOORS = {
         engines lm_head
         artifact
         conversion
-        audit cli
-        verify_cli
+        audit
+        push verify_cli
+        cli
     """,
     "runtime": """
         errors
@@ -78,7 +81,7 @@ FLOORS = {
 ONLY_IN = {
     "click": r".*cli\.py",
     "datasets": r"vocab_tools/corpus/.*",
-    "huggingface_hub": r"convert/hub/.*|vocab_tools/hub_errors\.py",
+    "huggingface_hub": r"convert/hub/.*|vocab_tools/hub_\w+\.py",
     "triton": r"runtime/.*/kernels/.*",
 }
 HEAVY = ("torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "triton", "tokenizers", "pyarrow")

@@ -7,14 +7,18 @@ do instead; where that is passing, the same call may succeed a moment later.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 BUSY = (408, 429, 500, 502, 503, 504)
 """Statuses that say: not now."""
 # Broken off in the middle is an accident; refused or silent is a state.
 _ACCIDENTS = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectionError", "ChunkedEncodingError")
+GIVEN_UP = 599
+"""Status, which no server sends, of what was asked for in vain as often as it is worth: look at its cause."""
 NOT_ASKED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 """Reasons that say: fetching is off."""
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
@@ -46,6 +50,18 @@ class HubTrouble:
         return f"{self.headline}.\n{self.advice}".rstrip()
 
 
+class TooSlowError(Exception):
+    """A transfer drips."""
+
+    def __init__(self, found: float, floor: float) -> None:
+        super().__init__(f"{found:,.0f} bytes a second, below the floor of {floor:,.0f}")
+
+
+def is_given_up(error: object) -> bool:
+    """Whether an error says only that something, its cause, was given up."""
+    return getattr(getattr(error, "response", None), "status_code", None) == GIVEN_UP
+
+
 def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubTrouble:
     """Describe an error of `huggingface_hub`, of its HTTP library or of the cache's disk, or one caused by such.
 
@@ -62,9 +78,10 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         errors.EntryNotFoundError,
         errors.HFValidationError,
         errors.OfflineModeIsEnabled,
+        TooSlowError,
         *transport_errors(),
     )
-    found = [cause for cause in _causes(error) if isinstance(cause, known)] or [error]
+    found = [cause for cause in causes(error) if isinstance(cause, known) and not is_given_up(cause)] or [error]
     # That a file is not in the cache says least: what kept the library from fetching it is behind.
     cause = next((cause for cause in found if not isinstance(cause, errors.LocalEntryNotFoundError)), found[0])
     name = type(cause).__name__
@@ -80,8 +97,18 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         return HubTrouble(f"{repo_id}: not the id of a repository ({plain(cause)})", advice, name, facts)
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return HubTrouble(f"{repo_id}: fetching is off: HF_HUB_OFFLINE is set", "Unset it.", name, facts)
+    if isinstance(cause, TooSlowError):
+        advice = "What has come is kept. Where the network is that slow, give --min-speed fewer bytes a second."
+        return HubTrouble(f"{repo_id}: a transfer drips ({cause})", advice, "connection", facts, is_unreachable=True)
     if isinstance(cause, transport_errors()):
         return _no_connection(repo_id, cause)
+    if isinstance(cause, errors.LocalTokenNotFoundError):
+        return HubTrouble(f"{repo_id}: no token of the Hub is at hand", _LOGIN, name, facts)
+    if "Consistency check failed" in str(cause):
+        # What follows is advice to callers of the library.
+        what = plain(str(cause).partition("\n")[0])
+        advice = "It was cut off, or changed on the Hub meanwhile: run the same command again, which fetches it anew."
+        return HubTrouble(f"{repo_id}: a file did not come as it is on the Hub ({what})", advice, name, facts)
     if isinstance(cause, ValueError):
         # What should be JSON is not.
         return not_the_hub(repo_id, "a page that is not the Hub's")
@@ -110,13 +137,30 @@ def not_the_hub(repo_id: str, found: str) -> HubTrouble:
     )
 
 
-def transport_errors() -> tuple[type[Exception], ...]:
-    """The errors of the HTTP library below huggingface_hub, whichever it is: what a broken connection raises."""
+def http_library() -> Any:
+    """The HTTP library below huggingface_hub: httpx, or requests before 1.0."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    library = sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
-    names = ("RequestException", "TransportError", "StreamError", "InvalidURL")
-    return tuple(getattr(library, name) for name in names if hasattr(library, name))
+    return sys.modules[HfHubHTTPError.__bases__[0].__module__.partition(".")[0]]
+
+
+def transport_errors() -> tuple[type[Exception], ...]:
+    """The errors of the HTTP library: what a broken connection, or one that leads nowhere, raises."""
+    names = ("RequestException", "RequestError", "StreamError", "InvalidURL")
+    return tuple(getattr(http_library(), name) for name in names if hasattr(http_library(), name))
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What one request can raise: a refusal, a connection that fails, a drip."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return (HfHubHTTPError, TooSlowError, *transport_errors())
+
+
+def broken_off(what: str) -> Exception:
+    """The library's error for a connection that closed too early."""
+    kind = getattr(http_library(), "RemoteProtocolError", None) or http_library().ConnectionError
+    return kind(what)  # type: ignore[no-any-return]
 
 
 def transfer_errors() -> tuple[type[Exception], ...]:
@@ -127,9 +171,14 @@ def transfer_errors() -> tuple[type[Exception], ...]:
 
 
 def retry_after_s(response: Any) -> float | None:
-    """Seconds that an answer asks to wait before the next request, where it says so as a number."""
+    """Seconds that an answer asks to wait before the next request, where it says so: as a number, or as a date."""
     value = getattr(response, "headers", {}).get("Retry-After", "")
-    return float(value) if value.isdigit() else None
+    if value.isdigit():
+        return float(value)
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
 
 
 def at(revision: str | None) -> str:
@@ -150,7 +199,8 @@ def endpoint() -> str:
     return str(constants.ENDPOINT)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and what caused it, one after the other."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -204,10 +254,15 @@ def _no_connection(repo_id: str, cause: BaseException) -> HubTrouble:
     if kind == "JSONDecodeError":
         return not_the_hub(repo_id, "a page that is not the Hub's")
     advice = "Check the connection, the proxy and HF_ENDPOINT, and try again; or give a folder."
-    if "Timeout" in kind:
+    if kind == "TooManyRedirects":
+        headline = f"{repo_id}: {endpoint()} redirects in a circle ({plain(cause, 160)})"
+    elif "Timeout" in kind:
         headline = f"{repo_id}: {endpoint()} does not answer ({kind})"
         advice += " Where the network is only slow, set HF_HUB_ETAG_TIMEOUT to more seconds."
+    elif kind in _ACCIDENTS and kind != "ConnectionError":
+        headline = f"{repo_id}: the connection to {endpoint()} broke off ({kind}: {plain(cause, 160)})"
     else:
+        # Of requests, a ConnectionError is one that was refused, too.
         headline = f"{repo_id}: {endpoint()} cannot be reached ({kind}: {plain(cause, 160)})"
     facts = {"repo_id": repo_id, "cause": kind}
     return HubTrouble(headline, advice, "connection", facts, is_unreachable=True, is_passing=kind in _ACCIDENTS)

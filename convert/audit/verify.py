@@ -129,6 +129,7 @@ def _check_engine(found: Findings, engine: str, version: str | None) -> str:
         config=found.need_config(),
         draft_vocab=manifest.draft_vocab,
         target_layers=layers if isinstance(layers, int) else None,
+        has_gguf=any(name.endswith(".gguf") for name in manifest.files),
     )
     findings = check_engine(facts, engine, version=version)
     texts = {

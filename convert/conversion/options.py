@@ -16,6 +16,7 @@ from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights.paths import clean_subfolder
+from .gguf import GgufRequest
 from .vocab_choice import VocabRequest
 
 DraftVocabSize = int | Literal["full"]
@@ -48,6 +49,8 @@ class ConvertOptions:
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
         d2t_form: form of the head's own map, where it cannot be told.
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
+        gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
+            write, too, which llama.cpp reads.
         offline: use only local files and the Hub cache.
 
     Raises:
@@ -71,6 +74,7 @@ class ConvertOptions:
     flavour: Flavour = "default"
     d2t_form: D2tForm = "auto"
     tap_layers: Sequence[int] | None = None
+    gguf: Sequence[GgufRequest] = ()
     offline: bool = False
 
     def __post_init__(self) -> None:

@@ -207,6 +207,9 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
         value = config[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise _wrong(where, key, "a positive number", value)
+    part = config.get("partial_rotary_factor")
+    if part is not None and (isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1):
+        raise _wrong(where, "partial_rotary_factor", "a share above 0 and at most 1", part)
     if not isinstance(config["hidden_act"], str):
         raise _wrong(where, "hidden_act", "a name, such as 'silu'", config["hidden_act"])
 

@@ -1,7 +1,10 @@
-"""Uploading an artifact."""
+"""Uploading files to a repository of the Hub."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from eagle_slim.vocab_tools.hub_errors import plain
@@ -30,24 +33,27 @@ def check_push(repo_id: str) -> None:
         )
 
 
-def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
-    """Upload every file of a folder to a model repository, made if it does not exist, and return its address.
+def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool | None = None) -> str:
+    """Upload files of a folder to a model repository, made if it does not exist, and return its address.
 
     Args:
-        folder: what to upload.
+        folder: where the files are.
+        names: of the files, there and in the repository.
         repo_id: `name/repository`.
         private: visibility of a new repository; the account's default if None.
 
     Raises:
         SourceError: no token, no right to write, no connection, or not a repository id.
     """
+    from huggingface_hub import CommitOperationAdd
+
     created = ask(lambda: api().create_repo(repo_id, private=private, exist_ok=True), repo_id, purpose="write")
 
     def upload() -> None:
+        operations = [CommitOperationAdd(name, str(folder / name)) for name in names]
         try:
-            api().upload_folder(
-                repo_id=created.repo_id, folder_path=str(folder), commit_message="Upload slim draft head"
-            )
+            with _no_bars_off_a_terminal():
+                api().create_commit(created.repo_id, operations, commit_message="Upload slim draft head")
         except RuntimeError as error:
             # The library's wrapper around whatever stopped the upload of one large file.
             raise SourceError(
@@ -58,3 +64,22 @@ def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -
 
     ask(upload, repo_id, purpose="write")
     return str(created)
+
+
+@contextmanager
+def _no_bars_off_a_terminal() -> Iterator[None]:
+    """Silence the library's bars of uploads where stderr is no terminal; those of downloads look for themselves."""
+    from huggingface_hub import constants
+
+    # Public, not in __all__.
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # type: ignore[attr-defined]
+
+    # The variable, either way, is the user's word.
+    if sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

@@ -19,7 +19,6 @@ import errno
 import fcntl
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,16 +39,12 @@ from ..weights.safetensors_header import (
     header_length,
     parse_header,
 )
-from .client import pause_before_next
-from .remote_file import ConnectionBrokenError, HubFile, progress_bar
+from .errors import UnreachableError
+from .remote_file import HubFile, progress_bar
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
 _FIRST_BYTES = 64 << 10
 _FIRST_SHARE = 100
-_MAX_ATTEMPTS = 6
-# Less than this between two breaks is no progress, so that a server which drips bytes cannot hold us for ever.
-_PROGRESS_BYTES = 1 << 20
-_MAX_WAIT_S = 60.0
 _MAX_FILE_NAME = 200
 
 
@@ -157,35 +152,29 @@ def _transfer(
     keep: Callable[[bytes], None],
     advance: Callable[[int], object],
 ) -> None:
-    """Bring bytes [start, end) to `keep`, in order, over as many connections as it takes within reason."""
-    at, attempts, mark = start, 0, start
-    while at < end:
-        try:
-            with file.stream(at, end) as chunks:
-                for chunk in chunks:
-                    if at + len(chunk) > end:
-                        raise SourceError.at(
-                            file.label,
-                            f"the server sent more than bytes {at:,} to {end:,} that were asked for.\n"
-                            "It does not serve ranges correctly: fetch the whole repository with `hf download` "
-                            "and give its folder.",
-                            expected=end - start,
-                        )
-                    keep(chunk)
-                    advance(len(chunk))
-                    at += len(chunk)
-            if at < end:
-                raise ConnectionBrokenError(f"the connection closed {end - at:,} bytes early")
-        except ConnectionBrokenError as error:
-            attempts = 1 if at - mark >= _PROGRESS_BYTES else attempts + 1
-            mark = at
-            if attempts >= _MAX_ATTEMPTS:
-                raise SourceError.at(
-                    file.label,
-                    f"the connection keeps breaking ({error}); {at - start:,} of {end - start:,} bytes "
-                    "came.\nWhat has come is kept: the same command goes on from there. Check the connection.",
-                ) from error
-            time.sleep(min(_MAX_WAIT_S, pause_before_next(attempts, error.retry_after_s)))
+    """Bring bytes [start, end) to `keep`, in order."""
+    at = start
+    try:
+        with file.stream(start, end) as chunks:
+            for chunk in chunks:
+                if at + len(chunk) > end:
+                    raise SourceError.at(
+                        file.label,
+                        f"the server sent more than bytes {at:,} to {end:,} that were asked for.\n"
+                        "It does not serve ranges correctly: fetch the whole repository with `hf download` "
+                        "and give its folder.",
+                        expected=end - start,
+                    )
+                keep(chunk)
+                advance(len(chunk))
+                at += len(chunk)
+    except UnreachableError as error:
+        raise SourceError.at(
+            file.label,
+            f"{error.trouble.headline}; {at - start:,} of {end - start:,} bytes came.\n"
+            f"What has come is kept: the same command goes on from there. {error.trouble.advice}".rstrip(),
+            **error.facts,
+        ) from error
 
 
 def _fetch_bytes(file: HubFile, start: int, end: int) -> bytes:

@@ -8,26 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from eagle_slim.vocab_tools.hub_errors import BUSY, endpoint, not_the_hub, retry_after_s, transport_errors
+from eagle_slim.vocab_tools.hub_errors import endpoint, failures, not_the_hub, trouble_of
+from eagle_slim.vocab_tools.hub_session import be_patient
 
 from ..errors import SourceError
 from .client import LIBRARY_NAME, ask
-from .errors import explained, source_error
-
-# requests loses what it holds back of a chunk when a connection breaks, so chunks are small.
-_READ_BYTES = 1 << 13
-
-
-class ConnectionBrokenError(Exception):
-    """A transfer ended early, or the server is busy: worth another attempt.
-
-    Attributes:
-        retry_after_s: how long the server asks to wait, in seconds, where it says so.
-    """
-
-    def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.retry_after_s = retry_after_s
+from .errors import source_error
 
 
 @dataclass(frozen=True)
@@ -64,10 +50,10 @@ class HubFile:
         """Open bytes [start, end) of the file.
 
         Raises:
-            ConnectionBrokenError: on opening or while iterating, where another attempt may help.
+            UnreachableError: on opening or while iterating; nothing came, or no more.
             SourceError: the server refuses, or ignores ranges.
         """
-        from huggingface_hub import constants, get_session
+        from huggingface_hub import constants
 
         # Both are documented as public, though the module has no __all__.
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined]
@@ -77,17 +63,14 @@ class HubFile:
             "Range": f"bytes={start}-{end - 1}",
             "Accept-Encoding": "identity",
         }
+        be_patient()
         try:
-            session: Any = get_session()
-            with _open_stream(session, self.url, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT) as (response, chunks):
-                if response.status_code in BUSY:
-                    raise ConnectionBrokenError(f"status {response.status_code}", retry_after_s(response))
-                with explained(self.repo_id, self.commit):
-                    hf_raise_for_status(response)
+            with _open_stream(self.url, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT) as (response, chunks):
+                hf_raise_for_status(response)
                 self._check_range(response, start, end)
                 yield chunks
-        except transport_errors() as error:
-            raise ConnectionBrokenError(f"{type(error).__name__}: {error}") from error
+        except failures() as error:
+            raise source_error(trouble_of(error, self.repo_id, self.commit)) from error
 
     def _check_range(self, response: Any, start: int, end: int) -> None:
         expected = f"bytes {start}-{end - 1}/{self.size_bytes}"
@@ -124,13 +107,15 @@ def progress_bar(label: str, done_bytes: int, total_bytes: int) -> Iterator[Call
 
 
 @contextmanager
-def _open_stream(session: Any, url: str, headers: dict[str, str], timeout_s: float) -> Iterator[tuple[Any, Any]]:
+def _open_stream(url: str, headers: dict[str, str], timeout_s: float) -> Iterator[tuple[Any, Any]]:
     """Open a streamed GET on the library's session: httpx since huggingface_hub 1.0, requests before."""
+    from huggingface_hub import get_session
+
+    session: Any = get_session()
     # A requests session has an attribute of this name too, a switch.
     if callable(session.stream):
         with session.stream("GET", url, headers=headers, timeout=timeout_s, follow_redirects=True) as response:
-            # As it comes: given a size, httpx holds chunks back until they are that large, and loses them on an error.
             yield response, response.iter_raw()
     else:
         with session.get(url, headers=headers, timeout=timeout_s, stream=True) as response:
-            yield response, response.iter_content(_READ_BYTES)
+            yield response, response.iter_content()

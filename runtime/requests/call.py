@@ -22,7 +22,7 @@ from .arguments import (
     read_seconds,
     read_stop_strings,
 )
-from .options import build_processors, join_options, without_padding
+from .options import OURS, build_processors, join_options, without_padding
 from .prompts import ReadPrompts, check_prompts, read_prompts
 from .requests import Request
 from .sampling import LogitRecord
@@ -41,13 +41,6 @@ class Call:
     """What fills ``sequences`` where an answer has ended."""
 
 
-_OURS = (
-    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
-    "logits_processor",
-)  # fmt: skip
-"""Arguments that are no fields of a `GenerationConfig`."""
-
-
 def own_eos_ids(target: TargetModel) -> frozenset[int]:
     """End-of-sequence ids of a target's generation configuration, else of its configuration."""
     found = getattr(target.generation_config, "eos_token_id", None)
@@ -61,8 +54,8 @@ def read_call(
 
     ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
     """
-    own = {name: keywords.get(name) for name in _OURS}
-    fields = {name: value for name, value in keywords.items() if name not in _OURS}
+    own = {name: keywords.get(name) for name in OURS}
+    fields = {name: value for name, value in keywords.items() if name not in OURS}
     if own["inputs"] is not None:
         if input_ids is not None:
             raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")

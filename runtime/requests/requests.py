@@ -88,6 +88,7 @@ class RunningRequest:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+    num_cut_tokens: int = 0
     missed: MissedTokens | None = None
     """What the draft vocabulary does not hold of the new tokens; None where drafting was not asked for."""
     num_reused: int = 0
@@ -210,5 +211,6 @@ def _stats_of(states: Sequence[RunningRequest], more: dict[str, Any]) -> Generat
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
         num_plain_tokens=sum(len(state.token_ids) for state in states if state.missed is None),
         num_reused_tokens=sum(state.num_reused for state in states),
+        num_cut_tokens=sum(state.num_cut_tokens for state in states),
         **more,
     )

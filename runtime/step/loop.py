@@ -201,11 +201,13 @@ class GenerationLoop:
             accepted, kept, ended = rows[slot][:RECORD_HEAD]
             if accepted == 0 or state.finish_reason is not None:
                 continue
-            if record.is_step:
-                state.accepted_lengths[accepted] += 1
             num_tokens = len(state.request.prompt_ids) + len(state.token_ids)
             is_done = state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
             assert is_done or ended == RUNNING, (slot, rows[slot])
+            if record.is_step:
+                delivered = len(state.request.prompt_ids) + len(state.token_ids) - num_tokens
+                state.accepted_lengths[delivered] += 1
+                state.num_cut_tokens += accepted - delivered
             if is_done:
                 # The step that gave these tokens began with the pairs of those before.
                 pairs = self.decoders.kept[slot].num_pairs if self.tree is None else num_tokens - 1

@@ -181,6 +181,8 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
         (["--device", "meta"], 2, "cannot be computed on"),
         (["--tap-layers", "1,b,3"], 2, "layer numbers"),
         (["--raw", "--system", "y"], 2, "Give one of them"),
+        (["--prompt", ""], 2, "There is no prompt"),
+        (["--max-new-tokens", "0"], 2, "x>=1"),
     ],
 )
 def test_mistakes(
@@ -191,6 +193,21 @@ def test_mistakes(
     assert (got, out) == (code, "")
     assert message in err
     assert "Traceback" not in err
+    assert code == 1 or "target: transformers" not in err  # a misspelled call is refused before the target is loaded
+
+
+def test_too_many_rows_of_the_built_in_head_are_refused_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slow in ("embedded_target_folder", "load_tokenizer"):
+        monkeypatch.setattr(f"eagle_slim.runtime.loading.{slow}", None)
+    code, _, err = run(generate_cli.main, "--draft-vocab", "99999", "--prompt", "x")
+    assert code == 2
+    assert "draft_vocab = 99999 is outside 1 to 49152" in err
+
+
+def test_what_runs_is_said_once(chat: Run) -> None:
+    err = chat("hello", "hello", "/exit").err
+    for said in ("transformers (the model is on cpu)", "drafter reference, fp32 weights", "trees of 20 nodes"):
+        assert err.count(said) == 1
 
 
 def test_an_empty_stdin_and_a_missing_head(generate: Run, run: Run) -> None:
@@ -319,7 +336,7 @@ def test_compare_writes_all_and_refuses_to_overwrite(compare: Run, tmp_path: Pat
     assert [row["size"] for row in rows[:3]] == ["plain", "all 340 of 360", "300"]
     assert len({(row["category"], row["mode"]) for row in rows}) == 3 * 2
     assert out.splitlines()[0].startswith("size")
-    assert "recommended draft vocabulary" in out
+    assert "plain decoding" in out
     assert "answers: 100%" in err
     code, _, err = compare(*args, prompts=prompts)
     assert code == 2

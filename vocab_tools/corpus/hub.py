@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..errors import CorpusError, EagleSlimError, UsageError
+from ..hub_errors import causes, is_given_up, trouble_of
+from ..hub_session import be_patient
 from .blocks import Block, RowsBlock
 
 _BATCH_ROWS = 100
@@ -105,7 +107,8 @@ def _choose_split(dataset_id: str, split: str | None, present: list[str]) -> str
 
 @contextmanager
 def _readable_errors(dataset_id: str) -> Iterator[None]:
-    """Turn what `datasets` and the network raise into errors a user can act on."""
+    """Bound what `datasets` asks for, and turn what it and the network raise into errors a user can act on."""
+    be_patient()
     try:
         yield
     except EagleSlimError:
@@ -120,6 +123,9 @@ def _readable_errors(dataset_id: str) -> Iterator[None]:
 def _readable(dataset_id: str, error: Exception) -> EagleSlimError | None:
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+    if any(is_given_up(cause) for cause in causes(error)):
+        trouble = trouble_of(error, dataset_id)
+        return CorpusError(f"{trouble}\nLocal files always work.", dataset=dataset_id, **trouble.facts)
     first_line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".")
     message = f"{dataset_id}: cannot be read as a dataset: {first_line}."
     if isinstance(error, DatasetNotFoundError):

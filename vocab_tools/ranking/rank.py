@@ -210,8 +210,11 @@ def _follow(
     if size is None:
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
+        pool.check_size(size)
+        why = f" ({'; '.join(warnings)})" if warnings else ""
         raise UsageError(
-            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked.",
+            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}. Ask for "
+            f"at most {len(ranked)}.",
             size=size,
             usable=len(ranked),
         )

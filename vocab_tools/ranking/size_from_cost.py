@@ -50,11 +50,16 @@ class StepCost:
     def load(cls, path: str | Path) -> StepCost:
         """Read the compare.json of a comparison: greedy if it is there, one prompt at a time, its first head and tree.
 
+        Args:
+            path: of the file, or of the folder that eagle-compare wrote.
+
         Raises:
             UsageError: the file is none, or holds fewer than two sizes that can be told apart by their rows.
         """
         try:
-            report = json.loads(Path(path).read_text(encoding="utf-8"))
+            path = Path(path)
+            path = path / "compare.json" if path.is_dir() else path
+            report = json.loads(path.read_text(encoding="utf-8"))
             rows = [r for r in report["rows"] if r["category"] == "all" and r["draft_vocab"] and r["tokens_per_s"]]
             # A size that follows a text has more rows than its own.
             rows = [row for row in rows if row.get("follow") is None]

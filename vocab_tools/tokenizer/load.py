@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import TokenizerError
 from ..files import expand_home, read_json, regular_file
 from ..hub_errors import NOT_ASKED, HubTrouble, not_cached, transfer_errors, trouble_of
+from ..hub_session import be_patient, list_folder
 from .forced import ForcedIds, forced_ids
 from .tokenizer import LoadedTokenizer
 
@@ -99,9 +100,10 @@ def _side_files_of(folder: Path) -> dict[str, Path]:
 
 def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTokenizer:
     from transformers.utils import cached_file
-    from transformers.utils.hub import extract_commit_hash, is_offline_mode, list_repo_templates
+    from transformers.utils.hub import extract_commit_hash, is_offline_mode
 
     only_cache = offline or is_offline_mode()
+    be_patient()
 
     def fetch(name: str) -> Path | None:
         try:
@@ -116,19 +118,26 @@ def _load_from_hub(source: str, revision: str | None, offline: bool) -> LoadedTo
             raise _hub_error(trouble, name) from error
         return None if found is None else Path(found)
 
-    try:
-        tokenizer_file = fetch(_TOKENIZER)
-        side = {name: file for name in _SIDE_FILES if (file := fetch(name)) is not None}
-        for listed in list_repo_templates(source, local_files_only=offline, revision=revision):
-            # transformers lists file names when it asks the Hub, and stems when it looks into the cache.
-            name = listed.removesuffix(".jinja")
-            if (file := fetch(f"{_TEMPLATE_FOLDER}/{name}.jinja")) is not None:
-                side[f"{_TEMPLATE_FOLDER}/{name}"] = file
-    except transfer_errors() as error:
-        raise _hub_error(trouble_of(error, source, revision), _TEMPLATE_FOLDER) from error
+    def templates(beside: Path) -> list[str]:
+        if not only_cache:
+            try:
+                return list_folder(source, _TEMPLATE_FOLDER, revision)
+            except transfer_errors() as error:
+                trouble = trouble_of(error, source, revision)
+                # A Hub that is out of reach, or that lists nothing, is no reason; what is in the cache does instead.
+                is_broken = trouble.reason == "connection" and trouble.is_passing
+                if is_broken or trouble.reason not in ("connection", "HfHubHTTPError"):
+                    raise _hub_error(trouble, _TEMPLATE_FOLDER) from error
+        return [f"{_TEMPLATE_FOLDER}/{path.name}" for path in (beside / _TEMPLATE_FOLDER).glob("*.jinja")]
+
+    tokenizer_file = fetch(_TOKENIZER)
+    side = {name: file for name in _SIDE_FILES if (file := fetch(name)) is not None}
     if tokenizer_file is None and not side:
         raise _hub_error(not_cached(source), _TOKENIZER)
     any_file = tokenizer_file or next(iter(side.values()))
+    for name in sorted(templates(any_file.parent)):
+        if name.endswith(".jinja") and (file := fetch(name)) is not None:
+            side[name.removesuffix(".jinja")] = file
     commit = extract_commit_hash(str(any_file), None)
     return _load(source, tokenizer_file, side, commit, revision=revision, offline=offline)
 

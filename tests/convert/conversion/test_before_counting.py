@@ -17,14 +17,26 @@ from eagle_slim.convert import (
     OutputError,
     SourceError,
     VocabRequest,
+    push_folder,
     verify_artifact,
 )
 from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.vocab_tools.corpus.source import parse_source
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, convert
-from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
+from support.heads import (
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    eagle3_tensors,
+    random,
+    write_eagle1,
+    write_eagle3,
+    write_freq,
+    write_target,
+)
 from support.hub_server import HubServer, connected
 from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
@@ -50,6 +62,24 @@ def never(*_):
 
 
 class TestCheapChecks:
+    def test_all_that_can_end_a_run_is_looked_at_before_it_counts(self, run, tmp_path, target, chats):
+        tensors = eagle3_tensors(rows=VOCAB)
+        tensors["lm_head.weight"][300, 1] = float("inf")
+        damaged = write_eagle3(tmp_path / "damaged", tensors=tensors)
+        source = parse_source(f"chat={tmp_path / 'chats.jsonl'}")
+        common = {"draft_vocab": 300, "target": target, "out": tmp_path / "out", "count": never}
+        for head, weights, error in (
+            (write_eagle3(tmp_path / "head"), {"nope": 3.0}, UsageError),
+            (write_eagle3(tmp_path / "head"), {"chat": 0.0}, UsageError),
+            (damaged, None, CheckpointError),
+        ):
+            with pytest.raises(error):
+                convert(head, vocabulary=VocabRequest(corpus=(source,), weights=weights), **common)
+        arguments = (tmp_path / "head", "--target", target, "--draft-vocab", "auto", "--cost", "compare.json")
+        code, _, err = run(convert_command, *arguments, *chats, "--held-out", "0")
+        assert code == 2
+        assert "--held-out" in err
+
     def test_weights_of_the_target_that_are_damaged_or_missing_or_of_another_width(self, tmp_path, target):
         head = write_eagle3(tmp_path / "head", lm_head=False)
         weights = target / "model.safetensors"
@@ -101,6 +131,86 @@ class TestCheapChecks:
             plans[1]["bytes_after"]
             == convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again").bytes_after
         )
+
+
+def warnings_of(err):
+    return [line for line in err.splitlines() if line.startswith("warning: ")]
+
+
+class TestDryRun:
+    """It looks at all that a real run looks at, and says the same of it."""
+
+    @pytest.mark.parametrize("name", ["never counted, and not a multiple of 64", "biases", "without a target"])
+    def test_its_warnings_are_those_of_the_real_run(self, run, tmp_path, target, name):
+        counts = [0] * 300 + [9, 8, 7, 6] + [0] * (TOKENS - 304)
+        token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+        arguments, words = {
+            "biases": (
+                (write_eagle1(tmp_path / "old", bias=random((HIDDEN,), 1)), "--counts", "few.safetensors",
+                 "--target", target),
+                "fc.bias is not zero",
+            ),
+            "without a target": (
+                (write_eagle3(tmp_path / "new"), "--token-map", write_freq(tmp_path / "freq.pt", range(330))),
+                "no tokenizer was at hand",
+            ),
+        }.get(name, (
+            (write_eagle3(tmp_path / "new"), "--counts", "few.safetensors", "--target", target),
+            "never occur in the counted text",
+        ))  # fmt: skip
+        arguments = (*arguments, "--draft-vocab", "310,320", "--out", "o")
+        code, _, dry = run(convert_command, *arguments, "--dry-run")
+        assert code == 0, dry
+        code, out, _ = run(convert_command, *arguments, "--dry-run", "--json")
+        code, _, real = run(convert_command, *arguments)
+        assert code == 0, real
+        assert words in dry
+        assert "multiple of 64" in dry
+        assert warnings_of(dry) == warnings_of(real)
+        told = {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
+        assert told == set(warnings_of(real))
+
+    def test_text_that_is_still_to_be_counted(self, run, tmp_path, target, chats):
+        arguments = (write_eagle1(tmp_path / "head", bias=random((HIDDEN,), 1)), "--target", target, "--dry-run")
+        code, out, err = run(convert_command, *arguments, "--coverage", "0.9", *chats)
+        assert code == 0, err
+        assert "fc.bias is not zero" in err
+        assert "text is still to be counted" in err
+        assert "not known before text is counted" in out
+        code, _, err = run(convert_command, *arguments, "--draft-vocab", "300", "--dataset", "missing.jsonl")
+        assert code == 1
+        assert "missing.jsonl" in err
+
+    def test_the_size_that_a_coverage_finds_and_the_disk_in_total(self, run, tmp_path, target):
+        counts = token_counts([n % 7 for n in range(TOKENS)], None, load_tokenizer(str(target)).tokenizer_hash)
+        counts.save(tmp_path / "all.safetensors")
+        head = write_eagle3(tmp_path / "head")
+        arguments = (head, "--counts", "all.safetensors", "--target", target, "--out", "o")
+        code, out, _ = run(convert_command, *arguments, "--coverage", "0.9", "--dry-run", "--json")
+        plan = json.loads(out)
+        code, out, err = run(convert_command, *arguments, "--coverage", "0.9", "--json")
+        assert code == 0, err
+        done = json.loads(out)
+        assert plan["draft_vocab"] == done["draft_vocab"]
+        assert plan["bytes_after"] == done["bytes_per_draft_step"]["after"]
+        written = (tmp_path / "o" / "model.safetensors").stat().st_size
+        assert 0 < written - plan["disk_bytes"] < 4096
+        code, out, _ = run(convert_command, *arguments, "--draft-vocab", "300,320", "--dry-run", "--json", "--force")
+        needed = sum(plan["disk_bytes"] for plan in json.loads(out))
+        _, out, _ = run(convert_command, *arguments, "--draft-vocab", "300,320", "--dry-run", "--force")
+        assert f"disk, in all          {needed / 1000:,.1f} kB needed" in out
+
+    @pytest.mark.parametrize(("tensor", "row"), [("fc.weight", 3), ("lm_head.weight", 5)])
+    def test_values_that_no_head_may_hold(self, run, tmp_path, target, chats, tensor, row):
+        tensors = eagle3_tensors(rows=VOCAB)
+        tensors[tensor][row, 1] = float("nan")
+        arguments = (write_eagle3(tmp_path / "head", tensors=tensors), "--draft-vocab", "300", "--target", target)
+        ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(320)))
+        for given in ((*ranking, "--dry-run"), (*chats, "--dry-run"), ranking):
+            code, _, err = run(convert_command, *arguments, *given)
+            assert code == 1
+            assert f"{tensor}: row" in err
+            assert str(row) in err
 
 
 class TestAdvice:
@@ -161,7 +271,7 @@ class TestCountsAreKept:
             raise OutputError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "write_slim", full)
+            patch.setattr(convert.Planned, "write", full)
             code, _, err = run(convert_command, *arguments, *chats)
         assert code == 1
         kept = tmp_path / ".head-v300.counts.safetensors"
@@ -200,7 +310,7 @@ class TestPush:
     # huggingface_hub uploads with an argument that its HTTP library calls old.
     @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
     def test_a_push_that_fails_names_the_command_that_ends_it(self, run, tmp_path, monkeypatch):
-        from eagle_slim.convert.hub import push
+        from eagle_slim.convert import push
 
         head, chosen = write_eagle3(tmp_path / "head"), write_freq(tmp_path / "freq.pt", range(10))
         arguments = (head, "--draft-vocab", "8", "--token-map", chosen, "--push-to-hub", "tester/slim")
@@ -210,7 +320,7 @@ class TestPush:
 
         with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
             with monkeypatch.context() as patch:
-                patch.setattr(push, "push_folder", broken)
+                patch.setattr(push, "upload_files", broken)
                 code, _, err = run(convert_command, *arguments)
             assert code == 1
             assert "eagle-convert --push head-v8 --push-to-hub tester/slim" in err
@@ -220,8 +330,49 @@ class TestPush:
             assert "uploaded to" in out
             assert set(hub.repo("tester/slim").files) == {path.name for path in (tmp_path / "head-v8").iterdir()}
 
-    def test_pushing_needs_an_artifact_and_a_name(self, run, tmp_path):
+    @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+    def test_only_what_the_manifest_names_is_uploaded(self, run, tmp_path, target):
         head = write_eagle3(tmp_path / "head")
+        made = convert(head, draft_vocab=270, keep_rows=280, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        own = {path.name: path.read_bytes() for path in made.folder.iterdir()}
+        for name in (".env", "secret.txt", "pytorch_model.bin"):
+            (made.folder / name).write_text("HF_TOKEN=hf_secret")
+        push = ("--push", "slim", "--push-to-hub", "tester/slim")
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            code, out, err = run(convert_command, *push, "--dry-run")
+            assert (code, hub.repos) == (0, {}), err
+            told = {line.split()[0]: "left" in line for line in out.splitlines()[1:]}
+            assert told == {name: name not in own for name in (*own, ".env", "secret.txt", "pytorch_model.bin")}
+            assert json.loads(run(convert_command, *push, "--dry-run", "--json")[1])["uploads"] == sorted(own)
+            code, out, err = run(convert_command, *push)
+            assert code == 0, err
+            assert "secret.txt is not uploaded" in err
+            assert hub.repo("tester/slim").files == own
+
+    @pytest.mark.parametrize("file", ["model.safetensors", "kept_rows.eagle_slim"])
+    def test_a_damaged_artifact_is_not_uploaded(self, run, tmp_path, target, file):
+        head = write_eagle3(tmp_path / "head")
+        made = convert(head, draft_vocab=270, keep_rows=280, target=target, vocabulary=BY_ID, out=tmp_path / "slim")
+        content = bytearray((made.folder / file).read_bytes())
+        content[-1] ^= 1
+        (made.folder / file).write_bytes(content)
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            for more in ((), ("--dry-run",)):
+                code, _, err = run(convert_command, "--push", "slim", "--push-to-hub", "tester/slim", *more)
+                assert code == 1
+                assert "the audit fails" in err
+            with raises(ArtifactError, path=str(made.folder)):
+                push_folder(made.folder, "tester/slim")
+            assert (hub.repos, hub.requests) == ({}, [])
+
+    def test_pushing_needs_an_artifact_a_name_and_the_hub(self, run, tmp_path):
+        head = write_eagle3(tmp_path / "head")
+        with HubServer() as hub, connected(hub, tmp_path / "home", token="hf_good"):
+            for arguments in (("--push", head), (head, "--draft-vocab", "8", "--order", "ids")):
+                code, _, err = run(convert_command, *arguments, "--push-to-hub", "tester/slim", "--offline")
+                assert code == 2
+                assert "--offline" in err
+            assert hub.requests == []
         assert run(convert_command, "--push", head, "--push-to-hub", "tester/slim")[0] == 1
         assert run(convert_command, "--push", head)[0] == 2
         assert run(convert_command, head, "--push", head, "--push-to-hub", "tester/slim")[0] == 2
@@ -273,6 +424,29 @@ class TestDoubts:
         assert verify_artifact(chosen.folder, head=head).ok
         with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
             self.convert(tmp_path, head, weights_file="eagle.bin")
+
+    def test_a_file_beside_an_index_with_shards(self, tmp_path):
+        head = write_eagle3(tmp_path / "head", container="sharded")
+        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
+        save_file(other, head / "model.safetensors")
+        index = "model.safetensors.index.json"
+        done = self.convert(tmp_path, head)
+        assert any("model.safetensors is read" in warning and index in warning for warning in done.warnings)
+        chosen = self.convert(tmp_path, head, weights_file=index)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        found = load_file(chosen.folder / "model.safetensors")["fc.weight"]
+        assert torch.equal(found, eagle3_tensors(rows=VOCAB)["fc.weight"])
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/head", {f"v3/{path.name}": path.read_bytes() for path in head.iterdir()})
+            done = self.convert(tmp_path, "org/head", subfolder="v3")
+            chosen = self.convert(tmp_path, "org/head", subfolder="v3", weights_file=index)
+        assert any(index in warning for warning in done.warnings)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        two = write_eagle3(tmp_path / "two")
+        shutil.copy(two / "model.safetensors", two / "a.safetensors")
+        (two / "model.safetensors").rename(two / "b.safetensors")
+        with pytest.raises(CheckpointError, match="--weights-file"):
+            self.convert(tmp_path, two)
 
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))

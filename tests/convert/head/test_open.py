@@ -1,11 +1,14 @@
 """Opening heads: every spelling is one head, and what is not such a head is refused by name."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
+from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
 from eagle_slim.convert.head.config import sliding_window
 from support import heads
+from support.conversion import convert
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from support.raising import raises
 from transformers import AutoConfig
@@ -219,6 +222,19 @@ def test_rope_keeps_what_is_more_than_a_base(tmp_path):
     assert (partial.config["partial_rotary_factor"], partial.config["rope_scaling"]) == (0.5, None)
     sections = open_head(write_eagle3(tmp_path / "b", rope_parameters={**parameters, "mrope_section": [16, 24, 24]}))
     assert sections.config["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
+
+
+@pytest.mark.parametrize("part", [2.0, -0.5, 0, "half", True])
+def test_a_part_that_cannot_be_rotated(tmp_path, part):
+    inside = {"rope_scaling": {"partial_rotary_factor": part}}
+    for name, where in (("top", {"partial_rotary_factor": part}), ("in", inside)):
+        for write in (write_eagle3, write_eagle1):
+            with raises(MismatchError, key="partial_rotary_factor", found=part):
+                open_head(write(tmp_path / f"{write.__name__}-{name}", **where))
+    done = convert(write_eagle3(tmp_path / "head"), draft_vocab="full", out=tmp_path / "slim")
+    config = json.loads((done.folder / "config.json").read_text())
+    (done.folder / "config.json").write_text(json.dumps({**config, "partial_rotary_factor": part}))
+    assert verify_artifact(done.folder)["config sizes"].status == "failed"
 
 
 NORMED = "return_hidden_post_norm"

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from eagle_slim.convert.errors import SourceError
-from eagle_slim.convert.hub import client
-from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.hub.push import check_push, upload_files
 from eagle_slim.convert.sources.source import open_head_source
+from eagle_slim.vocab_tools import hub_session
 from huggingface_hub import constants
 from safetensors.torch import save
 from support.hub_server import Fault, HubServer, connected
@@ -37,7 +39,7 @@ def home(hub: HubServer, tmp_path: Path) -> Iterator[Path]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that are made, in seconds; none of them is waited for."""
     made: list[float] = []
-    monkeypatch.setattr(client.time, "sleep", made.append)
+    monkeypatch.setattr(hub_session.time, "sleep", made.append)
     return made
 
 
@@ -45,13 +47,10 @@ def test_a_silent_hub_is_given_up_and_the_cache_is_used(
     hub: HubServer, home: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.3)
-    limits: list[float] = []
-    limit = client._limit_silence
-    monkeypatch.setattr(client, "_limit_silence", lambda seconds: limits.append(seconds) or limit(seconds))
     hub.inject(API, Fault(silent=True))
     with raises(SourceError, repo_id="org/head", cause="ReadTimeout") as caught:
         open_head_source("org/head")
-    assert (limits, pauses) == ([0.3], [])  # waited for so long, once
+    assert (len(hub.requests), pauses) == (1, [])
     assert "does not answer" in str(caught.value)
     hub.clear_faults()
     commit = open_head_source("org/head").commit
@@ -83,22 +82,30 @@ def test_the_hub_says_how_long_to_wait(
     hub.inject(API, Fault(times=1, any_status=429, retry_after_s=7))
     open_head_source("org/head")
     assert pauses[0] == 7
-    assert "is reached (status 429); trying again in 7 s" in capsys.readouterr().err
+    assert "is reached (status 429); trying again in 7 s (try 2 of 5)" in capsys.readouterr().err
 
 
 def test_a_session_of_requests_gets_a_time_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    class Session:
-        def request(self, method: str, timeout: float | None = None) -> float | None:
-            return timeout
+    class Response(SimpleNamespace):
+        @property
+        def content(self) -> bytes:
+            return b"".join(self.iter_content(9))
 
-    session = Session()
+    class Session:
+        def send(self, request: Any, stream: bool, timeout: float | None = None) -> Response:
+            limits.append(timeout)
+            return Response(status_code=200, headers={}, request=request, close=list, iter_content=lambda size: [b"a"])
+
+    session, limits = Session(), list[float | None]()
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
-    for seconds in (10.0, 120.0):
-        client._limit_silence(seconds)
-        assert session.request("GET") == seconds
-        assert session.request("GET", timeout=3.0) == 3.0
+    for method, path in (("GET", "api"), ("GET", "api/models/a/b/commit/main"), ("PUT", "upload")):
+        request = SimpleNamespace(method=method, url=f"http://hub/{path}", headers={}, body=None)
+        for given in (None, 100.0, 3.0):
+            hub_session.be_patient()
+            assert session.send(request, stream=False, timeout=given).content == b"a"
+    assert limits == [10, 10, 3, 60, 60, 3, 60, 60, 3]
 
 
 def test_a_rate_limit_is_called_so(hub: HubServer, tmp_path: Path, pauses: list[float]) -> None:
@@ -139,6 +146,19 @@ def test_a_refusal_is_one_line(hub: HubServer, home: Path) -> None:
     assert advice.startswith("See ")
 
 
+def test_advice_is_true(hub: HubServer, home: Path) -> None:
+    with raises(SourceError) as caught:
+        check_push("tester/slim")
+    assert "set HF_TOKEN" in str(caught.value)
+    assert "again" not in str(caught.value)
+    hub.inject("model.safetensors", Fault(times=1, extra_bytes=7))
+    with raises(SourceError, repo_id="org/head") as caught:
+        open_head_source("org/head")
+    assert "force_download" not in str(caught.value)
+    assert "run the same command again" in str(caught.value)
+    open_head_source("org/head")
+
+
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 def test_an_upload_is_tried_again(hub: HubServer, tmp_path: Path, pauses: list[float]) -> None:
     (tmp_path / "slim").mkdir()
@@ -146,5 +166,5 @@ def test_an_upload_is_tried_again(hub: HubServer, tmp_path: Path, pauses: list[f
     hub.inject("/api/repos/create", Fault(times=1, any_status=503))
     hub.inject("/api/models/tester/slim/preupload/main", Fault(times=1, any_status=429))
     with connected(hub, tmp_path / "home", token="hf_good"):
-        push_folder(tmp_path / "slim", "tester/slim")
+        upload_files(tmp_path / "slim", ["config.json"], "tester/slim")
     assert hub.repo("tester/slim").files == {"config.json": b"{}"}

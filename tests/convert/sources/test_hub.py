@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from eagle_slim.convert.errors import CheckpointError, SourceError, UnsupportedHeadError
-from eagle_slim.convert.hub.push import push_folder
+from eagle_slim.convert.hub.push import upload_files
 from eagle_slim.convert.sources.source import open_head_source, target_files
 from eagle_slim.convert.weights.checkpoint import open_checkpoint
 from eagle_slim.vocab_tools.errors import UsageError
@@ -284,6 +284,7 @@ def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SourceError, match=f"{hub.endpoint} cannot be reached") as caught:
             open_head_source("org/other")
         assert "Check the connection" in str(caught.value)
+        assert "org/other: no such folder here, and no such repository could be looked up: " in str(caught.value)
     assert "cannot be reached" in said
     assert "using the copy in the cache" in said
 
@@ -354,17 +355,19 @@ def artifact(tmp_path: Path) -> Path:
 
 # huggingface_hub uploads with an argument that its HTTP library calls old.
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-def test_push(hub: HubServer, tmp_path: Path, artifact: Path) -> None:
+def test_push(hub: HubServer, tmp_path: Path, artifact: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["config.json", "model.safetensors"]
     with connected(hub, tmp_path / "home", token="hf_good"):
-        assert push_folder(artifact, "tester/slim") == f"{hub.endpoint}/tester/slim"
-        expected = {path.name: path.read_bytes() for path in artifact.iterdir()}
-        assert hub.repo("tester/slim").files == expected
+        assert upload_files(artifact, names, "tester/slim") == f"{hub.endpoint}/tester/slim"
+        assert hub.repo("tester/slim").files == {name: (artifact / name).read_bytes() for name in names}
         assert not hub.repo("tester/slim").private
-        push_folder(artifact, "tester/secret", private=True)
+        upload_files(artifact, names, "tester/secret", private=True)
         assert hub.repo("tester/secret").private
         assert torch.equal(
             open_checkpoint(open_head_source("tester/slim").folder).tensor("fc.weight"), WEIGHTS["fc.weight"]
         )
+    # No bars: stderr is not a terminal.
+    assert capsys.readouterr().err == ""
 
 
 def test_push_that_breaks(hub: HubServer, tmp_path: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +378,7 @@ def test_push_that_breaks(hub: HubServer, tmp_path: Path, artifact: Path, monkey
 
     monkeypatch.setattr(lfs, "_upload_single_part", broken)
     with connected(hub, tmp_path / "home", token="hf_good"), raises(SourceError, repo_id="tester/slim"):
-        push_folder(artifact, "tester/slim")
+        upload_files(artifact, ["model.safetensors"], "tester/slim")
     assert hub.repo("tester/slim").files == {}
 
 
@@ -387,6 +390,6 @@ def test_push_without_the_right(hub: HubServer, tmp_path: Path, artifact: Path, 
         connected(hub, tmp_path / "home", token=token),
         raises(SourceError, repo_id=name) as caught,
     ):
-        push_folder(artifact, name)
+        upload_files(artifact, ["config.json"], name)
     assert "hf auth login" in str(caught.value)
     assert ("model", name) not in hub.repos

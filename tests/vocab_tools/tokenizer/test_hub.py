@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import transformers
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.forced import forced_ids
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
@@ -114,9 +113,6 @@ def test_a_connection_that_drops_between_two_files_is_not_a_missing_file(
         assert load_tokenizer(REPO).chat_templates == load_tokenizer(folder).chat_templates
 
 
-@pytest.mark.skipif(
-    transformers.__version__.startswith("4."), reason="transformers 4 takes a listing that broke off for an empty one"
-)
 def test_a_listing_that_breaks_off(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,10 @@ def test_maps_of_fr_specs_script_for_tokenizers_that_add_a_bos(
     assert found.target_ids.tolist() == [*ranked, *({eos} - set(ranked))]
     assert [str(token_id) in warning for warning in found.warnings for token_id in again] == [True] * len(again)
     assert rank_by_order(found, forced=[], target_vocab=12).warnings[0] == found.warnings[0]
+    with raises(UsageError, usable=found.size) as caught:
+        rank_by_order(found, found.size + 1, forced=[], target_vocab=12)
+    assert "FR-Spec's script" in str(caught.value)
+    assert f"at most {found.size}" in str(caught.value)
     torch.save([*ranked, 7, 10], tmp_path / "other.pt")
     assert import_token_map(tmp_path / "other.pt", 12).size == 5
     torch.save([*ranked, 9, bos, eos], tmp_path / "damaged.pt")

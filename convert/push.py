@@ -1,0 +1,69 @@
+"""An artifact to the Hub: audited first, and nothing of its folder travels but what belongs to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .artifact.artifact import CARD_NAME
+from .audit.verify import verify_artifact
+from .errors import ArtifactError
+from .hub.push import upload_files
+from .manifest import MANIFEST_NAME, Manifest
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What of a folder would be uploaded.
+
+    Attributes:
+        folder: the artifact.
+        names: the manifest, the files that it names and the card, sorted.
+        left: what else lies in the folder, sorted.
+    """
+
+    folder: Path
+    names: tuple[str, ...]
+    left: tuple[str, ...]
+
+    def to(self, repo_id: str, private: bool | None = None) -> str:
+        """Upload it; arguments and errors as `push_folder`."""
+        return upload_files(self.folder, self.names, repo_id, private)
+
+
+def plan_upload(folder: Path | str) -> Upload:
+    """Audit an artifact as `eagle-verify` does, offline, and choose the files that an upload takes.
+
+    Raises:
+        ArtifactError: no artifact, or the audit fails.
+    """
+    folder = Path(folder)
+    # What an engine would read by mistake here does not travel, so it spoils nothing there.
+    failed = [check for check in verify_artifact(folder, offline=True).failed if check.name != "stray files"]
+    if failed:
+        raise ArtifactError.at(
+            folder,
+            f"not uploaded, as the audit fails: {failed[0].name}: {failed[0].detail}\n"
+            "Convert the head again; eagle-verify shows every check.",
+            failed=[check.name for check in failed],
+        )
+    own = {MANIFEST_NAME, CARD_NAME, *Manifest.load(folder).files}
+    present = sorted(path.name for path in folder.iterdir())
+    return Upload(
+        folder, tuple(name for name in present if name in own), tuple(name for name in present if name not in own)
+    )
+
+
+def push_folder(folder: Path | str, repo_id: str, private: bool | None = None) -> str:
+    """Upload an artifact to a model repository, made if it does not exist, and return its address.
+
+    Args:
+        folder: the artifact. Files that neither its manifest nor its card accounts for stay behind.
+        repo_id: `name/repository`.
+        private: visibility of a new repository; the account's default if None.
+
+    Raises:
+        ArtifactError: no artifact, or the audit fails; the Hub was not asked.
+        SourceError: no token, no right to write, no connection, or not a repository id.
+    """
+    return plan_upload(folder).to(repo_id, private)
