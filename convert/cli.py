@@ -175,7 +175,7 @@ Examples:
 @json_option
 @version_option()
 def convert(head: str | None, **options: Any) -> None:
-    """Cut the draft vocabulary of an EAGLE head to the tokens that matter.
+    """Cut the draft vocabulary of an EAGLE head, or of a DFlash draft, to the tokens that matter.
 
     HEAD is a folder or a repository of the Hugging Face Hub; without it, the built-in EAGLE-3 head of
     SmolLM2-135M-Instruct. The result is a folder that vLLM and SGLang serve as it is. It has the names and

@@ -49,7 +49,7 @@ class Manifest:
     """The manifest as Python values.
 
     Attributes:
-        kind: "eagle3", or "eagle" for EAGLE-1/2.
+        kind: "eagle3", "eagle" for EAGLE-1/2, or "dflash".
         flavour: which engines config.json is written for.
         tool: name and version of the program that wrote it.
         draft_vocab: rows of the LM head (EAGLE-1/2: ids in freq_N.pt).
@@ -172,7 +172,7 @@ class Manifest:
         for key, is_sound in _parts(value):
             if not is_sound:
                 raise _broken(where, f"{key}: an entry is missing or of a wrong type")
-        if value["kind"] not in ("eagle3", "eagle") or value["flavour"] not in get_args(Flavour):
+        if value["kind"] not in get_args(HeadKind) or value["flavour"] not in get_args(Flavour):
             raise _broken(where, f"unknown kind {value['kind']!r} or flavour {value['flavour']!r}", key="kind")
         draft_vocab = value["draft_vocab"]
         ranked = value["rank_order_ids"]

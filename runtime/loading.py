@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from eagle_slim.convert.artifact.artifact import Artifact
 from eagle_slim.convert.conversion.target import choose_target
+from eagle_slim.convert.errors import UnsupportedHeadError
 from eagle_slim.convert.head.open import DraftHead, open_head
 from eagle_slim.convert.sources.builtin import EMBEDDED_TARGET_REPO, embedded_target_folder
 from eagle_slim.convert.sources.builtin_counts import load_embedded_counts
@@ -62,6 +63,15 @@ class OpenedHead:
     """Whether it is the unconverted head that the package carries; its counts give it a ranking."""
     offline: bool = False
     """Whether nothing may be fetched for it later either."""
+
+    def __post_init__(self) -> None:
+        if self.head.kind == "dflash":
+            raise UnsupportedHeadError.at(
+                self.head.location,
+                "is a DFlash draft, which fills a block of tokens at once; this runtime drafts with EAGLE heads.\n"
+                "Serve it with vLLM: docs/serving/dflash.md of eagle-slim has the command.",
+                found="dflash",
+            )
 
     def choose(self, draft_vocab: int | np.integer[Any] | DraftVocab | None) -> NDArray[np.int64]:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""

@@ -44,10 +44,13 @@ def plan_tensors(
     plans = [copy_plan(head, name) for name in head.tensors if _kept(head, name)]
     plans += zero_output_bias(head)
     plans.append(TensorPlan(names.LM_HEAD, gathered.dtype, gathered.shape, gathered.chunks))
-    if target_ids is not None:
-        plans.append(array_plan("d2t", d2t_from_ids(target_ids)))
-        plans.append(array_plan("t2d", t2d_from_ids(target_ids, head.target_vocab)))
-    return plans, gathered
+    return plans + ([] if target_ids is None else plan_map(head, target_ids)), gathered
+
+
+def plan_map(head: DraftHead, target_ids: NDArray[np.int64]) -> list[TensorPlan]:
+    """`d2t` int64 [draft_vocab], offsets, and `t2d` bool [target_vocab], of int64 [draft_vocab] ascending ids."""
+    mask = t2d_from_ids(target_ids, head.target_vocab)
+    return [array_plan("d2t", d2t_from_ids(target_ids)), array_plan("t2d", mask)]
 
 
 def plan_kept_rows(

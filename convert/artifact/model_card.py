@@ -64,13 +64,13 @@ def _front_matter(manifest: Manifest, licence: str | None) -> str:
     if datasets:
         lines += ["datasets:", *(f"- {name}" for name in datasets)]
     lines += [f"license: {licence or UNKNOWN_LICENCE}", "pipeline_tag: text-generation", "tags:"]
-    tags = ["speculative-decoding", "draft-model", "eagle3" if manifest.kind == "eagle3" else "eagle", "eagle-slim"]
+    tags = ["speculative-decoding", "draft-model", manifest.kind, "eagle-slim"]
     return "\n".join([*lines, *(f"- {tag}" for tag in tags), "---", ""])
 
 
 def _summary(manifest: Manifest, rows_before: int) -> str:
     name = manifest.head["name"]
-    kind = "EAGLE-3" if manifest.kind == "eagle3" else "EAGLE-1/2"
+    kind = {"eagle3": "EAGLE-3", "eagle": "EAGLE-1/2", "dflash": "DFlash"}[manifest.kind]
     target = manifest.target.get("repo_id") or manifest.target.get("name") or "its target model"
     if manifest.rank_order_ids is None:
         what = (
@@ -151,6 +151,13 @@ def _serving(manifest: Manifest, refused: Collection[str]) -> str:
             "LMDeploy (PyTorch engine)",
             f"lmdeploy serve api_server {target} --backend pytorch --speculative-algorithm eagle3 \\\n"
             "    --speculative-draft-model HEAD --speculative-num-draft-tokens 3",
+        )
+    if manifest.kind == "dflash":
+        vllm = json.dumps({"method": "dflash", "model": "HEAD", "num_speculative_tokens": 7})
+        text += _command(_ENGINE_TITLES["vllm"], f"vllm serve {target} --speculative-config '{vllm}'")
+        return text + (
+            "\n`num_speculative_tokens` is at most the `block_size` of config.json less one; the method of a DSpark "
+            "draft is `dspark`.\n"
         )
     if manifest.kind == "eagle":
         text += _command(

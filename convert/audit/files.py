@@ -99,7 +99,7 @@ class FileChecks:
 
     def gguf(self, name: str) -> str:
         """A GGUF file has the keys of the configuration, every tensor of the weights, and the absolute ids of d2t."""
-        manifest, kind = self.found.need_eagle3(), name.removeprefix("model-").removesuffix(".gguf")
+        manifest, kind = self.found.need_lm_head(), name.removeprefix("model-").removesuffix(".gguf")
         refuse(kind not in get_args(GgufType), "not a name that eagle-convert gives")
         layers = manifest.target.get("num_hidden_layers")
         taps = manifest.tap_layers or ((2, layers // 2, layers - 3) if isinstance(layers, int) else None)

@@ -81,16 +81,16 @@ class Findings:
         """The artifact as any head is opened, or skip the check; `location` names it in messages."""
         return head_from_checkpoint(self.checkpoint, self.need_config(), location=location)
 
-    def need_eagle3(self) -> Manifest:
-        """The manifest of an EAGLE-3 artifact, or skip the check."""
+    def need_lm_head(self) -> Manifest:
+        """The manifest of an artifact with an LM head, or skip the check."""
         manifest = self.need_manifest()
-        if manifest.kind != "eagle3":
+        if manifest.kind == "eagle":
             raise SkipCheck("EAGLE-1/2 heads have no map and no LM head of their own")
         return manifest
 
     def need_map(self) -> Manifest:
-        """The manifest of an EAGLE-3 artifact with a reduced vocabulary, or skip the check."""
-        manifest = self.need_eagle3()
+        """The manifest of an artifact with an LM head over a reduced vocabulary, or skip the check."""
+        manifest = self.need_lm_head()
         if manifest.rank_order_ids is None:
             raise SkipCheck("a full vocabulary has no map")
         return manifest

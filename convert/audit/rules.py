@@ -52,7 +52,7 @@ class RuleChecks:
         problems += [f"{name} has no place here: {reason}" for name, reason in table.dropped.items()]
         if table.kind != manifest.kind:
             problems.append(f"these are the tensors of {table.kind}, the manifest says {manifest.kind}")
-        if manifest.kind == "eagle3":
+        if manifest.kind != "eagle":
             wanted = {names.LM_HEAD} | (_MAPS if manifest.rank_order_ids is not None else frozenset())
             problems += [f"{name} is missing" for name in sorted(wanted - set(weights.tensors))]
             if manifest.rank_order_ids is None:
@@ -98,7 +98,7 @@ class RuleChecks:
             forced != {int(token_id) for token_id in ranked[: manifest.num_forced]},
             f"the first {manifest.num_forced} ranks are not the {len(forced)} forced ids",
         )
-        if manifest.kind == "eagle3":
+        if manifest.kind != "eagle":
             ids = self.found.need_ids()
             refuse(not np.array_equal(np.sort(ranked), ids), "the ranked ids are not those of d2t")
         found = f"{len(ranked)} ids, {manifest.num_forced} of them forced"
@@ -111,7 +111,7 @@ class RuleChecks:
 
     def rows(self) -> str:
         """Every lm_head row has the checksum of the row that was written there."""
-        manifest = self.found.need_eagle3()
+        manifest = self.found.need_lm_head()
         shape = self._shape(names.LM_HEAD)
         refuse(
             len(shape) != 2 or shape[0] != manifest.draft_vocab,
@@ -173,6 +173,10 @@ class RuleChecks:
                 problems.append(f"draft_vocab_size {manifest.draft_vocab} must be below vocab_size")
             if config.get("target_hidden_size") == config.get("hidden_size"):
                 problems.append("target_hidden_size: must be absent where it equals hidden_size")
+        if manifest.kind == "dflash" and config.get("draft_vocab_size") != manifest.draft_vocab:
+            problems.append(
+                f"draft_vocab_size: expected {manifest.draft_vocab}, found {config.get('draft_vocab_size')!r}"
+            )
         join(problems)
         return f"{len(config)} keys"
 
@@ -189,9 +193,12 @@ class RuleChecks:
 
     def taps(self) -> str:
         """config.json names the tap layers of the manifest."""
-        manifest, config = self.found.need_eagle3(), self.found.need_config()
-        if not head_config.uses_aux_layers(config):
-            layers: tuple[int, ...] | None = ()
+        manifest, config = self.found.need_lm_head(), self.found.need_config()
+        layers: tuple[int, ...] | None = ()
+        if manifest.kind == "dflash":
+            layers = self.found.need_head("config.json").tap_layers
+        elif not head_config.uses_aux_layers(config):
+            pass
         else:
             layers, _ = head_config.tap_layers(config, None, "config.json")
         refuse(layers != manifest.tap_layers, f"config.json names {layers}, the manifest {manifest.tap_layers}")

@@ -19,7 +19,7 @@ from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
-from ..lm_head.lm_head import fitting, own_lm_head
+from ..lm_head.lm_head import fitting, own_lm_head, rows_of_ids
 from ..lm_head.target import open_target_lm_head
 from ..manifest import Manifest
 from ..weights import names
@@ -59,9 +59,9 @@ class SourceChecks:
         """Every tensor that is copied is bit-identical to the source head's."""
         weights = self.found.need_weights()
         source = self._source_head
-        skipped = {names.LM_HEAD, *names.MAPS}
+        skipped = {names.LM_HEAD, *names.MAPS, *source.row_tensors}
         # Zeros that a conversion adds where the source has none.
-        added = (names.FC_BIAS, names.ATTENTION_BIASES[source.kind][-1])
+        added = (names.FC_BIAS, *names.ATTENTION_BIASES.get(source.kind, ())[-1:])
         skipped |= {name for name in added if name not in source.tensors}
         problems = []
         copied = [name for name in sorted(weights.tensors) if name not in skipped]
@@ -70,12 +70,22 @@ class SourceChecks:
                 problems.append(f"{name} is not in the source")
             elif source.tensors.source.sha256(source.tensors.stored[name]) != self.found.digest(name):
                 problems.append(f"{name} differs from the source's")
+        problems += [
+            f"{name} differs from the source's rows" for name in source.row_tensors if not self._has_rows(name)
+        ]
         join(problems)
         return f"{len(copied)} tensors bit-identical to {source.location}"
 
+    def _has_rows(self, name: str) -> bool:
+        """Whether a tensor with a row for each draft id has the source's rows of these ids."""
+        source, weights = self._source_head, self.found.need_weights()
+        rows = rows_of_ids(source, self.found.need_ids())
+        mine = self.found.checkpoint.tensor(name) if name in weights.tensors else None
+        return mine is not None and mine.equal(source.tensors.rows(name, rows))
+
     def source_rows(self) -> str:
         """Every lm_head row is the row of its token in the head or the target that it came from."""
-        manifest = self.found.need_eagle3()
+        manifest = self.found.need_lm_head()
         self.found.need_weights()
         ids = self.found.need_ids() if manifest.rank_order_ids is not None else np.arange(manifest.target_vocab)
         return self.compare_rows(ids, self.found.checkpoint)

@@ -80,6 +80,12 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
             "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
             option="--for",
         )
+    if head.kind == "dflash" and (options.flavour != "default" or "full" in options.sizes):
+        raise UsageError(
+            f"{head.location}: a DFlash draft has no class name of one engine, and borrows the target's whole LM head "
+            "as it is.\nLeave --for out, and give a number of rows with --draft-vocab.",
+            option="--for" if options.flavour != "default" else "--draft-vocab",
+        )
     if head.kind == "eagle3" and options.flavour == "sglang":
         say("--for sglang changes nothing of an EAGLE-3 head: SGLang reads it as every artifact is written")
     rows_before = head.draft_vocab
@@ -95,7 +101,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
             "Name the repository with --target.",
             option="--target-revision",
         )
-    needs_rows = head.kind == "eagle3" and not head.has_lm_head
+    needs_rows = head.kind != "eagle" and not head.has_lm_head
     # The ranks of an artifact hold what its tokenizer forces of the tokens of chats.
     ranked = ranked_manifest(head) if request.is_default else None
     is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"

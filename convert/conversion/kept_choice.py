@@ -34,6 +34,8 @@ def check_keep_rows(keep: Any, inputs: Inputs) -> None:
             "is there whenever it drafts, so nothing need be kept. Leave the option out: this package's runtime "
             "follows a text with such a head as it is."
         )
+    if head.row_tensors:
+        raise _refusal(f": {', '.join(head.row_tensors)} of {head.location} has rows of its own. Leave the option out.")
     if "full" in sizes:
         raise _refusal(": --draft-vocab full holds every row already. Leave it out, or give a smaller --draft-vocab.")
     if keep == "full":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..artifact import eagle1, eagle3
+from ..artifact import dflash, eagle1, eagle3
 from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
 from ..artifact.gguf_file import gguf_bytes
 from ..artifact.model_card import model_card
@@ -191,9 +191,10 @@ def plan_slim(
     measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
     manifest = manifest_of(inputs, head, lm_head, ranking, vocab, measured, findings)
     plans: Sequence[TensorPlan]
-    if head.kind == "eagle3":
+    if head.kind != "eagle":
         assert lm_head is not None
-        plans, gathered = eagle3.plan_tensors(head, lm_head, None if vocab is None else vocab.ascending_ids)
+        plan_tensors = eagle3.plan_tensors if head.kind == "eagle3" else dflash.plan_tensors
+        plans, gathered = plan_tensors(head, lm_head, None if vocab is None else vocab.ascending_ids)
         kept = None if kept_ids is None else eagle3.plan_kept_rows(head, lm_head, kept_ids)
     else:
         plans, gathered, kept = eagle1.plan_tensors(head), None, None
@@ -206,9 +207,10 @@ def plan_slim(
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     """Bytes of weights that one draft step reads with an LM head of `rows` rows; the embedding's few rows left out."""
-    total = sum(
-        head.tensors.info(name).size_bytes for name in head.tensors if name not in (names.LM_HEAD, names.EMBEDDING)
-    )
+    # Of an embedding, and of what DSpark looks up by the token before, a few rows are read.
+    apart = (names.LM_HEAD, names.EMBEDDING, names.MARKOV_IN, *head.row_tensors)
+    total = sum(head.tensors.info(name).size_bytes for name in head.tensors if name not in apart)
+    total += rows * sum(head.tensors.info(name).row_bytes for name in head.row_tensors)
     dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
     return total + rows * head.hidden_size * item_size(dtype)
 
@@ -226,6 +228,8 @@ def _lm_head(head: DraftHead, inputs: Inputs) -> LmHead | None:
 def _config(head: DraftHead, inputs: Inputs, rows: int) -> dict[str, Any]:
     if head.kind == "eagle3":
         return eagle3.slim_config(head, rows, inputs.options.flavour)
+    if head.kind == "dflash":
+        return dflash.slim_config(head, rows)
     return eagle1.repaired_config(head, inputs.options.flavour)
 
 

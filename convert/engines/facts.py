@@ -18,7 +18,7 @@ class HeadFacts:
     """The facts about a head that engines differ on.
 
     Attributes:
-        kind: "eagle3", or "eagle" for EAGLE-1/2.
+        kind: "eagle3", "eagle" for EAGLE-1/2, or "dflash".
         config: config.json as the engine will read it.
         tensor_names: canonical names, `d2t` and `t2d` apart.
         draft_vocab: rows of the LM head that is served (EAGLE-1/2: ids in the token map).

@@ -23,5 +23,6 @@ ENGINE = rules.Engine(
         "error if RoPE beyond llama3: rope_scaling {head.rope_kind!r} is not written for it; " + rules.BY_VLLM_OR_OURS,
         rules.WINDOW_UNKNOWN + rules.BY_VLLM_OR_OURS,
     ),
+    dflash=("error if given: a DFlash draft is not written as GGUF; serve it with vLLM",),
     eagle=("error if given: it has no EAGLE-1/2 heads; " + rules.BY_TOKEN_MAP,),
 )

@@ -20,6 +20,10 @@ ENGINE = rules.Engine(
         "error if full: without a d2t all drafts become token 0, and a full vocabulary is written without one; "
         "convert with --draft-vocab smaller than {head.target_vocab}",
     ),
+    dflash=(
+        "error if given: d2t raises KeyError in its loader of DFlash drafts, which chooses from the target's whole LM "
+        "head; serve it with vLLM",
+    ),
     eagle=(
         "error if given: an EAGLE-1/2 head with fc.bias raises KeyError, and a reduced vocabulary is not known; "
         + rules.BY_TOKEN_MAP,

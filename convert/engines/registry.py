@@ -115,7 +115,7 @@ def flavoured_architecture(kind: names.HeadKind, flavour: str, architecture: str
 
 def _findings(facts: HeadFacts, engine: str, rules: Sequence[str] | None = None) -> list[Finding]:
     if rules is None:
-        rules = ENGINES[engine].eagle3 if facts.kind == "eagle3" else ENGINES[engine].eagle
+        rules = getattr(ENGINES[engine], facts.kind)
     return [Finding(engine, *found) for rule in rules if (found := apply_rule(rule, facts)) is not None]
 
 

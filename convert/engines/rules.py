@@ -35,7 +35,7 @@ class Engine:
         distributions: names under which pip may know it.
         proven: first and last version tried; releases between them count as proven.
         proof: what was run.
-        eagle3, eagle: the rules for a head, in the order in which they are said, by its kind.
+        eagle3, eagle, dflash: the rules for a head, in the order in which they are said, by its kind.
         known: rules that `open_head` warns of too, in its own words.
         serves: whether it serves heads; the others train or repackage them.
     """
@@ -46,6 +46,7 @@ class Engine:
     proof: str
     eagle3: tuple[str, ...]
     eagle: tuple[str, ...]
+    dflash: tuple[str, ...] = ("error if given: a DFlash draft is not known; serve it with vLLM",)
     known: tuple[str, ...] = ()
     serves: bool = True
 
@@ -86,6 +87,8 @@ CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "not Llama's class": lambda head: head.architecture not in ("LlamaForCausalLM", None),
     "class in Eagle": lambda head: (head.architecture or "").endswith("Eagle"),
     "class not in Eagle": lambda head: not (head.architecture or "Eagle").endswith("Eagle"),
+    "z-lab's form": lambda head: "speculators_model_type" not in head.config,
+    "Markov head": lambda head: names.MARKOV_OUT in head.tensor_names,
     "not silu": lambda head: head.activation not in ("silu", "swish"),
     # transformers has the same function under a second name.
     "swish": lambda head: head.activation == "swish",

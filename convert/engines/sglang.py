@@ -33,6 +33,11 @@ ENGINE = rules.Engine(
         "is wrong; serve it with --tp 1",
         rules.WINDOW_UNKNOWN + "generate with eagle-generate",
     ),
+    dflash=(
+        "error if Markov head: the Markov head is built with all rows, and fewer do not load; serve it with vLLM",
+        "warning if given: a DFlash draft chooses from the target's whole LM head: the gathered rows and the map are "
+        "not read; serve the reduced vocabulary with vLLM",
+    ),
     known=(
         "warning if top-level taps: tap layers at top level are not read, so the default layers are captured and fewer "
         "drafts are accepted; convert with --tap-layers {head.taps_text}, which writes both keys",

@@ -19,6 +19,10 @@ ENGINE = rules.Engine(
         "error if norm before residual: norm_before_residual is " + _UNKNOWN,
         "warning if window: the layer's sliding window of {head.sliding_window} tokens is " + _UNKNOWN,
     ),
+    dflash=(
+        "warning if given: a DFlash draft is trained with the target's whole LM head, so rows and map are lost; "
+        "train the draft first, then convert it",
+    ),
     eagle=("error if given: it trains EAGLE-3 heads only; train the head with SafeAILab's code",),
     serves=False,
 )

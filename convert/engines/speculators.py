@@ -22,6 +22,7 @@ ENGINE = rules.Engine(
         'add "layer_types": ["sliding_attention"] and "sliding_window": {head.sliding_window} to the '
         "transformer_layer_config that it writes",
     ),
+    dflash=("error if z-lab's form: it reads the nested form of its own alone; serve it with vLLM",),
     eagle=("error if given: its converter knows no EAGLE-1/2 heads; " + rules.BY_TOKEN_MAP,),
     serves=False,
 )

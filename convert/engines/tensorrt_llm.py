@@ -17,6 +17,7 @@ ENGINE = rules.Engine(
         "warning if other taps: tap layers are taken from the speculative config, not from the head; set "
         "eagle3_layers_to_capture to [{head.outputs_text}] (outputs of layers)",
     ),
+    dflash=("warning if given: what it makes of a DFlash draft was not read; serve it with vLLM",),
     eagle=(
         "error if given: its PyTorch backend has no EAGLE-1/2 head with a reduced vocabulary; " + rules.BY_TOKEN_MAP,
     ),

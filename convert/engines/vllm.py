@@ -19,6 +19,10 @@ ENGINE = rules.Engine(
         "error if class in Eagle: architecture {head.architecture} is turned into a name that does not exist; "
         "convert without --for sglang",
     ),
+    dflash=(
+        "warning if Markov head: a DSpark draft runs on a GPU only (model runner V2); serve it on a GPU",
+        rules.PADDING,
+    ),
     known=(
         "warning if used fc.bias: fc.bias is dropped, so fewer drafts are accepted; serve this head with SGLang",
         "warning if nested taps: the tap layers in eagle_config are taken without the + 1 that SGLang adds (V1 runner) "

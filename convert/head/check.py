@@ -87,6 +87,45 @@ def settle_eagle3(tensors: LazyTensors, config: dict[str, Any], where: str) -> l
     return warnings
 
 
+def settle_dflash(tensors: LazyTensors, config: Mapping[str, Any], taps: int | None, where: str) -> None:
+    """Check the tensors of a DFlash draft against its configuration; `taps`: captured layers that it names.
+
+    Raises:
+        MismatchError: shapes, widths or numbers of layers disagree.
+    """
+    hidden, vocab, rows = config["hidden_size"], config["vocab_size"], config["draft_vocab_size"]
+    layers = names.dflash_layers(tensors.names)
+    if config["num_hidden_layers"] != layers:
+        raise MismatchError.at(
+            where,
+            f"num_hidden_layers is {config['num_hidden_layers']}, the file has {layers} layers.\nFetch it again.",
+            key="num_hidden_layers",
+        )
+    target_hidden = config.get("target_hidden_size") or hidden
+    columns = tensors.shape(names.FC)[-1]
+    if columns % target_hidden or taps not in (None, columns // target_hidden):
+        raise MismatchError.at(
+            where,
+            f"fc.weight takes {columns} features, the configuration names {taps} captured layers of {target_hidden}.\n"
+            "Correct config.json, or fetch the draft again.",
+            taps=taps,
+        )
+    rank = tensors.shape(names.MARKOV_OUT)[-1] if names.MARKOV_OUT in tensors else 0
+    expected: dict[str, tuple[int, ...]] = {
+        names.FC: (hidden, columns),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        names.LM_HEAD: (rows, hidden),
+        names.EMBEDDING: (vocab, hidden),
+        names.MARKOV_IN: (vocab, rank),
+        names.MARKOV_OUT: (rows, rank),
+    }
+    for layer in range(layers):
+        expected |= _layer_shapes(config, f"layers.{layer}.", hidden)
+        expected |= {f"layers.{layer}.self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+    _check_shapes(tensors, expected, where)
+
+
 def settle_taps(
     config: Mapping[str, Any], tensors: LazyTensors, where: str, given: Sequence[int] | None
 ) -> tuple[tuple[int, ...] | None, str | None]:

@@ -24,12 +24,12 @@ class DraftHead:
     """A draft head, whatever its file looked like.
 
     Attributes:
-        kind: "eagle3", or "eagle" for EAGLE-1 and EAGLE-2.
+        kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
         config: flat config.json; `vocab_size` is the target's V, `draft_vocab_size` the rows of the LM head.
         tensors: canonical names: `fc.weight` [hidden, taps * target_hidden] (EAGLE-1/2: [hidden, 2 * hidden]),
             `midlayer.*` (EAGLE-1/2: `layers.N.*`), `norm.weight` [hidden], and where the file has them
             `lm_head.weight` [draft_vocab, hidden], `embed_tokens.weight` [target_vocab, hidden], `input_norm.weight`,
-            `fc_norm.N.weight`. The maps `d2t` and `t2d` are not among them: see `draft_ids_to_target`.
+            `fc_norm.N.weight`; those of a DFlash draft as stored. The maps are not among them: `draft_ids_to_target`.
         draft_ids_to_target: int64 [draft_vocab], absolute target id of each `lm_head` row in stored order; None where
             row i is target id i (a full vocabulary, or an LM head that is the target's).
         tap_layers: the head reads the inputs of these decoder layers of the target; None is every engine's default,
@@ -78,6 +78,11 @@ class DraftHead:
     def has_lm_head(self) -> bool:
         """Whether the rows come from the head itself rather than from the target."""
         return names.LM_HEAD in self.tensors
+
+    @property
+    def row_tensors(self) -> tuple[str, ...]:
+        """Its tensors beside the LM head that have one row for each draft id: DSpark's Markov bias."""
+        return tuple(name for name in (names.MARKOV_OUT,) if name in self.tensors)
 
     @property
     def has_own_embedding(self) -> bool:

@@ -21,6 +21,7 @@ from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.paths import doubts_of_choice
 from . import config as head_config
 from .check import check_dtypes, settle_biases, settle_eagle, settle_eagle3, settle_taps
+from .dflash import open_dflash
 from .draft_head import DraftHead
 from .tensors import LazyTensors
 from .vocab_map import D2tForm, read_map, vocab_size
@@ -37,7 +38,7 @@ def open_head(
     d2t_form: D2tForm = "auto",
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
-    """Open a draft head: EAGLE-3 in any spelling, full or with a map, or EAGLE-1/2.
+    """Open a draft head: EAGLE-3 in any spelling, full or with a map, EAGLE-1/2, or a DFlash draft.
 
     Args:
         source: folder or Hub repository, or what `open_head_source` returned for it; None is the built-in head for
@@ -60,7 +61,7 @@ def open_head(
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
     # A draft of another kind is called by its name even where its weights have unusual ones.
     config = read_config(source.folder, source.name)
-    head_config.refuse_foreign(config, source.name)
+    head_config.refuse_other_draft(config, source.name)
     head = head_from_checkpoint(
         open_checkpoint(source.folder, weights_file=source.weights_file),
         config,
@@ -95,6 +96,9 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
+    names.refuse_mtp(checkpoint.names, location)
+    if names.is_dflash(checkpoint.names):
+        return open_dflash(checkpoint, config, location, source, d2t_form, tap_layers)
     # The configuration first: an MLA or quantised head is refused by its name rather than by a tensor.
     flat = head_config.normalise_config(config, location)
     table = names.canonical_names(checkpoint.names, location)

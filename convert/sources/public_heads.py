@@ -36,6 +36,12 @@ _TARGETS = {
     "nvidia/gpt-oss-120b-Eagle3-v2": "openai/gpt-oss-120b",
     "nvidia/gpt-oss-120b-Eagle3-v3": "openai/gpt-oss-120b",
     "nvidia/Llama-4-Maverick-17B-128E-Eagle3": "meta-llama/Llama-4-Maverick-17B-128E-Instruct",
+    # z-lab (DFlash)
+    "z-lab/Qwen3-4B-DFlash-b16": "Qwen/Qwen3-4B",
+    "z-lab/Qwen3-8B-DFlash-b16": "Qwen/Qwen3-8B",
+    "z-lab/Qwen3-Coder-30B-A3B-DFlash": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+    "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat": "meta-llama/Llama-3.1-8B-Instruct",
+    "z-lab/gpt-oss-20b-DFlash": "openai/gpt-oss-20b",
     # Others
     "nebius/EAGLE3-gpt-oss-120b": "openai/gpt-oss-120b",
     "AngelSlim/Qwen3-1.7B_eagle3": "Qwen/Qwen3-1.7B",

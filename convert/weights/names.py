@@ -1,7 +1,8 @@
-"""Tensor names of EAGLE draft heads: every published spelling, and the one that is written.
+"""Tensor names of EAGLE draft heads and DFlash drafts: every published spelling, and the one that is written.
 
 Canonical names are SafeAILab's: `midlayer.` for the one decoder layer of an EAGLE-3 head, `layers.N.` for EAGLE-1/2, no
-`model.` prefix. Nothing is guessed: a tensor that is neither renamed nor knowingly dropped makes the head unsupported.
+`model.` prefix. A DFlash draft keeps its own, which z-lab and speculators share and vLLM prefixes itself. Nothing is
+guessed: a tensor that is neither renamed nor knowingly dropped makes the head unsupported.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from typing import Literal
 
 from ..errors import CheckpointError, UnsupportedHeadError
 
-HeadKind = Literal["eagle3", "eagle"]
+HeadKind = Literal["eagle3", "eagle", "dflash"]
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 FC = "fc.weight"
 FC_BIAS = "fc.bias"
 MAPS = ("d2t", "t2d")
+MARKOV_IN = "markov_head.markov_w1.weight"
+MARKOV_OUT = "markov_head.markov_w2.weight"
+"""DSpark: [target_vocab, rank] of the token before, and [draft_vocab, rank], whose rows go with the LM head's."""
 
 _ATTENTION = tuple(f"self_attn.{projection}_proj.weight" for projection in "qkvo")
 _MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")
@@ -48,6 +52,18 @@ _EAGLE_LAYER = re.compile(
     r"|(input|post_attention)_layernorm\.weight)"
 )
 
+# What only DFlash has outside its layers: the norm of the captured hidden states, which EAGLE-3 has inside its layer.
+_DFLASH_NORM = "hidden_norm.weight"
+_DFLASH_LAYER = (
+    *_ATTENTION, *_MLP, "self_attn.q_norm.weight", "self_attn.k_norm.weight", "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+)  # fmt: skip
+_DFLASH = re.compile(
+    r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_head\.markov_w[12]|confidence_head\.proj)\.weight|d2t|t2d"
+    r"|confidence_head\.proj\.bias|layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
+    r"|(self_attn\.[qk]_norm|(input|post_attention)_layernorm)\.weight|self_attn\.attention_sink_bias)"
+)
+
 # SGLang's older names of the norms over the captured layers, lowest first.
 _LEGACY_FC_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 
@@ -65,17 +81,12 @@ OTHER_DRAFTS = {
         "a P-EAGLE head, which drafts in parallel",
         _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
     ),
-    "dflash": (
-        "a DFlash draft model (block diffusion)",
-        _WHOLE + 'in vLLM ("method": "dflash") or llama.cpp (--spec-type draft-dflash)',
-    ),
-    "dspark": (
-        "a DSpark draft model (block diffusion with a Markov head)",
-        _WHOLE + 'in vLLM ("method": "dspark") or llama.cpp (--spec-type draft-dspark)',
-    ),
     "mtp": (
         "a multi-token-prediction (MTP) layer",
-        _WHOLE + 'with its target in vLLM ("method": "mtp") or llama.cpp (--spec-type draft-mtp)',
+        "it drafts with the target's own LM head, so there is none to cut: serve it with its target in vLLM "
+        '("method": "mtp") or llama.cpp (--spec-type draft-mtp); SGLang 0.5.23 takes a token map (eagle-vocab export) '
+        "for it unless the LM head is tied (--speculative-algorithm NEXTN --speculative-token-map freq_N.pt), "
+        "vLLM 0.32.0 takes none",
     ),
     "model": (
         "a whole language model",
@@ -103,8 +114,9 @@ _OTHER_MARKS = {
     "medusa": re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"),
     "mlp_speculator": re.compile(r"speculator\.(emb|proj|head|ln)\.\d+\..*"),
     "peagle": re.compile(r"mask_hidden"),
-    "mtp": re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"),
 }
+# DeepSeek-V3's and GLM's names, and Qwen3.5's.
+_MTP = re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight|mtp\..*")
 _SECOND_LAYER = re.compile(r"(midlayer|layers)\.[1-9]\d*\..*")
 
 
@@ -113,7 +125,7 @@ class NameTable:
     """How the tensors of one checkpoint map to canonical names.
 
     Attributes:
-        kind: "eagle3", or "eagle" for EAGLE-1 and EAGLE-2.
+        kind: "eagle3", "eagle" for EAGLE-1 and EAGLE-2, or "dflash" for DFlash and DSpark.
         stored: canonical name to the name in the checkpoint.
         dropped: stored name to the reason why it is left out.
     """
@@ -137,7 +149,10 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
         CheckpointError: two stored names mean the same tensor, or a needed tensor is missing.
     """
     ordered = sorted(names)
+    if is_dflash(ordered):
+        return _dflash_names(ordered, where)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
+    refuse_mtp(ordered, where)
     kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
     # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
     several = ((_SECOND_LAYER, "an EAGLE-3 head of several layers"),) if kind == "eagle3" else ()
@@ -208,9 +223,49 @@ def other_draft(draft: str, where: str, **facts: str) -> UnsupportedHeadError:
     return UnsupportedHeadError.at(where, f"this is {found}; {advice}.", found=found, **facts)
 
 
+def refuse_mtp(names: Iterable[str], where: str) -> None:
+    """Raise UnsupportedHeadError where these are tensors of a model or draft with a multi-token-prediction layer.
+
+    SGLang's worker cuts the target's LM head by a token map (`speculative/eagle_worker_v2.py`, `init_lm_head`), but
+    `models/qwen3_5_mtp.py` ignores what it is given where the LM head is the embedding. vLLM has no such option.
+    """
+    if (found := next((name for name in names if _MTP.fullmatch(name.removeprefix("model."))), None)) is not None:
+        raise other_draft("mtp", where, tensor=found)
+
+
+def is_dflash(names: Iterable[str]) -> bool:
+    """Whether these are the tensors of a DFlash draft."""
+    return _DFLASH_NORM in names
+
+
+def dflash_layers(names: Iterable[str]) -> int:
+    """Number of decoder layers that a DFlash draft's tensors name."""
+    return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
+
+
 def is_fc_norm(name: str) -> bool:
     """Whether a canonical name is one of the norms over the captured layers, `fc_norm.N.weight`."""
     return _FC_NORM.fullmatch(name) is not None
+
+
+def _dflash_names(ordered: list[str], where: str) -> NameTable:
+    dropped = {name: why for name in ordered for pattern, why in _DROPPED if pattern.fullmatch(name)}
+    stored = {name: name for name in ordered if name not in dropped}
+    if (unknown := next((name for name in stored if _DFLASH.fullmatch(name) is None), None)) is not None:
+        raise UnsupportedHeadError.at(
+            where,
+            f"tensor {unknown} has no place in a DFlash draft.\nExpected the unquantised tensors of z-lab's or "
+            "speculators' DFlash, or DSpark's with a plain Markov head.",
+            tensor=unknown,
+        )
+    required = [FC, _DFLASH_NORM, "norm.weight"]
+    required += [f"layers.{layer}.{name}" for layer in range(dflash_layers(stored)) for name in _DFLASH_LAYER]
+    required += [MARKOV_IN, MARKOV_OUT] if {MARKOV_IN, MARKOV_OUT} & set(stored) else []
+    if missing := [name for name in required if name not in stored]:
+        raise CheckpointError.at(
+            where, f"incomplete DFlash draft: {_some(missing)} missing.\nFetch the checkpoint again.", missing=missing
+        )
+    return NameTable("dflash", stored, dropped)
 
 
 def _eagle_layer(prefix: str) -> list[str]:

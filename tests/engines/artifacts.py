@@ -51,6 +51,9 @@ class OracleFiles:
             "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
             "biased": lambda folder: oracle.build_eagle3_head(folder, is_biased=True),
             "trained_embedding": lambda folder: oracle.build_eagle3_head(folder, has_trained_embedding=True),
+            "dflash": oracle.build_dflash,
+            "dflash_speculators": lambda folder: oracle.build_dflash(folder, "speculators"),
+            "dflash_mapped": lambda folder: oracle.build_dflash(folder, "speculators", 640),
             "eagle1": oracle.build_eagle1_head,
             "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
         }

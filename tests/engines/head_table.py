@@ -20,6 +20,10 @@ EAGLE1 = HeadFacts(
 """An ordinary EAGLE-1/2 head with a token map."""
 
 
+DFLASH = HeadFacts("dflash", {"speculators_model_type": "dflash"}, frozenset({names.FC, names.LM_HEAD}), 640, 2048, 0)
+"""A DFlash draft with LM-head rows of its own, in speculators' form."""
+
+
 def with_config(facts: HeadFacts, **changes: object) -> HeadFacts:
     """The same head with other keys in config.json."""
     return replace(facts, config={**facts.config, **changes})
@@ -63,6 +67,11 @@ HEADS: dict[str, HeadFacts] = {
     "`hidden_act` other than `silu`": with_config(EAGLE3, hidden_act="gelu"),
     "`hidden_act: swish` (the same function: write `silu`)": with_config(EAGLE3, hidden_act="swish"),
     "a sliding window in its own layer": with_config(EAGLE3, **_WINDOW),
+    "DFlash with a reduced vocabulary, speculators' form": DFLASH,
+    "… z-lab's form": replace(DFLASH, config={"architectures": ["DFlashDraftModel"]}),
+    "DSpark with a reduced vocabulary": replace(
+        DFLASH, config={"architectures": ["Qwen3DSparkModel"]}, tensor_names=DFLASH.tensor_names | {names.MARKOV_OUT}
+    ),
 }
 
 

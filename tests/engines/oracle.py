@@ -315,6 +315,52 @@ def build_eagle1_head(folder: Path, dtype: torch.dtype = torch.bfloat16, is_bias
     return folder
 
 
+def build_dflash(folder: Path, form: str = "z-lab", mapped: int | None = None) -> Path:
+    """Write a DFlash draft that proposes the successor of the last token, so that one drafted token is always right.
+
+    The hidden states of the target are not used (`fc` is zero), and attention is uniform (`q_norm` is zero): what a
+    masked slot finds besides itself is the last token, whose code is amplified. ``mapped``: ids of an LM head of its
+    own; else the target's is borrowed. float32, for a projection that takes the mask's own code away.
+    """
+    mask = ranked_ids()[-1]
+    code, zeros, eye = codes()[mask], torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)
+    tensors = {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN)}
+    layer = "layers.0."
+    tensors |= {f"{layer}self_attn.{name}_proj.weight": zeros.clone() for name in "qk"}
+    tensors[f"{layer}self_attn.v_proj.weight"] = eye - code.outer(code) / HIDDEN
+    tensors[f"{layer}self_attn.o_proj.weight"] = 4096 * eye
+    tensors |= {f"{layer}self_attn.{name}_norm.weight": torch.zeros(HIDDEN // HEADS) for name in "qk"}
+    tensors |= {f"{layer}mlp.{name}_proj.weight": torch.zeros(64, HIDDEN) for name in ("gate", "up")}
+    tensors[f"{layer}mlp.down_proj.weight"] = torch.zeros(HIDDEN, 64)
+    norms = ("hidden_norm", "norm", f"{layer}input_layernorm", f"{layer}post_attention_layernorm")
+    tensors |= {f"{name}.weight": torch.ones(HIDDEN) for name in norms}
+    inner: dict[str, object] = {
+        **_common_config(torch.float32), "model_type": "qwen3", "intermediate_size": 64, "num_hidden_layers": 1,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HIDDEN // HEADS,
+    }  # fmt: skip
+    outer: dict[str, object] = {"block_size": 2}
+    if mapped is not None:
+        ids = torch.tensor(ranked_ids()[:mapped]).sort().values
+        tensors |= {"lm_head.weight": predecessor_codes()[ids], "d2t": ids - torch.arange(mapped)}
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, ids, True)
+    if mapped is not None or form == "speculators":
+        outer["draft_vocab_size"] = mapped or VOCAB
+    if form == "speculators":
+        outer |= {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "mask_token_id": mask}
+        verifier = {"name_or_path": "target", "architectures": ["LlamaForCausalLM"]}
+        how: dict[str, object] = {"default_proposal_method": "greedy"}
+        how["proposal_methods"] = [{"proposal_type": "greedy", "speculative_tokens": 1}]
+        outer["speculators_config"] = {"algorithm": "dflash", **how, "verifier": verifier}
+        outer |= {"aux_hidden_state_layer_ids": [2, 4, 5], "transformer_layer_config": inner}
+    else:
+        outer |= {**inner, "architectures": ["DFlashDraftModel"]}
+        outer["dflash_config"] = {"mask_token_id": mask, "target_layer_ids": [1, 3, 4]}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", outer)
+    _write_tensors(folder / "model.safetensors", tensors)
+    return folder
+
+
 def write_token_map(path: Path, ids: Sequence[int] | None = None) -> Path:
     """Write ``ids`` (all, by rank, if none) as FR-Spec and SGLang store them: ``torch.save`` of a list of ints."""
     torch.save(list(ranked_ids() if ids is None else ids), path)

@@ -1,4 +1,7 @@
-"""speculators' own ``convert`` and reload. A job: ``{"head": folder, "target": folder, "out": folder}``."""
+"""speculators' own ``convert`` and reload. A job: ``{"head": folder, "target": folder, "out": folder}``.
+
+With ``"draft": folder`` in place of the head a DFlash draft of its own form is only loaded.
+"""
 
 import torch
 from protocol import Json, serve
@@ -9,6 +12,11 @@ def run(job: Json) -> Json:
     from speculators import SpeculatorModel
     from speculators.convert import convert_model
 
+    if "draft" in job:
+        draft, stored = SpeculatorModel.from_pretrained(job["draft"]), load_file(f"{job['draft']}/model.safetensors")
+        loaded = draft.state_dict()
+        different = [name for name, tensor in stored.items() if not torch.equal(loaded[name].to(tensor.dtype), tensor)]
+        return {"class": type(draft).__name__, "different": different, "tensors": len(stored)}
     convert_model(model=job["head"], verifier=job["target"], algorithm="eagle3", output_path=job["out"])
     model = SpeculatorModel.from_pretrained(job["out"])
     head = load_file(f"{job['head']}/model.safetensors")

@@ -1,6 +1,7 @@
 """SGLang's own loader on our artifacts: nothing left unloaded, hot ids as intended, rows split right over two ranks."""
 
 import socket
+from pathlib import Path
 
 import pytest
 from engines import oracle
@@ -90,3 +91,18 @@ def test_two_tensor_parallel_ranks_hold_their_own_rows(oracle_files: OracleFiles
         assert result["lm_head_rows"] == result["lm_head_rows_of_file"] == 320
         assert result["lm_head_equal"]
         assert result["hot_token_ids"] == expected_ids(640)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_mtp_layer_of_qwen3_5_takes_a_token_map_unless_its_lm_head_is_tied(
+    oracle_files: OracleFiles, tmp_path: Path, tied: bool
+) -> None:
+    rows, ids = 248_320, [248_000, 5, 77, *range(1000, 5096)]
+    token_map = str(oracle.write_token_map(tmp_path / "freq.pt", ids))
+    ((result,),) = load(oracle_files, [{"mtp_rows": rows, "tied": tied, "token_map": token_map}])
+    assert "error" not in result, result
+    assert result["class"] == "Qwen3_5ForCausalLMMTP"
+    assert result["hot_token_ids"] == ids
+    # With a tied LM head all rows stay, and a draft of row i is taken for the i-th id of the map, which is another.
+    assert result["lm_head_rows"] == (rows if tied else len(ids))
+    assert result["lm_head_equal"] is not tied

@@ -248,6 +248,68 @@ def write_eagle1(
     return folder
 
 
+def write_dflash(
+    folder: Path,
+    form: Literal["z-lab", "speculators", "dspark"] = "z-lab",
+    *,
+    ids: np.ndarray | None = None,
+    layers: int = 2,
+    extra: dict[str, torch.Tensor] | None = None,
+    **changes: Any,
+) -> Path:
+    """A DFlash draft over layers 1, 3 and 5 (their outputs); `ids`: those of an LM head of its own, with its map.
+
+    "z-lab" is flat, "speculators" nested, "dspark" flat with a Markov head of rank 4 and a confidence head.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 3 * HIDDEN)}
+    shapes |= {"hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for layer in range(layers):
+        for name, shape in {
+            "self_attn.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            "self_attn.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+            "self_attn.q_norm": (HEAD_DIM,),
+            "self_attn.k_norm": (HEAD_DIM,),
+            "mlp.gate_proj": (MIDDLE, HIDDEN),
+            "mlp.up_proj": (MIDDLE, HIDDEN),
+            "mlp.down_proj": (HIDDEN, MIDDLE),
+            "input_layernorm": (HIDDEN,),
+            "post_attention_layernorm": (HIDDEN,),
+        }.items():
+            shapes[f"layers.{layer}.{name}.weight"] = shape
+    rows = VOCAB if ids is None else len(ids)
+    if ids is not None:
+        shapes["lm_head.weight"] = (rows, HIDDEN)
+    if form == "dspark":
+        shapes |= {"markov_head.markov_w1.weight": (VOCAB, 4), "markov_head.markov_w2.weight": (rows, 4)}
+        shapes |= {"confidence_head.proj.weight": (1, HIDDEN), "confidence_head.proj.bias": (1,)}
+    tensors = {name: random(shape, 200 + number) for number, (name, shape) in enumerate(shapes.items())}
+    if ids is not None:
+        tensors["d2t"] = torch.from_numpy(ids - np.arange(len(ids)))
+        tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool)
+        tensors["t2d"][torch.from_numpy(ids.copy())] = True
+    layer_config = eagle3_config(
+        architectures=..., draft_vocab_size=..., model_type="qwen3", num_hidden_layers=layers, tie_word_embeddings=True
+    )
+    mask = {"mask_token_id": TOKENS - 1, "target_layer_ids": [1, 3, 5]}
+    if form == "z-lab":
+        config = {**layer_config, "architectures": ["DFlashDraftModel"], "block_size": 4, "dflash_config": mask}
+        config["auto_map"] = {"AutoModel": "dflash.DFlashDraftModel"}
+    elif form == "dspark":
+        config = {**layer_config, "architectures": ["Qwen3DSparkModel"], "block_size": 4, "markov_rank": 4, **mask}
+    else:
+        config = as_speculators(layer_config | {"draft_vocab_size": rows})
+        config |= {"architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 4}
+        config |= {"aux_hidden_state_layer_ids": [2, 4, 6], "mask_token_id": TOKENS - 1}
+    if ids is not None:
+        config["draft_vocab_size"] = rows
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", {key: value for key, value in (config | changes).items() if value is not ...})
+    write_tensors(folder, tensors | (extra or {}), "safetensors")
+    return folder
+
+
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], container: Container) -> None:
     """Write tensors as one safetensors file, one `.bin`, or two shards with an index."""
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -1,0 +1,46 @@
+"""DFlash: the draft as it is, with LM-head rows of its own and the map that says which tokens they are.
+
+z-lab's and speculators' drafts borrow the target's LM head, or have one over a reduced vocabulary. With
+`lm_head.weight`, `d2t` (offsets, as in EAGLE-3) and `draft_vocab_size` vLLM takes the draft's own (`qwen3_dflash.py`,
+`load_weights`; `v1/worker/gpu/spec_decode/dflash/utils.py`). Everything else keeps its bytes, names and keys.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..head.draft_head import DraftHead
+from ..lm_head.lm_head import LmHead, rows_of_ids
+from ..weights import names
+from ..weights.rows import GatheredRows
+from ..weights.writer import TensorPlan
+from .eagle3 import copy_plan, plan_map
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+# Paths of the machine that trained the draft, or code that is not in the artifact.
+_DROPPED_KEYS = ("_name_or_path", "auto_map")
+
+
+def plan_tensors(
+    head: DraftHead, lm_head: LmHead, target_ids: NDArray[np.int64] | None
+) -> tuple[list[TensorPlan], GatheredRows]:
+    """The tensors of the slim draft, and the gathered LM-head rows among them; as `eagle3.plan_tensors`."""
+    assert target_ids is not None, "a full vocabulary is refused before"
+    gathered = lm_head.gather(head, target_ids)
+    rows = {names.LM_HEAD: gathered}
+    for name in head.row_tensors:
+        source, stored = head.tensors.source, head.tensors.stored[name]
+        own = rows_of_ids(head, target_ids)
+        rows[name] = GatheredRows(source, stored, own, source.info(stored).dtype, head.location, target_ids)
+    plans = [copy_plan(head, name) for name in head.tensors if name not in rows]
+    plans += [TensorPlan(name, found.dtype, found.shape, found.chunks) for name, found in rows.items()]
+    return plans + plan_map(head, target_ids), gathered
+
+
+def slim_config(head: DraftHead, draft_vocab: int) -> dict[str, Any]:
+    """config.json as it was, in its own form, with `draft_vocab_size`, which vLLM reads at top level in both."""
+    config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
+    return {**config, "draft_vocab_size": draft_vocab}

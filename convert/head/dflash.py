@@ -1,0 +1,122 @@
+"""DFlash drafts: a few decoder layers that fill a block of masked tokens at once, over hidden states of the target.
+
+Two published forms have the same tensors. z-lab's (`DFlashDraftModel`; `dflash_config.target_layer_ids` are outputs of
+layers, z-lab/dflash `dflash/model.py`) has neither embedding nor LM head: both are the target's. speculators'
+(`transformer_layer_config`; `aux_hidden_state_layer_ids` are inputs of layers, vLLM takes 1 from each in
+`transformers_utils/configs/speculators/algos.py`) may have a reduced LM head with `d2t` and `t2d`, offsets as in
+EAGLE-3 (speculators `model.py`, `DraftVocabMixin`; vLLM `model_executor/models/qwen3_dflash.py`, `compute_logits`).
+DSpark (`Qwen3DSparkModel`) adds a Markov bias of low rank with a row for each draft id (vLLM `qwen3_dspark.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import MismatchError, UnsupportedHeadError
+from ..sources.source import ResolvedSource
+from ..weights import names
+from ..weights.checkpoint import Checkpoint
+from . import config as head_config
+from .check import check_dtypes, settle_dflash
+from .draft_head import DraftHead
+from .tensors import LazyTensors
+from .vocab_map import D2tForm, read_map
+
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
+SPECULATORS = ("dflash", "dspark")
+_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "draft_vocab_size", "target_hidden_size", "hidden_act", "rms_norm_eps", "quantization_config",
+)  # fmt: skip
+# speculators leaves out what equals the defaults of transformers' Qwen3Config (`to_diff_dict`).
+QWEN3_DEFAULTS = {
+    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 32, "head_dim": 128, "vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_MASK_EMBEDDING = "mask_embedding.pt"
+
+
+def open_dflash(
+    checkpoint: Checkpoint,
+    source_config: Mapping[str, Any],
+    where: str,
+    source: ResolvedSource | None,
+    d2t_form: D2tForm,
+    given_taps: Sequence[int] | None,
+) -> DraftHead:
+    """A DFlash draft as a `DraftHead`; arguments and errors as `head_from_checkpoint`."""
+    _refuse_others(source_config, where, source)
+    table = names.canonical_names(checkpoint.names, where)
+    tensors = LazyTensors(checkpoint, table.stored)
+    check_dtypes(tensors, where)
+    nested = source_config.get("transformer_layer_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    is_brief = bool(nested) and nested.get("model_type") in (None, "qwen3")
+    merged = {**(QWEN3_DEFAULTS if is_brief else {}), **nested, **source_config}
+    # Only what is checked here; RoPE and windows, which each layer may have of its own, are copied unread.
+    config = head_config.normalise_config({key: merged[key] for key in _KEYS if key in merged}, where)
+    ids = read_map(tensors, config, where, d2t_form)
+    taps = _tap_layers(source_config, where)
+    if given_taps is not None and tuple(given_taps) != taps:
+        raise MismatchError.at(
+            where,
+            "--tap-layers for a DFlash draft, whose config.json names its layers.\nLeave the option out.",
+            option="--tap-layers",
+            found=taps,
+        )
+    settle_dflash(tensors, config, None if taps is None else len(taps), where)
+    is_sorted = ids is None or bool(np.all(np.diff(ids) > 0))
+    kept = {name: stored for name, stored in table.stored.items() if name not in names.MAPS}
+    return DraftHead(
+        kind="dflash",
+        config=config,
+        tensors=LazyTensors(checkpoint, kept),
+        draft_ids_to_target=ids,
+        tap_layers=taps,
+        warnings=() if is_sorted else ("the map was not in ascending order; rows and map are sorted together",),
+        location=where,
+        source_config=dict(source_config),
+        source=source,
+        target_name=head_config.metadata_target(source_config),
+        dropped=table.dropped,
+    )
+
+
+def _refuse_others(config: Mapping[str, Any], where: str, source: ResolvedSource | None) -> None:
+    form = config.get("speculators_model_type")
+    found = config.get("architectures")
+    architecture = found[0] if isinstance(found, list) and found else None
+    if form not in SPECULATORS if form is not None else architecture not in ARCHITECTURES:
+        raise UnsupportedHeadError.at(
+            where,
+            f"{form or architecture} has the tensors of a DFlash draft, and what else it has is not known.\n"
+            f"Expected {' or '.join(ARCHITECTURES)}, or speculators' {' or '.join(SPECULATORS)}.",
+            found=form or architecture,
+        )
+    if source is not None and (_MASK_EMBEDDING in source.files or (source.folder / _MASK_EMBEDDING).exists()):
+        raise UnsupportedHeadError.at(
+            where,
+            f"{_MASK_EMBEDDING} replaces a row of the target's embedding, and is not carried over.\n"
+            "Serve the draft as it is.",
+            file=_MASK_EMBEDDING,
+        )
+
+
+def _tap_layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    """Inputs of these layers are captured; None where the engine chooses them by the number of layers."""
+    own = config.get("dflash_config")
+    outputs = own.get("target_layer_ids") if isinstance(own, Mapping) else None
+    inputs = config.get("aux_hidden_state_layer_ids")
+    key, ids, shift = "aux_hidden_state_layer_ids", inputs, 0
+    if inputs is None:
+        key, ids, shift = "target_layer_ids", config.get("target_layer_ids") if outputs is None else outputs, 1
+    if ids is None:
+        return None
+    if not isinstance(ids, list) or not all(type(layer) is int and layer + shift >= 0 for layer in ids):
+        raise MismatchError.at(
+            where, f"{key}: expected numbers of layers, found {ids!r}.\nCorrect config.json.", key=key
+        )
+    return tuple(layer + shift for layer in ids)
