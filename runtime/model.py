@@ -208,8 +208,8 @@ class SpeculativeModel:
             head, loading.get("head_revision"), offline, loading.get("d2t_form", "auto"), loading.get("tap_layers"),
             loading.get("head_subfolder"),
         )  # fmt: skip
-        check_computable(opened.head, drafter)
         draft_ids = opened.choose(draft_vocab)
+        check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None

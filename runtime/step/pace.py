@@ -63,7 +63,7 @@ class Pace:
             return None
         drafted, plain = self.rates
         return (
-            f"drafting does not pay here: {drafted:.1f} tokens/s with trees of {self.num_nodes} nodes, {plain:.1f} "
+            f"drafting does not pay here: {drafted:.1f} tokens/s a sequence with trees of {self.num_nodes} nodes, {plain:.1f} "
             "without"
         )
 

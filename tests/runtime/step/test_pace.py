@@ -37,7 +37,7 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.is_due
     one.plain_s.append(0.040)
     assert one.loses == (
-        "drafting does not pay here: 20.2 tokens/s with trees of 16 nodes, 21.5 without"
+        "drafting does not pay here: 20.2 tokens/s a sequence with trees of 16 nodes, 21.5 without"
     )  # fmt: skip
     for _ in range(1000):
         one.add(2.0, 0.100, 0.0499, 0.004)
