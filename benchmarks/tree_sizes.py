@@ -35,7 +35,7 @@ from benchmarks.shared.decoding import LAYERS
 from benchmarks.shared.timing import machine
 
 FOLDER = Path(__file__).with_name("results")
-ACCEPTED = "2026-11-22-cpu-accepted-lengths.json"
+ACCEPTED = "2026-11-23-cpu-accepted-lengths.json"
 STEPS = (
     "2026-11-22-cpu-steps.json",
     "2026-11-22-h200-step-llama-3.1-8b.json",

@@ -2,8 +2,9 @@ from .artifact.artifact import Artifact
 from .audit.verify import Check, Verification, verify_artifact
 from .conversion.convert import PreparedConversion, convert_head, prepare_conversion
 from .conversion.options import ConvertOptions
-from .conversion.result import Conversion, Planned
+from .conversion.result import Conversion
 from .conversion.vocab_choice import VocabRequest
+from .conversion.write import Planned
 from .errors import (
     ArtifactError,
     CheckpointError,

@@ -21,13 +21,15 @@ from eagle_slim.vocab_tools.base_cli import (
     warn,
     whole_numbers,
 )
-from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options
+from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options, counts_to_write
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.files import refuse_existing
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .conversion.convert import PreparedConversion
     from .conversion.result import Conversion
+    from .manifest import Manifest
     from .push import Upload
 
 # Options that describe a corpus: without --dataset there is nothing for them to describe.
@@ -43,6 +45,21 @@ _DESCRIBES_DATASET = (
     "shuffle",
 )
 
+# What --gguf for an artifact that exists takes beside it.
+_WITH_GGUF = (
+    "head",
+    "gguf",
+    "target",
+    "target_revision",
+    "tokenizer",
+    "tokenizer_revision",
+    "offline",
+    "force",
+    "progress",
+    "as_json",
+)
+_GGUF_TYPES = ("bf16", "f16", "q8_0", "f32")
+
 _UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 
 
@@ -55,7 +72,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     parts = [part.strip() for part in value.split(",")]
     if not all(part == "full" or (part.isascii() and part.isdigit() and int(part) > 0) for part in parts):
         raise click.BadParameter(
-            f"expected sizes such as 32000 or 8192,16384,32000, or `full`, found {value!r}", ctx, param
+            f"expected sizes such as 32000 or 8192,16384,32000, `full`, or `auto` alone, found {value!r}", ctx, param
         )
     return tuple("full" if part == "full" else int(part) for part in parts)
 
@@ -69,6 +86,19 @@ def _keep_rows(ctx: click.Context, param: click.Parameter, value: str | None) ->
     return int(value)
 
 
+def _gguf(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Read `bf16`, or several such as `bf16,q8_0`."""
+    kinds = tuple(part.strip() for part in value.split(",")) if value else ()
+    if not set(kinds) <= {"auto", *_GGUF_TYPES}:
+        raise click.BadParameter(
+            f"expected types such as bf16 or bf16,q8_0 of {', '.join(_GGUF_TYPES)}, found {value!r}; without a type "
+            "it comes last",
+            ctx,
+            param,
+        )
+    return kinds
+
+
 @click.command(
     cls=EagleCommand,
     epilog="""\b
@@ -77,6 +107,7 @@ Examples:
   eagle-convert --draft-vocab 2048 --keep-rows 32000
   eagle-convert yuhuili/EAGLE3-LLaMA3.1-Instruct-8B --draft-vocab 8192,16384 \\
     --dataset chat=HuggingFaceH4/ultrachat_200k,split=train_sft,weight=3 --dataset 'code=src/*.jsonl' --max-tokens 10M
+  eagle-convert smollm2-135m-instruct-eagle3-v32000 --gguf q8_0
   eagle-convert ./head --target ./target --counts mix.counts.safetensors --coverage 0.99""",
 )
 @click.argument("head", required=False, metavar="[HEAD]")
@@ -86,7 +117,12 @@ Examples:
     metavar="N",
     help="Rows to keep, several sizes at once, `full` to normalise only, or `auto`: the fastest by --cost.",
 )
-@click.option("--cost", metavar="FILE", help="For --draft-vocab auto: compare.json of eagle-compare on your device.")
+@click.option(
+    "--cost",
+    metavar="FILE",
+    help="For --draft-vocab auto: what eagle-compare --out wrote on your device.",
+)
+@click.option("--accept-doubts", is_flag=True, help="Take a size from a --cost that was disturbed or is undecided.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."
 )
@@ -105,7 +141,7 @@ Examples:
 @click.option("--tokenizer-revision", metavar="REV", help="Branch, tag or commit of the tokenizer.")
 @click.option("--counts", multiple=True, metavar="FILE", help="Token counts of `eagle-vocab count`; repeatable.")
 @click.option("--weights", multiple=True, metavar="NAME=SHARE", help="Share of a source of counts: `chat=3,code=2`.")
-@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, or JSON.")
+@click.option("--token-map", metavar="FILE", help="Ids in rank order: freq_N.pt, a map of vLLM, d2t, JSON, or text.")
 @click.option(
     "--order", type=click.Choice(["ids"]), help="Rank by id, the merge order of BPE: the baseline of no corpus."
 )
@@ -124,6 +160,9 @@ Examples:
     metavar="L,L,...",
     help="Target layers whose inputs the head reads, where its files are wrong.",
 )
+@click.option("--gguf", callback=_gguf, is_flag=False, flag_value="auto", metavar="[TYPE,...]",
+              help="Write GGUF files for llama.cpp, too: bf16, f16, q8_0 or f32; default the head's own. With an "
+              "artifact as HEAD and no size, add them to it.")  # fmt: skip
 @click.option("--out", "-o", metavar="DIR", help="Folder to write; for several sizes, the folder to write them in.")
 @force_option
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
@@ -150,6 +189,9 @@ def convert(head: str | None, **options: Any) -> None:
     if options["push"]:
         _push_existing(head, options)
         return
+    if options["gguf"] and head is not None and options["draft_vocab"] is None and options["coverage"] is None:
+        _add_gguf(head, options)
+        return
     from .conversion.convert import prepare_conversion
     from .conversion.kept_counts import KeptCounts
     from .conversion.options import ConvertOptions
@@ -165,7 +207,9 @@ def convert(head: str | None, **options: Any) -> None:
         raise UsageError("--push-to-hub takes one size: give each size a repository of its own.")
     if options["save_counts"] and (options["counts"] or options["token_map"] or options["order"]):
         raise UsageError("--save-counts keeps what --dataset counted, and nothing is counted here.")
-    save_counts = None if options["save_counts"] is None else refuse_existing(options["save_counts"], options["force"])
+    if options["draft_vocab"] == ("auto",) and sources and not options["held_out"]:
+        raise UsageError("--draft-vocab auto measures a coverage on text that is held out: leave out --held-out 0.")
+    save_counts = None if options["save_counts"] is None else counts_to_write(options["save_counts"], options["force"])
     request = VocabRequest(
         counts=options["counts"],
         token_map=options["token_map"],
@@ -182,18 +226,21 @@ def convert(head: str | None, **options: Any) -> None:
         from .hub.push import check_push
 
         check_push(options["push_to_hub"])
+    kept_counts = KeptCounts(save_counts, prepared.folders[0], note, progress=options["progress"], **counting)
     if options["dry_run"]:
+        prepared.check_values()
+        if prepared.text is not None:
+            kept_counts.check(*prepared.text)
         _print_plans(prepared, options)
         return
-    with KeptCounts(save_counts, prepared.folders[0], note, progress=options["progress"], **counting) as counts:
+    with kept_counts as counts:
         done = prepared.convert(counts.count)
     pushed = None
     if options["push_to_hub"]:
         from .push import plan_upload
 
         pushed = _push(plan_upload(done[0].folder), options)
-    # Several sizes of one head have most of their warnings in common.
-    warn(dict.fromkeys(warning for conversion in done for warning in conversion.warnings))
+    _warn(conversion.manifest for conversion in done)
     if save_counts is not None and not counts.done:
         warn([f"--save-counts: nothing was counted, so {save_counts} was not written; name text with --dataset"])
     if options["as_json"]:
@@ -248,27 +295,56 @@ def _push_existing(head: str | None, options: dict[str, Any]) -> None:
             click.echo(f"  {name:<22}left: the manifest does not name it")
 
 
+def _warn(manifests: Iterable[Manifest]) -> None:
+    # Several sizes of one head have most of their warnings in common.
+    warn(dict.fromkeys(warning for manifest in manifests for warning in manifest.warnings))
+
+
+def _add_gguf(head: str, options: dict[str, Any]) -> None:
+    from .conversion.gguf import add_gguf
+
+    ctx = click.get_current_context()
+    for name in ctx.params:
+        if name not in _WITH_GGUF and ctx.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            raise UsageError(
+                f"--gguf adds files to an artifact that exists where no size is given; "
+                f"--{name.replace('_', '-')} needs a --draft-vocab."
+            )
+    named = {name: options[name] for name in inspect.signature(add_gguf).parameters if name in options}
+    written = add_gguf(head, options["gguf"], **named, say=note)
+    if options["as_json"]:
+        emit_json({"folder": head, "files": written})
+        return
+    for name, entry in written.items():
+        click.echo(f"wrote {head}/{name}: {_bytes(entry['size_bytes'])}")
+
+
 def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
+    _warn(plan.manifest for plan in prepared.plans)
+    if prepared.text is not None:
+        note(
+            "text is still to be counted: what only its counts tell, such as ids that it never holds, is not told here"
+        )
     if options["as_json"]:
         plans = [plan.to_json() for plan in prepared.plans]
         emit_json(plans if len(plans) > 1 else plans[0])
         return
     for plan in prepared.plans:
         rows = "as many as --coverage or --cost asks for" if plan.draft_vocab is None else f"{plan.draft_vocab:,}"
-        forced = "not known before ranking" if plan.num_forced is None else f"{plan.num_forced:,}"
-        after = "not known before ranking" if plan.bytes_after is None else _bytes(plan.bytes_after)
         click.echo(f"would write {plan.folder}")
-        click.echo(f"  rows of the LM head   {plan.rows_before:,} → {rows}")
-        click.echo(f"  forced ids            {forced}")
-        click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {after}")
+        click.echo(f"  rows of the LM head   {prepared.inputs.rows_before:,} → {rows}")
+        click.echo(f"  forced ids            {plan.manifest.num_forced:,}")
+        click.echo(f"  bytes per draft step  {_bytes(plan.bytes_before)} → {_bytes_if_known(plan.bytes_after)}")
         if plan.num_kept != 0:
             kept = "as many as the ranking tells"
             if plan.num_kept is not None and plan.kept_bytes is not None:
                 kept = f"{plan.num_kept:,} more, {_bytes(plan.kept_bytes)}"
             click.echo(f"  kept rows             {kept}")
-        needed = None if plan.bytes_after is None or plan.kept_bytes is None else plan.bytes_after + plan.kept_bytes
-        disk = "not known before ranking" if needed is None else f"{_bytes(needed)} needed"
-        click.echo(f"  disk                  {disk}, {_bytes(plan.free_bytes)} free")
+        _print_coverage(plan.manifest)
+    needed = [plan.disk_bytes for plan in prepared.plans]
+    in_all = None if None in needed else sum(size or 0 for size in needed)
+    free = prepared.plans[0].to_json()["free_bytes"]
+    click.echo(f"  {'disk, in all':<22}{_bytes_if_known(in_all)} needed, {_bytes(free)} free")
     for name, what in prepared.access.items():
         click.echo(f"  {name:<22}{what}")
     if options["push_to_hub"]:
@@ -276,7 +352,6 @@ def _print_plans(prepared: PreparedConversion, options: dict[str, Any]) -> None:
 
 
 def _print(conversion: Conversion) -> None:
-    from .conversion.result import coverage_summary
     from .head.kept_rows import KEPT_ROWS_NAME
 
     click.echo(f"wrote {conversion.folder}")
@@ -290,9 +365,18 @@ def _print(conversion: Conversion) -> None:
             f"  kept rows             {conversion.num_kept:,} more, {conversion.draft_vocab + conversion.num_kept:,} "
             f"in all: {_bytes(conversion.kept_bytes)} in {KEPT_ROWS_NAME}, which no engine reads"
         )
+    for name, entry in conversion.manifest.files.items():
+        if name.endswith(".gguf"):
+            click.echo(f"  for llama.cpp         {name}, {_bytes(entry['size_bytes'])}")
     if conversion.manifest.num_uncounted is not None:
         click.echo(f"  never counted         {conversion.manifest.num_uncounted:,} of the ids, forced ones apart")
-    for entry in coverage_summary(conversion.manifest):
+    _print_coverage(conversion.manifest)
+
+
+def _print_coverage(manifest: Manifest) -> None:
+    from .conversion.result import coverage_summary
+
+    for entry in coverage_summary(manifest):
         interval = ""
         if entry["interval"] is not None:
             low, high = entry["interval"]
@@ -301,6 +385,10 @@ def _print(conversion: Conversion) -> None:
             f"  coverage of {entry['source']}  {entry['covered']:.2%} of {entry['tokens']:,} {entry['part']} "
             f"tokens{interval}; the first ids would cover {entry['first_ids_instead']:.2%}"
         )
+
+
+def _bytes_if_known(size_bytes: int | None) -> str:
+    return "not known before text is counted" if size_bytes is None else _bytes(size_bytes)
 
 
 def _bytes(size_bytes: int) -> str:

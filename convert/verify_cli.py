@@ -27,12 +27,14 @@ Examples:
 @click.option(
     "--head",
     metavar="H",
-    help="Head it was made from: Hub id or folder, as eagle-convert took it. Default: as recorded, if in the cache.",
+    help="Head that it was made from: Hub id or folder. Default: as recorded, beside DIR or in the cache.",
 )
-@click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, if in the cache.")
+@click.option(
+    "--target", metavar="T", help="Target model: Hub id or folder. Default: as recorded, beside DIR or in the cache."
+)
 @click.option("--tokenizer", metavar="T", help="Tokenizer: Hub id, folder or tokenizer.json. Default: the target's.")
-@click.option("--engine", "engines", multiple=True, metavar="E",
-              help="Engine that is to take it, such as vllm, sglang or tensorrt-llm; repeatable.")  # fmt: skip
+@click.option("--engine", "--for", "engines", multiple=True, metavar="E",
+              help="Engine that is to take it, such as vllm, sglang or llama.cpp; repeatable.")  # fmt: skip
 @click.option("--engine-version", metavar="V", help="Version that will serve it. Default: the one installed here.")
 @click.option("--offline", is_flag=True, help="Use only local files and the Hub cache.")
 @network_options

@@ -11,6 +11,7 @@ EagleSlimError
 """
 
 from collections.abc import Collection
+from difflib import get_close_matches
 
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
@@ -23,11 +24,14 @@ __all__ = [
     "PairingError",
     "PromptError",
     "PromptFileError",
+    "SamplingWarning",
+    "SpeedWarning",
     "TargetError",
     "TargetWarning",
     "UnsupportedModelError",
     "UsageError",
     "check_choice",
+    "did_you_mean",
     "misfit",
 ]
 
@@ -60,6 +64,14 @@ class PromptFileError(EagleSlimError):
     """A file of prompts cannot be read."""
 
 
+class SamplingWarning(UserWarning):
+    """An option that only sampling reads was given to greedy decoding, which ignores it."""
+
+
+class SpeedWarning(UserWarning):
+    """Something runs slower on this machine than it would on another, or with more memory."""
+
+
 class TargetWarning(UserWarning):
     """Another copy of the target stands in for the one that was named."""
 
@@ -70,6 +82,11 @@ class HeadWarning(UserWarning):
 
 class AcceptanceWarning(UserWarning):
     """Hardly any drafted token was accepted: output stays exact, but something about the head is probably wrong."""
+
+
+def did_you_mean(name: str, choices: Collection[str]) -> str:
+    """Return a sentence that names the choice nearest to a mistyped name, with a space before it; "" without one."""
+    return "".join(f" Did you mean {near}?" for near in get_close_matches(name, choices, n=1))
 
 
 def misfit(name: str, expected: object, found: object, kind: str = "option") -> UsageError:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from eagle_slim.vocab_tools.base_cli import EagleCommand, emit_json, json_option, note, run_cli, version_option
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
+from eagle_slim.vocab_tools.files import expand_home, write_file
 
 from .options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, show_warnings_as_lines
 
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 _HELP = """\
 /system TEXT  set the system message and start over; without a text, remove it
 /reset        start over
+/retry        answer the last message again
+/undo         take the last message and its answer back
+/save FILE    write the conversation as a line of JSON, as eagle-vocab counts it
 /stats        figures of the whole chat
 /help         this list
 /quit         end the chat (also /exit, Ctrl-D, or Ctrl-C between answers)"""
@@ -52,7 +58,7 @@ Examples:
 )
 @click.option("--system", metavar="TEXT", help="System message of the conversation.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without the chat template.")
-@click.option("--max-new-tokens", type=click.IntRange(min=0), default=512, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=512, show_default=True)
 @click.option("--temperature", type=float, metavar="T", help="Above 0 samples. Default: greedy.")
 @click.option("--top-p", type=float, metavar="P", help="Sample from the smallest set with this probability.")
 @click.option("--top-k", type=int, metavar="K", help="Sample from the K most probable tokens.")
@@ -86,8 +92,8 @@ def _generate(options: dict[str, Any]) -> None:
             prompt = sys.stdin.read().rstrip("\n")
         except UnicodeDecodeError as error:
             raise UsageError(f"stdin is not UTF-8 text ({error}).", path="stdin") from error
-        if not prompt:
-            raise UsageError("There is no prompt. Give --prompt, or text on stdin.", missing="prompt")
+    if prompt == "":
+        raise UsageError("There is no prompt. Give a text with --prompt, or on stdin.", missing="prompt")
     for name, text in (("prompt", prompt), ("--system", options["system"])):
         _check_text(name, text)
     follow, follow_rows = options.pop("follow"), options.pop("follow_rows")
@@ -113,7 +119,10 @@ def _generate(options: dict[str, Any]) -> None:
     log_file = options.pop("miss_log")
     if log_file is not None:
         check_log(log_file)
-    sampling_config(None, options["temperature"], options["top_p"], options["top_k"], options["seed"] or 0)
+    draws = {name: options[name] for name in ("temperature", "top_p", "top_k")}
+    if sampling_config(**draws, seed=options["seed"] or 0).is_greedy:
+        # What greedy decoding ignores was said just now.
+        options |= dict.fromkeys(draws)
     (model,) = load_heads(
         options, draft_vocab=options.pop("draft_vocab"), follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
     )
@@ -150,11 +159,13 @@ class _Session:
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.answered: list[GenerationStats] = []
+        self.saved: set[Path] = set()
         self.log_file, self.log = log_file, None if log_file is None else MissLog.of(model)
         self.log_name = vocabulary_name(model.draft_vocab, model.drafter.weights.follow is not None)
         if log_file is not None:
             check_log(log_file, self.log)
-        self._path = ""
+        self._told = {f"target {model.target.backend}", model.drafting}
+        """Parts of `GenerationStats.path` that were printed last."""
 
     def answer(self, prompt: str, as_json: bool = False, reuse_prefix: bool = False) -> None:
         """Stream one answer and print its figures, or print both as JSON; what ran is told when it changes."""
@@ -182,9 +193,10 @@ class _Session:
                 }
             )
         else:
-            if output.stats.path != self._path:
-                self._path = output.stats.path
-                note(self._path)
+            parts = output.stats.path.split("; ")
+            if news := [part for part in parts if part not in self._told]:
+                note("; ".join(news))
+            self._told = set(parts)
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
         if self.check:
@@ -204,22 +216,23 @@ class _Session:
                 continue
             if prompt in ("/quit", "/exit"):
                 return
-            if _is_command(prompt):
-                self._run_command(prompt)
-            elif prompt:
-                before = list(self.messages)
-                try:
-                    _check_text("message", prompt)
+            before = list(self.messages)
+            try:
+                _check_text("message", prompt)
+                if _is_command(prompt):
+                    prompt = self._run_command(prompt)
+                if prompt:
                     self.answer(prompt, reuse_prefix=True)
-                except EagleSlimError as error:
-                    # A conversation that has outgrown the context must not end the session.
-                    note(f"error: {error}")
-                    self.messages = before
-                except KeyboardInterrupt:
-                    note("\ninterrupted; the conversation goes on without this message")
-                    self.messages = before
+            except EagleSlimError as error:
+                # A conversation that has outgrown the context must not end the session.
+                note(f"error: {error}")
+                self.messages = before
+            except KeyboardInterrupt:
+                note("\ninterrupted; the conversation goes on without this message")
+                self.messages = before
 
-    def _run_command(self, line: str) -> None:
+    def _run_command(self, line: str) -> str:
+        """Do what a command says; returns a message that is to be answered, or ""."""
         command, _, text = line.partition(" ")
         if command == "/help":
             note(_HELP)
@@ -227,21 +240,39 @@ class _Session:
             from .requests.stats import GenerationStats
 
             note(figures(GenerationStats.sum(self.answered)))
+        elif command in ("/retry", "/undo"):
+            if self.messages == self.opening:
+                raise UsageError("there is no message yet")
+            *self.messages, message, _ = self.messages
+            return message["content"] if command == "/retry" else ""
+        elif command == "/save":
+            self._save(text.strip())
         elif command in ("/reset", "/system"):
             if command == "/system" and self.raw:
-                note("error: a system message is part of the chat template, which --raw leaves out")
-                return
+                raise UsageError("a system message is part of the chat template, which --raw leaves out")
             if command == "/system":
                 self.opening = [{"role": "system", "content": text.strip()}] if text.strip() else []
             self.messages = list(self.opening)
         else:
-            note(f"error: {command} is no command; /help lists them")
+            raise UsageError(f"{command} is no command; /help lists them")
+        return ""
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise UsageError("/save needs the name of a file")
+        path = expand_home(name)
+        if path.exists() and path not in self.saved:
+            raise UsageError(f"{path}: exists already. Choose another name.", path=path, found="file")
+        try:
+            write_file(path, json.dumps({"messages": self.messages}, ensure_ascii=False).encode() + b"\n")
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be written ({error.strerror})", path=path) from error
+        self.saved.add(path)
+        note(f"saved {len(self.messages)} messages to {path}")
 
     def _encode(self, prompt: str) -> Sequence[int] | str:
-        if self.raw:
-            return prompt
         self.messages.append({"role": "user", "content": prompt})
-        return self.model.encode_chat(self.messages)
+        return prompt if self.raw else self.model.encode_chat(self.messages)
 
 
 def _is_command(line: str) -> bool:

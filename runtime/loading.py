@@ -26,6 +26,7 @@ from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
 from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
 from .errors import TargetError, UsageError
+from .target.cpu import dtype_on_cpu
 from .target.location import given_target, recorded_target
 
 if TYPE_CHECKING:
@@ -66,7 +67,13 @@ class OpenedHead:
         """Choose the target ids to draft over, ascending; see `choose_draft_ids`."""
         if isinstance(draft_vocab, np.integer):
             draft_vocab = int(draft_vocab)
-        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != self.head.draft_vocab:
+        most = self.head.draft_vocab
+        if self.is_embedded and isinstance(draft_vocab, int) and draft_vocab != most:
+            if not 0 < draft_vocab < most:
+                raise UsageError(
+                    f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).",
+                    option="draft_vocab", expected=(1, most), found=draft_vocab,
+                )  # fmt: skip
             tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
             draft_vocab = rank_vocabulary(
                 load_embedded_counts(), draft_vocab, tokenizer=tokenizer, target_vocab=self.head.target_vocab
@@ -222,10 +229,15 @@ def _naming(target: str | Path) -> Iterator[None]:
 def load_target(
     target: str | Path, dtype: torch.dtype | str, device: torch.device, revision: str | None, offline: bool
 ) -> nn.Module:
-    """Load a causal LM with transformers, in evaluation mode on a device. Raises `TargetError`."""
+    """Load a causal LM with transformers, in evaluation mode on a device. Raises `TargetError`.
+
+    ``dtype`` "auto": that of the files; on a CPU see `dtype_on_cpu`.
+    """
     from transformers import AutoModelForCausalLM
 
     with _naming(target):
+        if dtype in (None, "auto") and device.type == "cpu":
+            dtype = dtype_on_cpu(load_target_config(target, revision, offline))
         model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, revision=revision, local_files_only=offline)
     moved: nn.Module = model.to(device).eval()
     return moved

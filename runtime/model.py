@@ -10,6 +10,7 @@ decoding with that seed gives. Both are exact in fp32; below it a near-tie can r
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +25,7 @@ from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
 from .drafter.weights import gather_lm_head_rows, load_head_weights
-from .errors import AcceptanceWarning, UsageError
+from .errors import AcceptanceWarning, UsageError, did_you_mean
 from .loading import (
     MapForm,
     OpenedHead,
@@ -97,6 +98,9 @@ class Loading(TypedDict, total=False):
 class SpeculativeModel:
     """A target with a drafter. Build it with `from_pretrained`, or from parts that are loaded already."""
 
+    input_modalities = output_modalities = ("text",)
+    """What a pipeline of transformers prints."""
+
     def __init__(
         self,
         target: TargetModel,
@@ -161,7 +165,8 @@ class SpeculativeModel:
             depth, top_k, total_tokens: shape of the tree (`TreeConfig`); ``total_tokens`` None chooses in each call,
                 by sequences and context, from measured steps (`requests.tree_size`): up to 60 nodes, down to plain
                 decoding where drafting does not pay. A number is kept.
-            dtype: of target and drafter, "auto" for what the target's files hold; a loaded target's stays as it is.
+            dtype: of target and drafter; "auto" is that of the target's files, but float32 on a CPU without
+                instructions for it (`target.cpu`). A loaded target's stays as it is.
             device: None is the first GPU where there is one, else the CPU; a loaded target stays where it is.
             drafter: "triton" (the persistent kernel), "reference" (plain PyTorch), or a `DraftFunction` of your own;
                 "auto" takes the kernel where the GPU and the head allow it.
@@ -182,7 +187,9 @@ class SpeculativeModel:
         """
         unknown = sorted(set(loading) - set(Loading.__annotations__))
         if unknown:
-            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.", option=unknown[0])
+            known = [*Loading.__annotations__, *inspect.signature(cls.from_pretrained).parameters]
+            near = did_you_mean(unknown[0], known)
+            raise UsageError(f"from_pretrained has no option {unknown[0]!r}.{near}", option=unknown[0])
         tree = TreeConfig.of(depth, top_k, total_tokens)
         if follow is not None:
             check_follow(follow, follow_rows)
@@ -202,6 +209,8 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         check_computable(opened.head, drafter)
+        draft_ids = opened.choose(draft_vocab)
+        check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
             name, model, tokenizer_hash = type(target).__name__, target, None
             text_config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -211,8 +220,6 @@ class SpeculativeModel:
             text_config = load_target_config(location, revision, offline).get_text_config()
         check_pairing(opened.head, text_config, name)
         loaded_tokenizer, tokenizer_source = None, None
-        draft_ids = opened.choose(draft_vocab)
-        check_tree_fits(len(draft_ids), tree)
         if model is None:
             loaded_tokenizer, tokenizer_hash = load_tokenizer_and_hash(location, revision, offline)
             check_tokenizer(opened.tokenizer_hash, tokenizer_hash, opened.head.location, name)
@@ -315,6 +322,28 @@ class SpeculativeModel:
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
 
+    def __repr__(self) -> str:
+        head = "loaded weights" if self.opened is None else self.opened.head.location
+        vocab = f"{self.draft_vocab:,} of {self.target.vocab_size:,} ids"
+        target = f"{type(self.target.model).__name__} in {str(self.dtype)[6:]} on {self.device}"
+        return f"{type(self).__name__}(target: {target}; head: {head}; draft vocabulary: {vocab}; {self.drafting})"
+
+    def can_generate(self) -> bool:
+        """True, as transformers' pipelines ask; ``pipeline("text-generation", model, tokenizer=model.tokenizer)``.
+
+        Those of transformers 4 need ``framework="pt"`` too.
+        """
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        # Else a pipeline logs that it does not know this class; the key is of no configuration.
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault("eagle_slim", type(self).__name__)
+        return True
+
+    @property
+    def hf_device_map(self) -> dict[str, torch.device]:
+        """Where the target is, so that a pipeline leaves it there."""
+        return {"": self.device}
+
     @property
     def draft_weights(self) -> str:
         """Type in which the drafter stores the head's matrices: "bf16", "fp16", "fp32", "fp64" or "fp8"."""
@@ -400,6 +429,9 @@ class SpeculativeModel:
                     configuration are not used.
                 seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
                     generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
+                seeds: instead, a seed for each prompt, whose draws then depend on nothing else in the call: sampled
+                    alone and in a batch, a prompt gets the same answer (in float32; below it a near-tie can fall to
+                    either side). Alone, ``seeds=[s]`` is ``seed=s``.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
                     without padding, and with None for scores.
@@ -428,24 +460,29 @@ class SpeculativeModel:
                     f"A streamer follows one prompt, got {len(requests)}.", option="streamer", found=len(requests)
                 )
             streamer.put(torch.tensor([requests[0].prompt_ids]))
-        size = self._tree_size(requests, max_slots, speculative)
+        is_paced = self._is_paced(speculative) and all(request.record is None for request in requests)
+        size = self._tree_size(requests, max_slots, speculative, is_paced)
         rules = CallRules.of(call.options, call.sampling, requests, self.target.runs.vocab_size, self.device)
         # Also where a measured size turns drafting off for a call: its tokens are still counted.
         head = self.drafter.weights if speculative else None
         states = start(requests, call.sampling, None if streamer is None else send_tokens(streamer), head)
         tree = self._tree_of(size)
         loop = GenerationLoop(
-            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix
+            self._decoders, self.target.lock, states, rules, max_slots, tree, time_phases, reuse_prefix, is_paced
         )  # fmt: skip
         results, stats = loop.run()
-        stats = replace(stats, num_nodes=size.num_nodes, path=self._path(rules, size))
+        path = self._path(rules, size)
+        if loop.went_plain:
+            size, path, tree = replace(size, num_nodes=0), f"{path}, then plain decoding ({loop.went_plain})", None
+        stats = replace(stats, num_nodes=size.num_nodes, path=path)
         if streamer is not None:
             streamer.end()
         if tree is not None:
             _warn_if_nothing_is_accepted(stats, self.drafter)
         asked = (bool(call.options.get(f)) for f in ("output_scores", "output_logits", "return_dict_in_generate"))
+        seed, seeds = (None, call.seeds) if call.seeds else (call.sampling.seed, None)
         return GenerationOutput(
-            tuple(results), stats, call.fill, None if call.sampling.is_greedy else call.sampling.seed,
+            tuple(results), stats, call.fill, *((None, None) if call.sampling.is_greedy else (seed, seeds)),
             tuple(call.read.rows), call.read.device, *asked,
         )  # fmt: skip
 
@@ -503,8 +540,18 @@ class SpeculativeModel:
         with self.target.lock.hold():
             return self._decoders.warm_up(min(num_prompts, max_slots), max_length, self._tree_of(size), rules.rules)
 
-    def _tree_size(self, requests: Sequence[Request], max_slots: int, speculative: bool) -> TreeSize:
-        """How many nodes the trees of a call have."""
+    def _is_paced(self, speculative: bool) -> bool:
+        """Whether the clock may end drafting: where drafted and plain tokens are the same, and only their time differs.
+
+        On a CPU: on a GPU tables decide.
+        """
+        is_exact = self.dtype in (torch.float32, torch.float64)
+        return speculative and self.is_tree_sized and is_exact and self.device.type == "cpu"
+
+    def _tree_size(
+        self, requests: Sequence[Request], max_slots: int, speculative: bool, is_paced: bool = False
+    ) -> TreeSize:
+        """How many nodes the trees of a call have; ``is_paced``: its steps may tell that drafting does not pay."""
         if not speculative:
             return TreeSize(1, "asked for")
         tree = self.drafter.tree
@@ -513,12 +560,15 @@ class SpeculativeModel:
         slots = max(1, min(len(requests), max_slots, DEFAULT_MAX_SLOTS))
         context = max((len(request.prompt_ids) for request in requests), default=1)
         device = self.device
+        pace = self._decoders.paces.get(slots) if is_paced else None
+        if pace is not None and pace.loses is not None:
+            return TreeSize(1, pace.loses)
         # The tables are of 16-bit models; in a wider type verifying and drafting grow alike.
         share = 2 / self.dtype.itemsize
         return measured_sizes().choose(
             device_name(device), device.type,
             round(self.target.weight_bytes * share), round(self.draft_bytes * share), slots, context,
-            tree.total_tokens,
+            tree.total_tokens, is_paced=is_paced,
         )  # fmt: skip
 
     def _tree_of(self, size: TreeSize) -> TreeConfig | None:
@@ -542,10 +592,12 @@ def _rank_rows(
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:
-    if stats.num_passes < _WARN_AFTER_PASSES or stats.mean_accepted_length >= _WARN_BELOW:
+    # Short answers cut off much of what is accepted, which says nothing about the head.
+    accepted = stats.num_accepted_tokens + stats.num_cut_tokens
+    if stats.num_passes < _WARN_AFTER_PASSES or accepted >= _WARN_BELOW * stats.num_passes:
         return
     warnings.warn(
-        f"Hardly any token of {stats.num_passes} drafts was accepted ({stats.mean_accepted_length:.2f} tokens per "
+        f"Hardly any token of {stats.num_passes} drafts was accepted ({accepted / stats.num_passes:.2f} tokens per "
         "pass). The output is exact all the same. Likely causes: the head was trained for another target or another "
         "version of it; its map d2t has the other form (d2t_form); it reads other tap layers (tap_layers); a draft "
         f"vocabulary of {drafter.weights.draft_vocab} misses this text's tokens; or the prompts lack the chat template "

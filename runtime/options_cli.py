@@ -43,7 +43,7 @@ _OPTIONS = (
         type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
         default="auto",
         show_default=True,
-        help="Type of target and drafter; greedy output is exact in float32.",
+        help="Type of target and drafter; auto: the files' own, or float32 on a CPU without instructions for it.",
     ),
     click.option("--device", metavar="D", help="Such as cuda:1 or cpu. Default: the first GPU, else the CPU."),
     click.option(

@@ -20,7 +20,7 @@ from .base_cli import (
     warn,
     whole_numbers,
 )
-from .count_cli import count, tokenizer_options
+from .count_cli import count, counts_to_write, tokenizer_options
 from .errors import UsageError
 from .files import refuse_existing
 from .vocabulary.formats import FORMATS
@@ -80,8 +80,8 @@ def merge(counts: tuple[str, ...], weights: tuple[str, ...], out: str, force: bo
     """Merge counts files; parts of one source are added, and weights are recorded."""
     from .counting.counts import TokenCounts, merge_counts
 
-    path = refuse_existing(out, force)
     merged = merge_counts([TokenCounts.load(file) for file in counts], parse_weights(weights) or None)
+    path = counts_to_write(out, force)
     merged.save(path)
     rows = [{"name": s.name, "weight": s.weight, "tokens": s.num_tokens} for s in merged.sources]
     if as_json:
@@ -367,3 +367,7 @@ def _summary(held: DraftVocab) -> dict[str, Any]:
         "target_vocab": held.target_vocab,
         "ranked": held.ranked,
     }
+
+
+if __name__ == "__main__":
+    main()

@@ -25,6 +25,9 @@ KEY is weight, config, split, revision, column, roles, max-tokens, max-documents
 the option of the same name, which holds for all sources. Amounts may have a unit (10M). Quote globs."""
 
 
+_OTHER_FORMATS = (".json", ".jsonl", ".txt", ".csv", ".npy", ".npz", ".pt", ".pth", ".bin", ".parquet")
+
+
 class Amount(click.ParamType):  # type: ignore[type-arg] # not generic in click 8.2
     """A whole number, or one with a unit: 500k, 10M, 1.5B."""
 
@@ -116,6 +119,17 @@ def corpus_options(function: _Decorated) -> _Decorated:
     return function
 
 
+def counts_to_write(out: str, force: bool) -> Path:
+    """The path of a file of counts to write; UsageError where it exists, or its name promises another format."""
+    from .errors import UsageError
+    from .files import refuse_existing
+
+    path = refuse_existing(out, force)
+    if path.suffix.lower() in _OTHER_FORMATS:
+        raise UsageError(f"{path}: counts are a safetensors file. End the name in .safetensors.", found=path.suffix)
+    return path
+
+
 def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], dict[str, Any]]:
     """Turn the parsed options into sources and keyword arguments of `count_tokens`.
 
@@ -126,13 +140,17 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
         The sources, an empty list when none was given, and the arguments.
 
     Raises:
-        UsageError: a source cannot be parsed, or the template file cannot be read.
+        UsageError: a source cannot be parsed, the template file cannot be read, or Ray is not installed.
     """
     from .corpus.source import parse_source, with_unique_names
     from .counting.held_out import HeldOutRule
     from .errors import UsageError
     from .files import regular_file
 
+    if options["run_on"] == "ray":
+        from .counting.ray_workers import require_ray
+
+        require_ray()
     defaults = {
         "config": options["config"],
         "split": options["split"],
@@ -199,10 +217,9 @@ def count(
     """
     from .counting.count import count_tokens
     from .counting.resume import resume_file_beside
-    from .files import refuse_existing
     from .tokenizer.load import load_tokenizer
 
-    path = refuse_existing(out, force)
+    path = counts_to_write(out, force)
     corpus, arguments = corpus_arguments({**options, "datasets": (*sources, *options["datasets"])})
     counts = count_tokens(
         corpus,

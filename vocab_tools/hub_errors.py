@@ -102,6 +102,13 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         return HubTrouble(f"{repo_id}: a transfer drips ({cause})", advice, "connection", facts, is_unreachable=True)
     if isinstance(cause, transport_errors()):
         return _no_connection(repo_id, cause)
+    if isinstance(cause, errors.LocalTokenNotFoundError):
+        return HubTrouble(f"{repo_id}: no token of the Hub is at hand", _LOGIN, name, facts)
+    if "Consistency check failed" in str(cause):
+        # What follows is advice to callers of the library.
+        what = plain(str(cause).partition("\n")[0])
+        advice = "It was cut off, or changed on the Hub meanwhile: run the same command again, which fetches it anew."
+        return HubTrouble(f"{repo_id}: a file did not come as it is on the Hub ({what})", advice, name, facts)
     if isinstance(cause, ValueError):
         # What should be JSON is not.
         return not_the_hub(repo_id, "a page that is not the Hub's")

@@ -216,6 +216,7 @@ def write_artifact(
     side_files: Mapping[str, bytes],
     card: Callable[[Manifest], str],
     after_read: Callable[[], Mapping[str, Any]],
+    derived: Callable[[Path], Mapping[str, dict[str, Any]]],
     force: bool,
 ) -> Manifest:
     """Write an artifact folder: aside, flushed to the disk, renamed into place. Returns the manifest as written.
@@ -230,6 +231,8 @@ def write_artifact(
         side_files: further files by name.
         card: given the manifest (complete but for `files`), the text of README.md.
         after_read: the parts of the manifest that are known only when the source has been read.
+        derived: given the folder with configuration and weights, writes files that are made of them, and returns
+            their entries for the manifest.
         force: replace an artifact that is there.
     """
     with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
@@ -239,6 +242,9 @@ def write_artifact(
         if kept is not None:
             files[KEPT_ROWS_NAME] = _record(write_safetensors(folder / KEPT_ROWS_NAME, kept[0], _METADATA))
             kept_rows = KeptRows(kept[1].target_ids, kept[1].checksums)
+        text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        (folder / CONFIG_NAME).write_bytes(text.encode())
+        files |= derived(folder)
         manifest = replace(
             manifest,
             row_checksums=None if gathered is None else gathered.checksums,
@@ -246,7 +252,6 @@ def write_artifact(
             files=dict(files),
             **after_read(),
         )
-        text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         small = {CONFIG_NAME: text.encode(), **side_files, CARD_NAME: card(manifest).encode()}
         for name, data in small.items():
             (folder / name).write_bytes(data)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..engines.registry import flavoured_architecture
+from ..head import config as head_config
 from ..head.draft_head import DraftHead
 from ..weights import names
 from ..weights.writer import TensorPlan, zeros_plan
@@ -36,7 +37,8 @@ def plan_tensors(head: DraftHead) -> Sequence[TensorPlan]:
 
 def repaired_config(head: DraftHead, flavour: str = "default") -> dict[str, Any]:
     """config.json as it was, without the keys that no engine may read, and with the class name of the flavour."""
-    config = {key: value for key, value in head.source_config.items() if key not in _DROPPED_KEYS}
+    source = head_config.flattened_text(head.source_config, head.location)
+    config = {key: value for key, value in source.items() if key not in _DROPPED_KEYS}
     if head.config["attention_bias"]:
         # vLLM and SGLang read the first, SafeAILab the second.
         config |= {"attention_bias": True, "qkv_bias": True}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ..errors import ConvertError
@@ -41,6 +43,15 @@ def open_original(manifest: Manifest, given: str | None = None, offline: bool = 
     return open_head(None, **reading) if manifest.head.get("name") == EMBEDDED_HEAD_NAME else None
 
 
+def folder_beside(artifact: Path, recorded: Mapping[str, Any]) -> Path | None:
+    """The folder beside an artifact that has the name which the manifest records of a local head or target, if any."""
+    name = recorded.get("name")
+    if recorded.get("repo_id") is not None or not isinstance(name, str):
+        return None
+    found = artifact.resolve().parent / name
+    return found if found.is_dir() and found != artifact.resolve() else None
+
+
 def original_at_hand(head: DraftHead) -> DraftHead | None:
     """The head that an artifact was slimmed from, if it is on this machine with an LM head of more rows.
 
@@ -50,12 +61,9 @@ def original_at_hand(head: DraftHead) -> DraftHead | None:
     manifest, ids = head.manifest, head.draft_ids_to_target
     if manifest is None or head.source is None or ids is None:
         return None
-    given = None
-    if manifest.head.get("repo_id") is None and isinstance(manifest.head.get("name"), str):
-        beside = head.source.folder.resolve().parent / manifest.head["name"]
-        given = str(beside) if beside.is_dir() and beside != head.source.folder.resolve() else None
+    beside = folder_beside(head.source.folder, manifest.head)
     with contextlib.suppress(ConvertError):
-        found = open_original(manifest, given)
+        found = open_original(manifest, None if beside is None else str(beside))
         if found is None or not found.has_lm_head:
             return None
         found = with_kept_rows(found, offline=True)

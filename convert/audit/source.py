@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
-from ..artifact.original import open_original
+from ..artifact.original import folder_beside, open_original
 from ..conversion import target as targets
 from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
@@ -162,21 +162,31 @@ class SourceChecks:
     def _source_head(self) -> DraftHead:
         manifest = self.found.need_manifest()
         try:
-            found = open_original(manifest, self.head_name, self.offline)
+            found = open_original(manifest, self.head_name or self._at_hand(manifest.head), self.offline)
         except (SourceError, CheckpointError) as error:
             if self.head_name is not None:
                 raise
             raise SkipCheck(f"the source head is not at hand; name it with --head ({error})") from error
         if found is None:
-            raise SkipCheck("the source head was a local folder; name it with --head")
+            raise SkipCheck("the source head was a local folder, which is not beside it; name it with --head")
         return found
+
+    def _at_hand(self, recorded: Mapping[str, Any]) -> str | None:
+        """A local head or target that still lies under its name beside the artifact, if its files have their sizes."""
+        found = folder_beside(self.found.folder, recorded)
+        if found is None:
+            return None
+        sizes = {file["name"]: file["size_bytes"] for file in recorded.get("files", ())}
+        inside = found / (recorded.get("subfolder") or "")
+        are_there = all((inside / name).is_file() and (inside / name).stat().st_size == sizes[name] for name in sizes)
+        return str(found) if sizes and are_there else None
 
     def _target_choice(self, manifest: Manifest) -> TargetChoice:
         if self.target_name is not None:
             return TargetChoice(self.target_name, "given")
         if manifest.target.get("wheel"):
             return TargetChoice(None, "built in")
-        name = manifest.target.get("repo_id")
+        name = manifest.target.get("repo_id") or self._at_hand(manifest.target)
         if name is None:
             raise SkipCheck("the target is not recorded; name it with --target")
         return TargetChoice(name, "recorded")

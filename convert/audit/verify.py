@@ -76,8 +76,8 @@ def verify_artifact(
 ) -> Verification:
     """Check an artifact, and report on every check.
 
-    What it was made from is at hand when it is built in, named here, or in the local Hub cache at the revision that the
-    manifest records; nothing else is fetched.
+    What it was made from is at hand when it is built in, named here, in the local Hub cache at the revision that the
+    manifest records, or a folder beside the artifact of the recorded name and sizes; nothing else is fetched.
 
     Args:
         folder: the artifact.
@@ -129,6 +129,7 @@ def _check_engine(found: Findings, engine: str, version: str | None) -> str:
         config=found.need_config(),
         draft_vocab=manifest.draft_vocab,
         target_layers=layers if isinstance(layers, int) else None,
+        has_gguf=any(name.endswith(".gguf") for name in manifest.files),
     )
     findings = check_engine(facts, engine, version=version)
     texts = {

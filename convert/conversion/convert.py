@@ -6,21 +6,24 @@ each size (`write.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 
-from ..atomic import check_output, free_bytes, require_space
+from ..atomic import check_output, require_space
+from ..lm_head.lm_head import all_ids
 from ..manifest import MANIFEST_NAME
-from .inputs import Inputs, check_sizes, num_rankable, open_inputs
+from .inputs import Inputs, open_inputs
 from .kept_choice import check_keep_rows, choose_kept_ids
-from .options import ConvertOptions, DraftVocabSize
-from .result import Conversion, Planned
-from .vocab_choice import Ranking, Say, make_ranking
-from .write import bytes_per_draft_step, kept_bytes, write_slim
+from .options import ConvertOptions
+from .result import Conversion
+from .vocab_choice import Ranking, Say, default_corpus, make_ranking
+from .write import Planned, plan_slim
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.corpus.source import CorpusSource
@@ -67,7 +70,6 @@ class PreparedConversion:
         options: of the conversion.
         cost: that finds the size, for the size "auto".
         titles, folders: of each artifact.
-        num_forced: as `check_sizes` found them.
         say: told what is being done.
     """
 
@@ -76,38 +78,23 @@ class PreparedConversion:
     cost: StepCost | None
     titles: Sequence[str]
     folders: Sequence[Path]
-    num_forced: Mapping[DraftVocabSize | None, int | None]
     say: Say
 
-    @property
+    @cached_property
     def plans(self) -> tuple[Planned, ...]:
-        """What will be written."""
-        head = self.inputs.head
-        found = []
-        for size, folder in zip(self.options.sizes, self.folders, strict=True):
-            rows = head.target_vocab if size == "full" else size
-            kept = self._num_kept(rows)
-            found.append(
-                Planned(
-                    folder,
-                    rows,
-                    self.num_forced[size],
-                    self.inputs.rows_before,
-                    bytes_per_draft_step(head, self.inputs.rows_before),
-                    None if rows is None else bytes_per_draft_step(head, rows),
-                    kept,
-                    None if kept is None else kept_bytes(head, kept),
-                    free_bytes(folder),
-                )
-            )
-        return tuple(found)
+        """What will be written, as far as it is known before text is counted."""
+        return self._planned(self._ranking)
 
-    def _num_kept(self, rows: int | None) -> int | None:
-        """Rows that are kept beside a draft vocabulary of a size; None where only the ranking tells."""
-        keep = self.options.keep_rows
-        if keep is None:
-            return 0
-        return None if keep == "full" or rows is None else keep - rows
+    @property
+    def text(self) -> tuple[Sequence[CorpusSource], LoadedTokenizer] | None:
+        """What must be counted first, and the tokenizer; None where nothing must."""
+        if self._ranking is None or not self._ranking.is_guess or self.inputs.tokenizer is None:
+            return None
+        return self.options.vocabulary.corpus or (default_corpus(),), self.inputs.tokenizer
+
+    @cached_property
+    def _ranking(self) -> Ranking | None:
+        return self._ranked(None)
 
     @property
     def access(self) -> dict[str, str]:
@@ -123,15 +110,34 @@ class PreparedConversion:
         return found
 
     def convert(self, count: Count | None = None) -> tuple[Conversion, ...]:
-        """Rank the vocabulary and write the artifacts; arguments and errors as `convert_head`."""
-        ranking, request, keep = None, self.options.vocabulary, self.options.keep_rows
-        sizes = self.options.sizes
-        if any(size != "full" for size in sizes):
+        """Count where text is to be counted, and write the artifacts; arguments and errors as `convert_head`."""
+        plans = self.plans
+        if self.text is not None:
+            self.check_values()
             if count is None:
                 from eagle_slim.vocab_tools.counting.count import count_tokens
 
                 count = count_tokens
-            ranking = make_ranking(
+            plans = self._planned(self._ranked(count))
+        done = []
+        for plan in plans:
+            self.say(f"writing {plan.folder}")
+            done.append(plan.write())
+        return tuple(done)
+
+    def check_values(self) -> None:
+        """Read what would be written and refuse what writing would; before text is counted, every token's row."""
+        ranking, plans = self._ranking, self.plans
+        if ranking is not None and self.text is not None:
+            plans = (plan_slim(self.inputs, ranking, ranking.cut(None), None, self.folders[0], self.titles[0]),)
+        for plan in plans:
+            plan.check_values()
+
+    def _ranked(self, count: Count | None) -> Ranking | None:
+        """The vocabulary in rank order; before text is counted (`count` None) by id. None where none is cut."""
+        request = self.options.vocabulary
+        if any(size != "full" for size in self.options.sizes):
+            return make_ranking(
                 self.inputs.head,
                 request,
                 self.inputs.tokenizer,
@@ -141,25 +147,29 @@ class PreparedConversion:
                 say=self.say,
                 target=None if self.inputs.target is None else self.inputs.target.name,
             )
-        elif not request.is_default or request.force_ids:
+        if not request.is_default or request.force_ids:
             self.say(
                 "--draft-vocab full keeps every row in its place: counts, maps, text and forced ids change nothing"
             )
+        return None
+
+    def _planned(self, ranking: Ranking | None) -> tuple[Planned, ...]:
+        found, keep = [], self.options.keep_rows
         # All of them before the first is written: a size that does not fit leaves nothing behind.
-        vocabs = [None if size == "full" or ranking is None else self._cut(ranking, size) for size in sizes]
-        kept = [
-            None if vocab is None or ranking is None or keep is None else choose_kept_ids(keep, ranking, vocab)
-            for vocab in vocabs
-        ]
-        done = []
-        for vocab, kept_ids, title, folder in zip(vocabs, kept, self.titles, self.folders, strict=True):
-            self.say(f"writing {folder}")
-            done.append(write_slim(self.inputs, ranking, vocab, kept_ids, folder, title))
-        return tuple(done)
+        for size, title, folder in zip(self.options.sizes, self.titles, self.folders, strict=True):
+            vocab = kept = None
+            if size == "full":
+                all_ids(self.inputs.head)
+            elif ranking is not None:
+                vocab = self._cut(ranking, size)
+                if keep is not None and not (ranking.is_guess and size is None):
+                    kept = choose_kept_ids(keep, ranking, vocab)
+            found.append(plan_slim(self.inputs, ranking, vocab, kept, folder, title))
+        return tuple(found)
 
     def _cut(self, ranking: Ranking, size: int | None) -> DraftVocab:
-        if self.cost is None:
-            return ranking.cut(size, self.options.coverage)
+        if self.cost is None or ranking.is_guess:
+            return ranking.cut(size, None if ranking.is_guess else self.options.coverage)
         vocab = ranking.cut_by_cost(self.cost)
         self.say(f"the measured cost and the coverage of the ranking are fastest at {len(vocab):,} rows")
         return vocab
@@ -171,9 +181,18 @@ def prepare_conversion(
     """Do everything of `convert_head` that comes before counting and writing; arguments and errors are the same.
 
     Whatever can end a conversion is looked at here: the output, the head, the target's LM head, the tokenizer, the
-    sizes, and the space on the disk.
+    sizes, the weights of sources, and the space on the disk. `check_values` reads the tensors, which writing does too.
     """
     cost = None if options.cost is None else StepCost.load(options.cost)
+    if cost is not None and cost.doubts and not options.accept_doubts:
+        raise UsageError(
+            "\n".join([
+                f"--cost {options.cost}: does not tell which size is fastest:", *cost.doubts,
+                "Compare again, with more prompts and on a quiet machine, or take it as it is with --accept-doubts.",
+            ]),
+            option="--cost",
+            doubts=cost.doubts,
+        )  # fmt: skip
     head = None if head is None else str(head)
     titles = [options.name_of(head, size) for size in options.sizes]
     folders = [options.folder_of(title) for title in titles]
@@ -181,9 +200,9 @@ def prepare_conversion(
         check_output(folder, options.force, MANIFEST_NAME)
     inputs = open_inputs(head, options, say)
     if options.keep_rows is not None:
-        check_keep_rows(options.keep_rows, inputs, num_rankable(inputs))
+        check_keep_rows(options.keep_rows, inputs)
     elif (own := inputs.head.manifest) is not None and own.kept_rows is not None:
         say(f"the {len(own.kept_rows):,} rows that {inputs.head.location} keeps are not kept again without --keep-rows")
-    prepared = PreparedConversion(inputs, options, cost, titles, folders, check_sizes(inputs), say)
-    require_space(folders[0], sum((plan.bytes_after or 0) + (plan.kept_bytes or 0) for plan in prepared.plans))
+    prepared = PreparedConversion(inputs, options, cost, titles, folders, say)
+    require_space(folders[0], sum(plan.disk_bytes or 0 for plan in prepared.plans))
     return prepared

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eagle_slim.vocab_tools.errors import UsageError
-from eagle_slim.vocab_tools.ranking.rank import rank_by_order
-from eagle_slim.vocab_tools.tokenizer.load import ForcedIds, forced_ids
 
+from ..artifact.gguf_file import GgufChoice
 from ..errors import UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
 from ..head.open import open_head
-from ..lm_head.lm_head import LmHead, all_ids, fitting
+from ..lm_head.lm_head import LmHead, fitting
 from ..lm_head.target import open_target_lm_head
 from ..sources import card
 from ..sources.builtin import EMBEDDED_HEAD_NAME, EMBEDDED_LICENCE
 from ..sources.source import ResolvedSource, open_head_source
 from . import target as targets
-from .options import ConvertOptions, DraftVocabSize
-from .vocab_choice import Say, VocabRequest, own_forced_ids, ranked_manifest
+from .gguf import choose_gguf
+from .options import ConvertOptions
+from .vocab_choice import Say, VocabRequest, ranked_manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
@@ -40,6 +40,7 @@ class Inputs:
         tokenizer: of the target, where it is at hand.
         is_builtin: whether the head is the built-in one.
         rows_before: rows that the head drafted over before, kept ones left out.
+        gguf: the GGUF files to write; None for none.
     """
 
     head: DraftHead
@@ -51,6 +52,7 @@ class Inputs:
     tokenizer: LoadedTokenizer | None
     is_builtin: bool
     rows_before: int
+    gguf: GgufChoice | None = None
 
     @property
     def licence(self) -> str | None:
@@ -78,9 +80,12 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
             "LMDeploy's EAGLE-1/2 loader refuses fc.bias, which SGLang needs.\nLeave --for out.",
             option="--for",
         )
+    if head.kind == "eagle3" and options.flavour == "sglang":
+        say("--for sglang changes nothing of an EAGLE-3 head: SGLang reads it as every artifact is written")
     rows_before = head.draft_vocab
     if _needs_kept_rows(head, options):
         head = with_kept_rows(head, options.offline)
+    _refuse_to_grow(head, options)
     choice = targets.choose_target(None if options.target is None else str(options.target), head, is_builtin)
     if choice is not None and choice.reason != "given":
         say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
@@ -104,46 +109,43 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
         )
     opened = None
     is_named = choice is not None and (choice.reason == "given" or revision is not None)
-    if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or is_named):
+    if choice is not None and (needs_rows or needs_tokenizer or choice.name is None or is_named or options.gguf):
         opened = targets.open_target(choice, revision, options.offline)
         targets.check_head_fits(head, opened)
     loaded = targets.open_tokenizer(
         options.tokenizer, options.tokenizer_revision, opened, head.target_vocab, options.offline
     )
+    # Before anything large is fetched or counted.
+    gguf = choose_gguf(head, options.gguf, opened, loaded) if options.gguf else None
     lm_head = None
     if needs_rows:
         assert opened is not None
         # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
-    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before)
+    return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, gguf)
 
 
-def check_sizes(inputs: Inputs) -> dict[DraftVocabSize | None, int | None]:
-    """Refuse a size that cannot be, before anything is counted.
-
-    Returns:
-        for each size the number of forced ids among it; None where only the ranking tells.
-
-    Raises as `rank_by_order` and `all_ids`.
-    """
-    head, sizes = inputs.head, inputs.options.sizes
-    if "full" in sizes:
-        all_ids(head)
-    trained = head.trained_ids
-    numbers = [size for size in sizes if isinstance(size, int) and (trained is None or size != len(trained))]
-    num_forced: dict[DraftVocabSize | None, int | None] = {size: 0 if size == "full" else None for size in sizes}
-    if not numbers:
-        return num_forced
-    forced = _forced(inputs)
-    for size in numbers:
-        num_forced[size] = rank_by_order(None, size, inputs.tokenizer, forced, head.target_vocab, trained).num_forced
-    return num_forced
-
-
-def num_rankable(inputs: Inputs) -> int:
-    """How many ids a ranking of the head can hold at most: tokens that it was trained on."""
-    head = inputs.head
-    return len(rank_by_order(None, None, inputs.tokenizer, _forced(inputs), head.target_vocab, head.trained_ids))
+def _refuse_to_grow(head: DraftHead, options: ConvertOptions) -> None:
+    """Refuse more rows than an artifact holds, kept ones included; UsageError."""
+    manifest = head.manifest
+    if (
+        manifest is None
+        or head.trained_ids is None
+        or head.draft_vocab == (manifest.vocabulary or {}).get("trained_ids")
+    ):
+        return
+    sizes = [head.target_vocab if size == "full" else size for size in options.sizes]
+    wanted = [size for size in (*sizes, options.keep_rows) if isinstance(size, int)]
+    if wanted and max(wanted) > head.draft_vocab:
+        original = manifest.head.get("repo_id") or manifest.head.get("name")
+        raise UsageError(
+            f"{head.location}: an artifact with {head.draft_vocab} rows, of which no larger one can be made: "
+            f"{max(wanted)} were asked for.\nConvert {original}, which it was made from; an artifact made with "
+            "--keep-rows can grow by the rows that it keeps.",
+            path=head.location,
+            size=max(wanted),
+            rows=head.draft_vocab,
+        )
 
 
 def _needs_kept_rows(head: DraftHead, options: ConvertOptions) -> bool:
@@ -153,13 +155,3 @@ def _needs_kept_rows(head: DraftHead, options: ConvertOptions) -> bool:
     """
     is_prefix = all(isinstance(size, int) and size <= head.draft_vocab for size in options.sizes)
     return options.keep_rows is not None or options.vocabulary != VocabRequest() or not is_prefix
-
-
-def _forced(inputs: Inputs) -> ForcedIds | tuple[int, ...]:
-    """The ids that any size keeps, as far as they are known before ranking."""
-    request = inputs.options.vocabulary
-    if inputs.tokenizer is not None:
-        return forced_ids(inputs.tokenizer, request.force_added, request.force_ids)
-    if request.is_default and (ranked := ranked_manifest(inputs.head)) is not None:
-        return own_forced_ids(ranked) + request.force_ids
-    return request.force_ids

@@ -16,13 +16,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-def check_keep_rows(keep: Any, inputs: Inputs, num_rankable: int) -> None:
+def check_keep_rows(keep: Any, inputs: Inputs) -> None:
     """Refuse a number of rows that cannot be kept, before anything is counted.
 
     Args:
         keep: rows that are to be at hand, those of the draft vocabulary among them; "full" for all.
         inputs: of the conversion.
-        num_rankable: ids that any ranking of the head can hold.
 
     Raises:
         UsageError: an EAGLE-1/2 head, a full vocabulary, no more rows than a draft vocabulary has, or more than there
@@ -45,6 +44,9 @@ def check_keep_rows(keep: Any, inputs: Inputs, num_rankable: int) -> None:
         if isinstance(size, int):
             _check_more(keep, size)
     trained = head.trained_ids
+    tokens = np.arange(head.target_vocab) if inputs.tokenizer is None else inputs.tokenizer.real_ids
+    tokens = tokens[tokens < head.target_vocab]
+    num_rankable = int(len(tokens) if trained is None else np.isin(tokens, trained).sum())
     is_all_trained = trained is not None and keep == len(trained)
     if keep > num_rankable and not is_all_trained:
         why = f"was trained on {len(trained)}" if trained is not None else f"has rows for {head.target_vocab}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,6 +56,13 @@ class KeptCounts:
             counts = count(restart=True)
         self.done = True
         return counts
+
+    def check(self, sources: Sequence[CorpusSource], tokenizer: LoadedTokenizer) -> None:
+        """Open the text and look at its beginning, and refuse what `count` would refuse before it counts."""
+        from eagle_slim.vocab_tools.counting.count import open_for_counting
+
+        named = inspect.signature(open_for_counting).parameters
+        open_for_counting(sources, tokenizer, **{name: self._options[name] for name in self._options if name in named})
 
     def __enter__(self) -> KeptCounts:
         return self

@@ -17,6 +17,7 @@ from ..head.vocab_map import D2tForm
 from ..manifest import Flavour
 from ..sources.builtin import EMBEDDED_HEAD_NAME
 from ..weights.paths import clean_subfolder
+from .gguf import GgufRequest
 from .vocab_choice import VocabRequest
 
 DraftVocabSize = int | Literal["full"]
@@ -49,7 +50,10 @@ class ConvertOptions:
         flavour: "lmdeploy" (EAGLE-3) or "sglang" (EAGLE-1/2) writes the architecture name that this engine alone reads.
         d2t_form: form of the head's own map, where it cannot be told.
         tap_layers: layers of the target whose inputs the head reads, where its files do not say it right.
+        gguf: types of the matrices ("bf16", "f16", "q8_0", "f32", or "auto" for the head's own) of GGUF files to
+            write, too, which llama.cpp reads.
         offline: use only local files and the Hub cache.
+        accept_doubts: take a size from a ``cost`` that was disturbed, not completed, or decided nothing.
 
     Raises:
         UsageError: options that contradict each other, or a value that means nothing.
@@ -72,7 +76,9 @@ class ConvertOptions:
     flavour: Flavour = "default"
     d2t_form: D2tForm = "auto"
     tap_layers: Sequence[int] | None = None
+    gguf: Sequence[GgufRequest] = ()
     offline: bool = False
+    accept_doubts: bool = False
 
     def __post_init__(self) -> None:
         if self.draft_vocab is not None and self.coverage is not None:

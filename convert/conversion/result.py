@@ -1,8 +1,8 @@
-"""What a conversion will write, and what it has written."""
+"""What a conversion has written."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,37 +11,6 @@ from ..manifest import Manifest
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.ranking.report import CoverageReport
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One artifact as far as it is known before anything is counted or written.
-
-    Attributes:
-        folder: where it will be.
-        draft_vocab: rows it will have; None where a coverage finds the size.
-        num_forced: ids that are in whatever their rank; None where only the ranking tells.
-        rows_before: rows of the LM head that the draft model has.
-        bytes_before, bytes_after: weights that one draft step reads, LM head included; the latter is about the disk
-            space that is needed, too, and None where the size is not known.
-        num_kept: rows that are kept beyond them; None where only the ranking tells.
-        kept_bytes: bytes of these, which take disk space and no time of a draft step; None as `num_kept`.
-        free_bytes: free on the disk of `folder`.
-    """
-
-    folder: Path
-    draft_vocab: int | None
-    num_forced: int | None
-    rows_before: int
-    bytes_before: int
-    bytes_after: int | None
-    num_kept: int | None
-    kept_bytes: int | None
-    free_bytes: int
-
-    def to_json(self) -> dict[str, Any]:
-        """The plan as `eagle-convert --dry-run --json` prints it."""
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 @dataclass(frozen=True)

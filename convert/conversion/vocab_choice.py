@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts
+from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts, mixed_weights
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
 from eagle_slim.vocab_tools.ranking.rank import rank_by_order, rank_vocabulary
@@ -110,6 +110,7 @@ class Ranking:
         counts: that made the order; None for a token map or id order.
         measured: counts with a held-out part, for coverage, and a note on how it was done; None without one.
         recorded_tokenizer: where the order is the head's own, the tokenizer part of its manifest.
+        is_guess: text must be counted first; until then the ids stand in their own order.
     """
 
     head: DraftHead
@@ -118,6 +119,7 @@ class Ranking:
     counts: TokenCounts | None
     measured: tuple[TokenCounts, str] | None
     recorded_tokenizer: Mapping[str, Any] | None = None
+    is_guess: bool = False
 
     def cut(self, size: int | None, coverage: float | None = None) -> DraftVocab:
         """The vocabulary of a size, or the smallest that covers a share of the text; None and None is all of it."""
@@ -155,7 +157,8 @@ class Ranking:
             cost, report.sizes, list(report.sources[-1].coverage), whole.num_forced, largest
         )  # fmt: skip
         vocab = self.cut(size)
-        return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why})
+        warnings = [*vocab.warnings, *(f"--cost: {doubt}" for doubt in cost.doubts)]
+        return replace(vocab, provenance={**vocab.provenance, "size_from_cost": why, "warnings": warnings})
 
     def _cut(self, counts: TokenCounts | None, size: int | None, coverage: float | None) -> DraftVocab:
         trained = self.head.trained_ids
@@ -214,7 +217,7 @@ def make_ranking(
     *,
     embedded: bool,
     offline: bool,
-    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts],
+    count: Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts] | None,
     say: Say,
     target: str | None = None,
 ) -> Ranking:
@@ -226,12 +229,12 @@ def make_ranking(
         tokenizer: the target's.
         embedded: whether the head is the built-in one, which has counts of its own.
         offline: refuse to fetch the default dataset.
-        count: counts text.
+        count: counts text; None to look at all that could end the conversion before, and rank by id meanwhile.
         say: told which default is used.
         target: name of the target that was looked at for a tokenizer, if any.
 
     Raises:
-        UsageError: a tokenizer is needed and there is none.
+        UsageError: a tokenizer is needed and there is none, or a weight is for no source.
         CorpusError, TokenizerError, VocabularyError: the text, or the file of counts, cannot be used.
     """
     if request.is_default and (manifest := ranked_manifest(head)) is not None:
@@ -274,8 +277,13 @@ def make_ranking(
                 option="--offline",
             )
         if not sources:
-            say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
             sources = (default_corpus(),)
+            if count is None:
+                say(f"vocabulary: no corpus was named; counting {DEFAULT_DATASET_NOTE}")
+        mixed_weights({source.name: source.weight for source in sources}, request.weights)
+        if count is None:
+            by_id = replace(request, corpus=(), order="ids", weights=None)
+            return Ranking(head, by_id, tokenizer, None, None, is_guess=True)
         counts = count(sources, tokenizer)
     if counts.vocab_size > head.target_vocab and bool(counts.weighted(request.weights)[head.target_vocab :].any()):
         raise MismatchError(

@@ -1,16 +1,18 @@
-"""One artifact: the rows of a vocabulary gathered from the inputs and written with manifest, card and side files."""
+"""One artifact: worked out from inputs and vocabulary, and written with manifest, card and side files."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..artifact import eagle1, eagle3
 from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
+from ..artifact.gguf_file import gguf_bytes
 from ..artifact.model_card import model_card
-from ..atomic import require_space
+from ..atomic import free_bytes, require_space
 from ..engines.facts import HeadFacts
 from ..engines.registry import Finding, conversion_findings
 from ..head.draft_head import DraftHead
@@ -18,7 +20,9 @@ from ..lm_head.lm_head import LmHead, fitting, own_lm_head
 from ..manifest import Manifest
 from ..weights import names
 from ..weights.dtypes import item_size
+from ..weights.rows import GatheredRows
 from ..weights.writer import TensorPlan
+from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
@@ -26,19 +30,147 @@ from .vocab_choice import Ranking
 
 if TYPE_CHECKING:
     import numpy as np
+    from eagle_slim.vocab_tools.ranking.report import CoverageReport
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
     from numpy.typing import NDArray
 
 
-def write_slim(
+@dataclass(frozen=True)
+class Planned:
+    """One artifact of which everything is known but what is read while it is written.
+
+    Attributes:
+        folder: where it will be.
+        title: its name on the model card.
+        inputs: what it is made from.
+        head, lm_head: of `inputs`, each with a record of reads of its own, so that a manifest lists what was read for
+            this artifact alone.
+        manifest: without what `Manifest` gets from writing; its warnings are all that a user is told.
+        config: config.json.
+        findings: what engines make of it.
+        tensors, gathered: of the weights file, and the LM-head rows among them (None for EAGLE-1/2).
+        kept: the same of the file of kept rows; None without one.
+        coverage: on held-out text; None where there was none.
+        is_guess: text must be counted first: the ids, and with a coverage or a cost the size, stand in for others.
+    """
+
+    folder: Path
+    title: str
+    inputs: Inputs
+    head: DraftHead
+    lm_head: LmHead | None
+    manifest: Manifest
+    config: dict[str, Any]
+    findings: Sequence[Finding]
+    tensors: Sequence[TensorPlan]
+    gathered: GatheredRows | None
+    kept: tuple[Sequence[TensorPlan], GatheredRows] | None
+    coverage: CoverageReport | None
+    is_guess: bool
+
+    @property
+    def draft_vocab(self) -> int | None:
+        """Rows it will have; None where only counted text tells the size."""
+        return None if self.is_guess and self.inputs.options.sizes == (None,) else self.manifest.draft_vocab
+
+    @property
+    def num_kept(self) -> int | None:
+        """Rows that are kept beyond them; None as `draft_vocab`."""
+        if self.draft_vocab is None and self.inputs.options.keep_rows is not None:
+            return None
+        return 0 if self.kept is None else len(self.kept[1].row_ids)
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """Bytes of these, which take disk space and no time of a draft step; None as `num_kept`."""
+        return None if self.num_kept is None else sum(plan.size_bytes for plan in self.kept[0]) if self.kept else 0
+
+    @property
+    def bytes_before(self) -> int:
+        """Weights that one draft step of the head reads, LM head included."""
+        return bytes_per_draft_step(self.head, self.inputs.rows_before)
+
+    @property
+    def bytes_after(self) -> int | None:
+        """Weights that one draft step will read, LM head included; None as `draft_vocab`."""
+        return None if self.draft_vocab is None else bytes_per_draft_step(self.head, self.draft_vocab)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """Bytes of the tensors that will be written; None as `draft_vocab`."""
+        if self.draft_vocab is None:
+            return None
+        gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
+        return sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0) + gguf
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `eagle-convert --dry-run --json` prints it."""
+        shown = ("draft_vocab", "bytes_before", "bytes_after", "num_kept", "kept_bytes", "disk_bytes")
+        return {
+            "folder": str(self.folder),
+            **{name: getattr(self, name) for name in shown},
+            "num_forced": self.manifest.num_forced,
+            "rows_before": self.inputs.rows_before,
+            "free_bytes": free_bytes(self.folder),
+            "warnings": list(self.manifest.warnings),
+        }
+
+    def check_values(self) -> None:
+        """Read all that would be written, and refuse what writing would: NaN, and values that overflow a dtype."""
+        for plan in (*self.tensors, *(self.kept[0] if self.kept else ())):
+            deque(plan.chunks(), maxlen=0)
+
+    def write(self) -> Conversion:
+        """Write the artifact, whole or not at all. Raises as `convert_head`."""
+        manifest, before, rows_before = self.manifest, self.bytes_before, self.inputs.rows_before
+        gguf = self.inputs.gguf
+        after = bytes_per_draft_step(self.head, manifest.draft_vocab)
+        require_space(self.folder, self.disk_bytes or 0)
+        side_files = {}
+        if manifest.rank_order_ids is not None:
+            side_files[freq_name(manifest.draft_vocab)] = freq_bytes(manifest.rank_order_ids)
+        if self.coverage is not None:
+            from eagle_slim.vocab_tools.ranking.plots import render_coverage
+
+            side_files[PLOT_NAME] = render_coverage(self.coverage)
+
+        def card(finished: Manifest) -> str:
+            return model_card(
+                finished,
+                title=self.title,
+                bytes_before=before,
+                bytes_after=after,
+                rows_before=rows_before,
+                licence=self.inputs.licence,
+                plot=None if self.coverage is None else PLOT_NAME,
+                refused={found.engine for found in self.findings if found.severity == "error"},
+            )
+
+        written = write_artifact(
+            self.folder,
+            manifest,
+            self.config,
+            self.tensors,
+            self.gathered,
+            self.kept,
+            side_files,
+            card,
+            after_read=lambda: what_was_read(manifest, self.head, self.lm_head),
+            derived=(lambda place: {}) if gguf is None else gguf_writer(gguf, gguf_title(manifest)),
+            force=self.inputs.options.force,
+        )
+        return Conversion(self.folder, written, self.coverage, rows_before, before, after)
+
+
+def plan_slim(
     inputs: Inputs,
     ranking: Ranking | None,
     vocab: DraftVocab | None,
     kept_ids: NDArray[np.int64] | None,
     folder: Path,
     title: str,
-) -> Conversion:
-    """Write one artifact.
+) -> Planned:
+    """Work out one artifact.
 
     Args:
         inputs: what it is made from.
@@ -47,18 +179,16 @@ def write_slim(
         kept_ids: int64 [kept], further ids in rank order whose rows are kept in a file of their own; None for none.
         folder: where it goes.
         title: its name on the model card.
+
+    Raises:
+        MismatchError: an id that the head has no row for.
     """
-    # With a record of reads of its own, so that a manifest lists what was read for this size alone.
     head = inputs.head.forked()
     lm_head = _lm_head(head, inputs)
     rows = len(vocab) if vocab is not None else head.target_vocab
-    rows_before = inputs.rows_before
-    before, after = (bytes_per_draft_step(head, count) for count in (rows_before, rows))
-    require_space(folder, after + kept_bytes(head, 0 if kept_ids is None else len(kept_ids)))
     config = _config(head, inputs, rows)
     findings = _findings(head, inputs, config, rows)
     measured = None if ranking is None or vocab is None else ranking.coverage(vocab)
-    report = None if measured is None else measured[0]
     manifest = manifest_of(inputs, head, lm_head, ranking, vocab, measured, findings)
     plans: Sequence[TensorPlan]
     if head.kind == "eagle3":
@@ -67,39 +197,11 @@ def write_slim(
         kept = None if kept_ids is None else eagle3.plan_kept_rows(head, lm_head, kept_ids)
     else:
         plans, gathered, kept = eagle1.plan_tensors(head), None, None
-    side_files = {}
-    if vocab is not None:
-        side_files[freq_name(len(vocab))] = freq_bytes(vocab.target_ids)
-    if report is not None:
-        from eagle_slim.vocab_tools.ranking.plots import render_coverage
-
-        side_files[PLOT_NAME] = render_coverage(report)
-
-    def card(finished: Manifest) -> str:
-        return model_card(
-            finished,
-            title=title,
-            bytes_before=before,
-            bytes_after=after,
-            rows_before=rows_before,
-            licence=inputs.licence,
-            plot=None if report is None else PLOT_NAME,
-            refused={found.engine for found in findings if found.severity == "error"},
-        )
-
-    written = write_artifact(
-        folder,
-        manifest,
-        config,
-        plans,
-        gathered,
-        kept,
-        side_files,
-        card,
-        after_read=lambda: what_was_read(manifest, head, lm_head),
-        force=inputs.options.force,
-    )
-    return Conversion(folder, written, report, rows_before, before, after)
+    return Planned(
+        folder, title, inputs, head, lm_head, manifest, config, findings, plans, gathered, kept,
+        coverage=None if measured is None else measured[0],
+        is_guess=ranking is not None and vocab is not None and ranking.is_guess,
+    )  # fmt: skip
 
 
 def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
@@ -107,17 +209,8 @@ def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     total = sum(
         head.tensors.info(name).size_bytes for name in head.tensors if name not in (names.LM_HEAD, names.EMBEDDING)
     )
-    return total + rows * _row_bytes(head)
-
-
-def kept_bytes(head: DraftHead, rows: int) -> int:
-    """Bytes of so many kept rows with their ids, the header of the file left out."""
-    return rows * (_row_bytes(head) + 8)
-
-
-def _row_bytes(head: DraftHead) -> int:
     dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
-    return head.hidden_size * item_size(dtype)
+    return total + rows * head.hidden_size * item_size(dtype)
 
 
 def _lm_head(head: DraftHead, inputs: Inputs) -> LmHead | None:
@@ -139,7 +232,7 @@ def _config(head: DraftHead, inputs: Inputs, rows: int) -> dict[str, Any]:
 def _findings(head: DraftHead, inputs: Inputs, config: dict[str, Any], rows: int) -> list[Finding]:
     facts = HeadFacts.of(
         # What is read to judge the head is no part of what the artifact is made from.
-        inputs.head,
+        inputs.head.forked(),
         config=config,
         draft_vocab=rows,
         target_layers=None if inputs.target is None else inputs.target.num_layers,

@@ -26,6 +26,7 @@ class HeadFacts:
         num_taps: captured target layers that `fc` takes.
         target_layers: decoder layers of the target, or None where the target is not at hand.
         nonzero_fc_bias: whether `fc.bias` is there and does something.
+        has_gguf: whether a GGUF file is beside the head; None where that is not asked.
     """
 
     kind: names.HeadKind
@@ -36,6 +37,7 @@ class HeadFacts:
     num_taps: int
     target_layers: int | None = None
     nonzero_fc_bias: bool = False
+    has_gguf: bool | None = None
 
     @classmethod
     def of(
@@ -45,6 +47,7 @@ class HeadFacts:
         config: Mapping[str, object] | None = None,
         draft_vocab: int | None = None,
         target_layers: int | None = None,
+        has_gguf: bool | None = None,
     ) -> HeadFacts:
         """Facts of an open head; `config` and `draft_vocab` as they will be written, where that differs."""
         num_taps = 0
@@ -59,6 +62,7 @@ class HeadFacts:
             num_taps=num_taps,
             target_layers=target_layers,
             nonzero_fc_bias=head.tensors.is_nonzero(names.FC_BIAS),
+            has_gguf=has_gguf,
         )
 
     @property

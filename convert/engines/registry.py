@@ -14,7 +14,7 @@ from importlib import metadata
 from eagle_slim.vocab_tools.errors import UsageError
 
 from ..weights import names
-from . import lmdeploy, safeailab, sglang, specforge, speculators, tensorrt_llm, vllm
+from . import llama_cpp, lmdeploy, safeailab, sglang, specforge, speculators, tensorrt_llm, vllm
 from .facts import HeadFacts
 from .rules import Engine, Severity, apply_rule
 
@@ -22,6 +22,7 @@ ENGINES: dict[str, Engine] = {
     "vllm": vllm.ENGINE,
     "sglang": sglang.ENGINE,
     "tensorrt-llm": tensorrt_llm.ENGINE,
+    "llama.cpp": llama_cpp.ENGINE,
     "safeailab": safeailab.ENGINE,
     "lmdeploy": lmdeploy.ENGINE,
     "speculators": speculators.ENGINE,
@@ -144,7 +145,7 @@ def _installed_version(distributions: Sequence[str]) -> str | None:
 
 def _numbers(version: str) -> tuple[int, ...]:
     """The release part of a version, padded: '0.32.0+cpu' and '0.32' are both (0, 32, 0, 0)."""
-    match = re.match(r"v?(\d+(?:\.\d+)*)", version)
+    match = re.match(r"[vb]?(\d+(?:\.\d+)*)", version)
     if match is None:
         raise UsageError(
             f"--engine-version: expected a version number such as 0.32.0, found {version!r}.",

@@ -21,6 +21,8 @@ Severity = Literal["error", "warning", "note"]
 
 # SafeAILab's and FR-Spec's trees take this many candidates per node.
 _TREE_TOP_K = 10
+# Kinds of RoPE scaling that a GGUF file of ours says to llama.cpp.
+GGUF_ROPE = ("linear", "llama3")
 _RULE = re.compile(r"(error|warning|note) if ([^:]+): (.+); (.+)")
 
 
@@ -99,6 +101,8 @@ CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "norms before fc": lambda head: any(
         name == "input_norm.weight" or names.is_fc_norm(name) for name in head.tensor_names
     ),
+    "norms of taps": lambda head: any(map(names.is_fc_norm, head.tensor_names)),
+    "no GGUF": lambda head: head.has_gguf is False,
     "trained embedding": lambda head: (
         names.EMBEDDING in head.tensor_names and head.flag(head_config.EMBEDDING_TRAINED_KEY)
     ),
@@ -106,8 +110,10 @@ CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "normed output": lambda head: head.flag("norm_output"),
     "partial rotation": lambda head: head.config.get("partial_rotary_factor") not in (None, 1),
     "new RoPE": _has_unknown_rope,
+    "RoPE beyond llama3": lambda head: head.rope_kind not in (None, *GGUF_ROPE),
     "other head_dim": _misses_the_hidden_size,
     "other number of taps": lambda head: head.num_taps not in (0, 3),
+    "not three taps": lambda head: head.num_taps != 3,
     "unsaid taps": _has_unsaid_taps,
     # Without captured layers vLLM builds no fc and leaves the file's unread.
     "unsaid taps, used": lambda head: head_config.uses_aux_layers(head.config) and _has_unsaid_taps(head),

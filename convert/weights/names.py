@@ -56,6 +56,36 @@ _DROPPED = (
     (re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)"), "recomputed from the configuration"),
 )
 
+_WHOLE = "it is not slimmed: serve it as it is, "
+OTHER_DRAFTS = {
+    "medusa": ("a Medusa head", _WHOLE + 'in vLLM ("method": "medusa")'),
+    "mlp_speculator": ("an MLP speculator", _WHOLE + 'in vLLM ("method": "mlp_speculator")'),
+    "mlpspeculator": ("an MLP speculator", _WHOLE + 'in vLLM ("method": "mlp_speculator")'),
+    "peagle": (
+        "a P-EAGLE head, which drafts in parallel",
+        _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
+    ),
+    "dflash": (
+        "a DFlash draft model (block diffusion)",
+        _WHOLE + 'in vLLM ("method": "dflash") or llama.cpp (--spec-type draft-dflash)',
+    ),
+    "dspark": (
+        "a DSpark draft model (block diffusion with a Markov head)",
+        _WHOLE + 'in vLLM ("method": "dspark") or llama.cpp (--spec-type draft-dspark)',
+    ),
+    "mtp": (
+        "a multi-token-prediction (MTP) layer",
+        _WHOLE + 'with its target in vLLM ("method": "mtp") or llama.cpp (--spec-type draft-mtp)',
+    ),
+    "model": (
+        "a whole language model",
+        _WHOLE
+        + 'as a draft model in vLLM ("method": "draft_model") or llama.cpp (--spec-type draft-simple), or slim an '
+        "EAGLE head of the target",
+    ),
+}
+"""Drafts that are no EAGLE heads, by a word of their class or type: what each is, and what to do with it."""
+
 # Marks of heads that resemble EAGLE and are something else, with the name to refuse them by.
 _FOREIGN = (
     (re.compile(r".*\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj|kv_a_layernorm)\b.*"), "an MLA attention head"),
@@ -67,13 +97,14 @@ _FOREIGN = (
         ),
         "a quantised head",
     ),
-    (re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"), "a Medusa head"),
-    (
-        re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"),
-        "a multi-token-prediction (MTP) head, or eh_proj before attention",
-    ),
     (re.compile(r"(.*\.)?mlp\.(experts|gate\.weight|shared_expert).*"), "a mixture-of-experts head"),
 )
+_OTHER_MARKS = {
+    "medusa": re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"),
+    "mlp_speculator": re.compile(r"speculator\.(emb|proj|head|ln)\.\d+\..*"),
+    "peagle": re.compile(r"mask_hidden"),
+    "mtp": re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight"),
+}
 _SECOND_LAYER = re.compile(r"(midlayer|layers)\.[1-9]\d*\..*")
 
 
@@ -110,6 +141,11 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
     # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
     several = ((_SECOND_LAYER, "an EAGLE-3 head of several layers"),) if kind == "eagle3" else ()
+    for draft, pattern in _OTHER_MARKS.items():
+        if (mark := next((name for name, short in bare.items() if pattern.fullmatch(short)), None)) is not None:
+            raise other_draft(draft, where, tensor=mark)
+    if FC not in bare.values() and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare.values()):
+        raise other_draft("model", where)
     for name, short in bare.items():
         for pattern, meaning in (*_FOREIGN, *several):
             if pattern.fullmatch(short):
@@ -164,6 +200,12 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
             missing=missing,
         )
     return NameTable(kind, stored, dropped)
+
+
+def other_draft(draft: str, where: str, **facts: str) -> UnsupportedHeadError:
+    """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
+    found, advice = OTHER_DRAFTS[draft]
+    return UnsupportedHeadError.at(where, f"this is {found}; {advice}.", found=found, **facts)
 
 
 def is_fc_norm(name: str) -> bool:

@@ -68,7 +68,8 @@ def choose_weights(names: list[str], where: str) -> str:
         raise CheckpointError.at(
             where,
             f"several files of weights and none with the usual name: {', '.join(plain[:5])}.\n"
-            "Give a folder with the one that is meant and its config.json.",
+            "Name a head's with --weights-file; of a target, give a folder with the one that is meant and its "
+            "config.json.",
             found=plain,
         )
     raise CheckpointError(
@@ -76,6 +77,18 @@ def choose_weights(names: list[str], where: str) -> str:
         + (f"Found {', '.join(sorted(names)[:8])}." if names else "It is empty."),
         found=sorted(names),
     )
+
+
+def doubts_of_choice(names: list[str]) -> list[str]:
+    """Warn where one file of weights is taken, and an index with shards of the same format lies beside it."""
+    single, index = WEIGHTS_PREFERENCE[:2] if SINGLE_SAFETENSORS in names else WEIGHTS_PREFERENCE[2:]
+    shards = [name for name in names if "-of-" in name and name.endswith(Path(single).suffix)]
+    if not shards or single not in names or index not in names:
+        return []
+    return [
+        f"{single} is read, though {index} and {shards[0]} lie beside it: if these are the right weights, say "
+        f"--weights-file {index}"
+    ]
 
 
 def read_index(path: Path) -> WeightsIndex:

@@ -105,17 +105,33 @@ def write_safetensors(path: Path, plans: Sequence[TensorPlan], metadata: Mapping
         entries[plan.name] = {"dtype": plan.dtype, "shape": list(plan.shape), "data_offsets": offsets}
         offset += plan.size_bytes
     start = header_bytes(entries, dict(sorted(metadata.items())))
+    digests = write_tensors(path, start, ordered)
+    return WrittenFile(len(start) + offset, sha256_of(start), digests)
+
+
+def write_tensors(path: Path, start: bytes, plans: Sequence[TensorPlan], alignment: int = 1) -> dict[str, str]:
+    """Write `start`, then each tensor, to a new file; return what each plan's chunks returned, by name.
+
+    Args:
+        path: the file, flushed to the disk in the end.
+        start: the bytes before the first tensor.
+        plans: the tensors, in their order in the file.
+        alignment: every part is followed by zeros up to a multiple of so many bytes.
+
+    Raises as `write_safetensors`.
+    """
     digests: dict[str, str] = {}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        _write_all(descriptor, start)
+        _write_all(descriptor, start + bytes(-len(start) % alignment))
         with ThreadPoolExecutor(1, thread_name_prefix="write") as writer, _Flusher(descriptor) as flusher:
-            for plan in ordered:
+            for plan in plans:
                 digests[plan.name] = _write_tensor(descriptor, plan, writer, flusher)
+                _write_all(descriptor, bytes(-plan.size_bytes % alignment))
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return WrittenFile(len(start) + offset, sha256_of(start), digests)
+    return digests
 
 
 class _Flusher:

@@ -12,7 +12,6 @@ from .statistics import Estimate, prompts_needed, ratio
 
 # A smaller difference in speed counts as none: two runs of the same work differ by as much on a quiet machine.
 _MARGIN = 0.02
-_FEWEST_PROMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -21,8 +20,10 @@ class Advice:
 
     mode: str
     batch: int
+    headline: str
+    """Whether drafting beats plain decoding here, and what to draft with, in one line."""
     candidate: str
-    """The fastest; of several that may be, the one that reads the fewest bytes."""
+    """The fastest; of several that may be, the one that reads the fewest bytes; "plain" where that beats them all."""
     draft_vocab: int
     follow: str | None
     """"prompt" where ids of the prompt join it."""
@@ -33,28 +34,12 @@ class Advice:
     more_prompts: int
     """About how many more prompts would decide; 0 where it is decided."""
     beats_plain: bool | None
-    """Whether decoding with it was faster than plain decoding; None where the interval does not say."""
+    """Whether drafting is faster than plain decoding; None where the prompts do not say."""
     reasons: tuple[str, ...]
-
-    @property
-    def headline(self) -> str:
-        """The advice in one line."""
-        where = self.mode if self.batch == 1 else f"{self.mode}, batch {self.batch}"
-        begin = f"recommended draft vocabulary on this device, {where}: "
-        if not self.more_prompts and not self.as_fast:
-            return f"{begin}not decided, no step was measured"
-        plain = {True: "", None: "", False: "; but plain decoding is faster here"}[self.beats_plain]
-        if self.is_decided:
-            return f"{begin}{self.candidate}{plain}"
-        plural = "" if self.more_prompts == 1 else "s"
-        return (
-            f"{begin}not decided, about {self.more_prompts} more prompt{plural} needed; of those that may be fastest, "
-            f"{self.candidate} reads the fewest bytes{plain}"
-        )
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain values."""
-        return asdict(self) | {"headline": self.headline}
+        return asdict(self)
 
 
 def recommend(report: CompareReport) -> list[Advice]:
@@ -65,28 +50,69 @@ def recommend(report: CompareReport) -> list[Advice]:
 def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     rows = [report.find(candidate.label, mode, batch=batch) for candidate in report.candidates]
     measured = [row for row in rows if row.measured is not None]
+    where = mode if batch == 1 else f"{mode}, batch {batch}"
     if not measured:
         smallest = min(rows, key=_draft_bytes).candidate
-        reason = "No step was made: every answer ended with its first token. Give more prompts or more new tokens."
-        return Advice(mode, batch, smallest.label, smallest.draft_vocab, smallest.follow, False, (), 0, None, (reason,))
+        reason = (
+            "No step was made: every answer ended with its first token. Give more prompts or more new tokens."
+            if any(row.num_answers for row in rows) else "The comparison ended before anything was drafted."
+        )  # fmt: skip
+        return Advice(
+            mode, batch, f"{where}: draft vocabulary not decided, no step was measured", smallest.label,
+            smallest.draft_vocab, smallest.follow, False, (), 0, None, (reason,),
+        )  # fmt: skip
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.label: _compare(row, best, len(measured) - 1) for row in measured if row is not best}
     same = [row for row in measured if row is best or _is_as_fast(others[row.label])]
     undecided = [row for row in measured if row not in same and not _is_slower(others[row.label])]
     close = [row for row in measured if row in same or row in undecided]
-    chosen = min(close, key=_draft_bytes)
+    chosen = min(close, key=lambda row: (_draft_bytes(row), -row.tokens_per_s))
     more = max(
         [prompts_needed(others[row.label], best.num_prompts, _MARGIN, len(measured) - 1) for row in undecided],
         default=0,
     )
-    if len(measured) > 1:
-        more = max(more, _FEWEST_PROMPTS - best.num_prompts)
     plain = report.find(PLAIN, mode, batch=batch)
+    # Plain decoding must beat all that may be the fastest.
+    verdicts = {_beats_plain(row, plain) for row in close}
+    beats = False if verdicts == {False} else _beats_plain(chosen, plain) or None
+    advised, more = (plain, 0) if beats is False else (chosen, more)
+    reasons = [*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_follow(measured)]
+    if missing := [row.label for row in rows if row.measured is None]:
+        reasons.append(f"Not measured: {'; '.join(missing)}.")
     return Advice(
-        mode, batch, chosen.label, chosen.candidate.draft_vocab, chosen.candidate.follow, more == 0,
-        tuple(row.label for row in close), more, _beats(chosen.speedup),
-        (*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_follow(measured)),
+        mode, batch, f"{where}: {_headline(chosen, close, beats, more)}", advised.label, advised.candidate.draft_vocab,
+        advised.candidate.follow, more == 0, tuple(row.label for row in close), more, beats, tuple(reasons),
     )  # fmt: skip
+
+
+def _headline(chosen: Row, close: Sequence[Row], beats: bool | None, more: int) -> str:
+    speed = "" if chosen.speedup is None else f" at {_interval(chosen.speedup)} times its speed"
+    if beats is False:
+        return f"plain decoding is faster here: drafting with {chosen.label} runs{speed}"
+    begin = f"drafting beats plain decoding here: it runs{speed}"
+    if beats is None:
+        few = "" if chosen.speedup and chosen.speedup.says_something else ", too few to tell"
+        number = _prompts(chosen.num_prompts, chosen.batch)
+        begin = f"whether drafting beats plain decoding here is not decided by {number}{few}: it ran{speed}"
+    if not more:
+        return f"{begin}; best draft vocabulary: {chosen.label}"
+    return (
+        f"{begin}; draft vocabulary not decided, about {_prompts(more, chosen.batch, 'more ')} needed; of those that "
+        f"may be fastest, {chosen.label} {_merit(chosen, close)}"
+    )
+
+
+def _prompts(number: int, batch: int, more: str = "") -> str:
+    plural = "" if number == 1 else "s"
+    return f"{number} {more}" + (f"prompt{plural}" if batch == 1 else f"group{plural} of {batch} prompts")
+
+
+def _merit(chosen: Row, close: Sequence[Row]) -> str:
+    """Say what the one chosen has before the others that may be the fastest."""
+    alike = sum(_draft_bytes(row) == _draft_bytes(chosen) for row in close)
+    if alike == 1:
+        return "reads the fewest bytes"
+    return "ran fastest" if alike == len(close) else "ran fastest of those that read the fewest bytes"
 
 
 def _draft_bytes(row: Row) -> int:
@@ -113,6 +139,21 @@ def _beats(speedup: Estimate | None) -> bool | None:
     return speedup.value > 1
 
 
+def _beats_plain(row: Row, plain: Row) -> bool | None:
+    """Whether it is faster than plain decoding; None where the prompts do not tell.
+
+    A step may take so long that the most tokens which its trees can give do not make up for it: then any prompts tell.
+    """
+    if row.step_s and row.batch * _most_tokens(row) < plain.tokens_per_s * row.step_s:
+        return False
+    return _beats(row.speedup)
+
+
+def _most_tokens(row: Row) -> int:
+    depth, _, nodes = row.candidate.tree
+    return min(depth + 2, nodes)
+
+
 def _reasons(
     chosen: Row,
     best: Row,
@@ -125,15 +166,17 @@ def _reasons(
     if len(close) > 1:
         names = "; ".join(row.label for row in sorted(close, key=_draft_bytes, reverse=True))
         reasons.append(
-            f"{names}: on these prompts their speeds differ by less than {_MARGIN:.0%}, or by too little to tell; "
-            f"{chosen.label} reads the fewest bytes of them ({_draft_bytes(chosen) / 1e6:,.1f} MB a tree)."
+            f"{names}: these prompts do not tell their speeds apart, or they differ by less than {_MARGIN:.0%}; "
+            f"{chosen.label} {_merit(chosen, close)} ({_draft_bytes(chosen) / 1e6:,.1f} MB a tree)."
         )
     for row in measured:
         if row is not best and row not in close:
             reasons.append(f"{row.label} runs at {_interval(others[row.label])} of the speed of {best.label}.")
     if chosen.speedup is not None:
-        beats = _beats(chosen.speedup)
+        beats = _beats_plain(chosen, plain)
         verdict = {True: "faster", False: "slower", None: "these prompts do not tell which is faster"}[beats]
+        if beats != _beats(chosen.speedup):
+            verdict = f"slower on any prompts, as a pass gives {_most_tokens(chosen)} tokens at most"
         reasons.append(
             f"Plain decoding gives {plain.tokens_per_s:.1f} tokens/s; {chosen.label} runs at "
             f"{_interval(chosen.speedup)} times that: {verdict}."
@@ -174,6 +217,5 @@ def _cost(row: Row) -> str:
 
 
 def _interval(estimate: Estimate) -> str:
-    if estimate.error is None:
-        return f"{estimate.value:.2f} (too few prompts for an interval)"
-    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
+    ends = f" ({estimate.low:.2f} to {estimate.high:.2f})" if estimate.says_something else ""
+    return f"{estimate.value:.2f}{ends}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,13 +83,13 @@ class Row(AcceptedLengths):
             "num_passes": self.num_passes,
             "num_accepted_tokens": self.num_accepted_tokens,
             "num_missed": self.num_missed,
-            "missed_rate": round(self.missed_rate, 6),
+            "missed_rate": round(self.missed_rate, 6) if self.num_new_tokens else None,
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
-            "step_s": round(self.step_s, 6),
-            "draft_s_per_step": round(found.draft_s, 6) if found else 0.0,
-            "verify_s_per_step": round(found.verify_s, 6) if found else 0.0,
-            "host_s_per_step": round(found.host_s, 6) if found else 0.0,
+            "step_s": round(found.step_s, 6) if found else None,
+            "draft_s_per_step": round(found.draft_s, 6) if found else None,
+            "verify_s_per_step": round(found.verify_s, 6) if found else None,
+            "host_s_per_step": round(found.host_s, 6) if found else None,
             "prefill_s": round(self.prefill_s, 4),
             "total_s": round(self.total_s, 4),
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},
@@ -153,15 +153,15 @@ def build_report(plan: Plan, answers: Sequence[Answer], curves: Iterable[Coverag
 
 
 def _measure(candidates: Sequence[Candidate], answers: Sequence[Answer]) -> dict[str, Measured]:
-    """Measure on the prompts that every candidate has answered in full: a comparison may have been interrupted."""
-    by_label: dict[str, list[Answer]] = {candidate.label: [] for candidate in candidates}
+    """Measure on the prompts that every candidate has answered in full that answered any: Ctrl-C may have come."""
+    by_label = defaultdict[str, list[Answer]](list)
     for answer in answers:
         by_label[answer.key.candidate].append(answer)
     turns = [{(a.key.repeat, a.key.group, a.key.turn) for a in each} for each in by_label.values()]
     complete = set.intersection(*turns)
     groups = {group: place for place, group in enumerate(sorted({group for _, group, _ in complete}))}
     timings = {}
-    for candidate in candidates:
+    for candidate in (each for each in candidates if each.label in by_label):
         own = by_label[candidate.label]
         used = [a for a in own if (a.key.repeat, a.key.group, a.key.turn) in complete]
         steps = np.array([step for a in used for step in a.steps], dtype=np.float64).reshape(-1, 3)

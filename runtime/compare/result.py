@@ -76,8 +76,8 @@ class Comparison:
     def to_text(self) -> str:
         """Return an aligned table, the advice and the remarks.
 
-        Times are in milliseconds a step; ``missed`` is the share of tokens that the draft vocabulary does not hold;
-        ``exact``: answers equal to plain decoding's, of all.
+        Ranges are 95% intervals over prompts. Times are in milliseconds a step; ``missed`` is the share of tokens that
+        the draft vocabulary does not hold; ``exact``: answers equal to plain decoding's, of all. "-": not measured.
         """
         lines = list(_cells(self.report))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -135,19 +135,19 @@ def _cells(report: CompareReport) -> Iterator[list[str]]:
             row.mode,
             str(row.batch),
             row.category,
-            f"{row.mean_accepted_length:.3f}",
-            "-" if row.candidate.is_plain else f"{row.missed_rate:.1%}",
-            _with_error(found.tokens_per_s if found else None, 1),
-            _with_error(row.speedup, 2),
+            f"{found.accepted_length.value:.3f}" if found else "-",
+            "-" if row.candidate.is_plain or not row.num_new_tokens else f"{row.missed_rate:.1%}",
+            _with_range(found.tokens_per_s if found else None, 1),
+            _with_range(row.speedup, 2),
             *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
-            str(row.num_passes),
-            f"{row.num_identical}/{row.num_answers}",
+            str(row.num_passes) if row.num_answers else "-",
+            f"{row.num_identical}/{row.num_answers}" if row.num_answers else "-",
         ]
 
 
-def _with_error(estimate: Estimate | None, digits: int) -> str:
-    """Format a value with the relative half-width of its interval; a question mark where that says nothing."""
+def _with_range(estimate: Estimate | None, digits: int) -> str:
+    """Format a value with its interval, unless that says nothing, or is none."""
     if estimate is None:
         return "-"
-    error = "?" if estimate.error is None else f"{estimate.error:.0%}"
-    return f"{estimate.value:.{digits}f} ±{error}"
+    ends = [f"{end:.{digits}f}" for end in (estimate.value, estimate.low, estimate.high)]
+    return "{} ({} to {})".format(*ends) if estimate.says_something and len(set(ends)) > 1 else ends[0]

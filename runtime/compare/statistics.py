@@ -3,7 +3,7 @@
 All candidates answer the same prompts, so a resample draws the same prompts for all of them, and what a prompt does to
 every candidate cancels in the ratio of two. The target's work in a step is the same for every draft vocabulary, so its
 time is one quantity: the median over the steps of all candidates whose trees have as many nodes. An interval is the
-bootstrap's standard error of the logarithm times Student's t for the number of prompts, which is wide for a few.
+bootstrap's standard error of the logarithm times Student's t for the number of prompts. Fewer than five give none.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ NUM_RESAMPLES = 400
 CONFIDENCE = 0.95
 # Verifying costs the same for every candidate; a candidate whose median differs by this factor ran on a busier machine.
 _DISTURBED = 1.25
+_FEWEST_PROMPTS = 5
 # From here on Student's t hardly changes.
 _MANY_PROMPTS = 200
-# An interval that reaches further than this many times the value says nothing.
+# An interval whose upper end is further than this many times the value says nothing.
 _WIDEST = 10.0
 
 
@@ -34,8 +35,8 @@ class Timings:
     """What one candidate did, step by step.
 
     ``draft_s``, ``verify_s``, ``host_s`` float64 [steps]; ``prompt_of_step`` int64 [steps], numbers from 0. By prompt,
-    float64 [prompts]: ``accepted``, the tokens that its steps gave, and ``passes``, the target passes of its sequences
-    (as many as its steps, unless several sequences share a step). ``nodes``: of the trees, 1 for plain decoding.
+    float64 [prompts]: ``accepted``, the tokens that its steps added to answers, and ``passes``, the target passes of
+    its sequences (as many as its steps, unless several share a step). ``nodes``: of the trees, 1 for plain decoding.
     """
 
     draft_s: NDArray[np.float64]
@@ -49,7 +50,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A positive quantity, with the interval that holds it with 95% confidence; infinite for a single prompt."""
+    """A positive quantity, with the interval that holds it with 95% confidence; infinite for too few prompts."""
 
     value: float
     low: float
@@ -58,17 +59,16 @@ class Estimate:
     @classmethod
     def of(cls, value: float, resampled: NDArray[np.float64], num_prompts: int, comparisons: int = 1) -> Estimate:
         """Build from the value and its resamples; ``comparisons`` made with the same data widen the interval."""
-        if num_prompts < 2 or value <= 0:
+        if num_prompts < _FEWEST_PROMPTS or value <= 0:
             return cls(value, 0.0, math.inf)
         error = float(np.log(resampled).std() * math.sqrt(num_prompts / (num_prompts - 1)))
         factor = math.exp(min(700.0, student_t(1 - (1 - CONFIDENCE) / (2 * comparisons), num_prompts - 1) * error))
         return cls(value, value / factor, value * factor)
 
     @property
-    def error(self) -> float | None:
-        """By which share of the value the interval reaches beyond it; None where that is too wide to say anything."""
-        error = self.high / self.value - 1 if math.isfinite(self.high) else math.inf
-        return error if error < _WIDEST else None
+    def says_something(self) -> bool:
+        """Whether the interval is not too wide to be worth printing."""
+        return self.high < (1 + _WIDEST) * self.value
 
 
 @dataclass(frozen=True)

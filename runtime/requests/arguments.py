@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
@@ -10,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UsageError, misfit
+from ..errors import SamplingWarning, UsageError, misfit
 from ..settings import SamplingConfig
 from .options import SAMPLING
 
 DEFAULT_MAX_NEW_TOKENS = 256
+_WITHOUT_EFFECT = {
+    "temperature": (1.0,), "top_k": (0, 50), "top_p": (1.0,), "min_p": (0.0,), "typical_p": (1.0,),
+}  # fmt: skip
+"""Values beside greedy decoding of which transformers does not warn."""
 
 
 def read_count(name: str, value: Any, least: int) -> int:
@@ -51,6 +56,16 @@ def read_stop_strings(stop: str | Sequence[str] | None, has_tokenizer: bool) -> 
             f"Stop strings are texts of at least one letter; got {list(stops)!r}.", option="stop", found=list(stops)
         )
     return stops
+
+
+def read_seeds(seeds: Any, seed: int | None, num_prompts: int) -> tuple[int, ...] | None:
+    """Return a seed for each prompt; None where none was given. Raises `UsageError`, also beside ``seed``."""
+    if seeds is None:
+        return None
+    found = seeds.tolist() if hasattr(seeds, "tolist") else seeds
+    if seed is not None or not isinstance(found, Sequence) or isinstance(found, str) or len(found) != num_prompts:
+        raise misfit("seeds", f"a list of a seed for each of {num_prompts} prompts, and seed left out", seeds)
+    return tuple(int(SamplingConfig(seed=each).seed) for each in found)
 
 
 def read_seconds(name: str, value: Any) -> float:
@@ -91,7 +106,7 @@ def read_max_new_tokens(options: Mapping[str, Any], prompt_length: int) -> int:
 
 
 def read_sampling(options: Mapping[str, Any], keywords: Mapping[str, Any], seed: int | None) -> SamplingConfig:
-    """Read how to sample from joined options (`join_options`); the ``keywords`` must not contradict each other.
+    """Read how to sample from joined options (`join_options`); of contradicting ``keywords`` ``do_sample`` counts.
 
     Greedy unless a keyword or a configuration that was given asks for sampling, which draws a seed where it is None,
     from PyTorch's generator, which `torch.manual_seed` sets. Raises `UsageError`.
@@ -116,26 +131,28 @@ def sampling_config(
     min_p: float | None = None,
     typical_p: float | None = None,
 ) -> SamplingConfig:
-    """Read sampling arguments as `SpeculativeModel.generate` does. Raises `UsageError` when they contradict."""
+    """Read sampling arguments as `SpeculativeModel.generate` does.
+
+    Greedy decoding ignores what only sampling reads, with a `SamplingWarning` where transformers warns: for values
+    that would change something. Raises `UsageError` for numbers out of range, and for sampling at temperature 0.
+    """
     cuts = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "typical_p": typical_p}
     given: dict[str, Any] = {name: value for name, value in cuts.items() if value is not None}
-    if do_sample is None:
-        if temperature is None and given:
-            raise UsageError(
-                f"{', '.join(given)} only matters when sampling. Give a temperature (or do_sample=True) as well.",
-                option=next(iter(given)),
-            )
-        do_sample = bool(temperature)
-    if not do_sample:
-        if temperature:
-            raise UsageError(
-                f"do_sample=False asks for greedy decoding, temperature={temperature} for sampling. Give one of them.",
-                option="temperature", found=temperature,
-            )  # fmt: skip
-        return SamplingConfig(seed=seed)
-    if temperature == 0:
+    is_cold = temperature is not None and temperature == 0
+    if do_sample and is_cold:
         raise UsageError(
             "do_sample=True needs a temperature above 0. Leave temperature out for 1.0.",
             option="temperature", found=temperature,
         )  # fmt: skip
-    return SamplingConfig(1.0 if temperature is None else temperature, seed=seed, **given)
+    sampling = SamplingConfig(1.0 if temperature is None or is_cold else temperature, seed=seed, **given)
+    if do_sample or (do_sample is None and temperature):
+        return sampling
+    ignored = [name for name, quiet in _WITHOUT_EFFECT.items() if getattr(sampling, name) not in quiet]
+    if ignored:
+        warnings.warn(
+            f"Decoding is greedy: {', '.join(f'{name}={getattr(sampling, name)}' for name in ignored)} acts on "
+            "sampling alone. Give do_sample=True or a temperature above 0 to sample.",
+            SamplingWarning,
+            stacklevel=5,
+        )
+    return SamplingConfig(seed=seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from .arguments import (
     read_max_new_tokens,
     read_sampling,
     read_seconds,
+    read_seeds,
     read_stop_strings,
 )
-from .options import build_processors, join_options, without_padding
+from .options import OURS, build_processors, join_options, without_padding
 from .prompts import ReadPrompts, check_prompts, read_prompts
 from .requests import Request
 from .sampling import LogitRecord
@@ -39,13 +40,8 @@ class Call:
     read: ReadPrompts
     fill: int
     """What fills ``sequences`` where an answer has ended."""
-
-
-_OURS = (
-    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "stop", "stopping_criteria", "ignore_eos",
-    "logits_processor",
-)  # fmt: skip
-"""Arguments that are no fields of a `GenerationConfig`."""
+    seeds: tuple[int, ...] | None
+    """Of each prompt, where they were given."""
 
 
 def own_eos_ids(target: TargetModel) -> frozenset[int]:
@@ -61,8 +57,8 @@ def read_call(
 
     ``tokenizer``: the model's own. ``context_limit``: most tokens of prompt and answer together.
     """
-    own = {name: keywords.get(name) for name in _OURS}
-    fields = {name: value for name, value in keywords.items() if name not in _OURS}
+    own = {name: keywords.get(name) for name in OURS}
+    fields = {name: value for name, value in keywords.items() if name not in OURS}
     if own["inputs"] is not None:
         if input_ids is not None:
             raise UsageError("Give the prompts once, as input_ids or as inputs.", option="inputs")
@@ -72,7 +68,8 @@ def read_call(
     tokenizer = tokenizer if own["tokenizer"] is None else own["tokenizer"]
     own_eos = own_eos_ids(target)
     options = join_options(target.generation_config, own["generation_config"], fields)
-    sampling = read_sampling(options, fields, own["seed"])
+    # With a seed for each prompt none is drawn for the call.
+    sampling = read_sampling(options, fields, 0 if own["seed"] is None and own["seeds"] is not None else own["seed"])
     eos = frozenset() if own["ignore_eos"] else read_id_set(options.get("eos_token_id", own_eos))
     pad = _pad(target, options.get("pad_token_id"))
     padding = None if pad in (eos or own_eos) else pad
@@ -84,6 +81,7 @@ def read_call(
             "temperature.",
             option="num_return_sequences", found=repeats,
         )  # fmt: skip
+    seeds = read_seeds(own["seeds"], own["seed"], len(read.prompts))
     read = read.repeated(repeats)
     stop = options.get("stop_strings") if own["stop"] is None else own["stop"]
     max_time = options.get("max_time")
@@ -98,9 +96,13 @@ def read_call(
         _read_request(target, options, sampling, index, prompt, len(read.rows[index]), own["logits_processor"], shared)
         for index, prompt in enumerate(read.prompts)
     ]
+    if seeds is not None:
+        # As if each prompt were alone in its call.
+        streams = [(seed, place) for seed in seeds for place in range(repeats)]
+        requests = [replace(request, stream=each) for request, each in zip(requests, streams, strict=True)]
     check_prompts(requests, target.embedding.shape[0])
     fill = _fill(target, options.get("eos_token_id")) if pad is None else pad
-    return Call(requests, sampling, options, read, fill)
+    return Call(requests, sampling, options, read, fill, seeds)
 
 
 def _read_request(

@@ -18,9 +18,14 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from ..errors import UsageError
+from ..errors import UsageError, did_you_mean
 from .sampling import LogitRecord
 
+OURS = (
+    "inputs", "attention_mask", "tokenizer", "generation_config", "seed", "seeds", "stop", "stopping_criteria",
+    "ignore_eos", "logits_processor",
+)  # fmt: skip
+"""Arguments of `generate` that are no fields of a `GenerationConfig`."""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 PENALTIES = (
     "sequence_bias",
@@ -85,11 +90,12 @@ def join_options(
     for name, value in [*fields.items(), *keywords.items()]:
         if name in _WITHOUT_EFFECT:
             continue
-        if name not in defaults or not (value is None or name in served or _asks_nothing(name, value, defaults[name])):
+        if name not in defaults:
+            near = did_you_mean(name, (*served, *OURS))
+            raise UsageError(f"generate() has no option {name!r}.{near}", option=name)
+        if not (value is None or name in served or _asks_nothing(name, value, defaults[name])):
             raise UsageError(
-                f"generate() cannot serve {name}. Of a GenerationConfig it takes {', '.join(served)}. Anything else "
-                "that changes logits can be a logits_processor.",
-                option=name,
+                f"generate() cannot serve {name}. What changes logits can be a logits_processor.", option=name
             )
         if value is not None and name in served:
             found[name] = value

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers.utils import ModelOutput
 
 from .requests import RequestOutput
 from .stats import GenerationStats
 
 
 @dataclass(frozen=True)
-class GenerationOutput:
+class GenerationOutput(ModelOutput):  # type: ignore[misc]  # transformers carries no types
     """Answers of one call: ``results`` in the order of the prompts, ``stats`` of all of them together.
 
-    It can be used as what transformers returns: indexed, iterated and sliced like ``sequences``, or with
-    ``return_dict_in_generate`` by the names and the order of the fields that were asked for.
+    It can be used as what transformers returns: a `ModelOutput` of ``sequences`` and what else was asked for, which
+    without ``return_dict_in_generate`` is indexed, iterated and sliced like ``sequences``.
     """
 
     results: tuple[RequestOutput, ...]
     stats: GenerationStats
     pad_token_id: int = 0
     seed: int | None = None
-    """What repeats the call's draws; None where nothing was drawn."""
+    """What repeats the call's draws; None where nothing was drawn, and where prompts had ``seeds``."""
+    seeds: tuple[int, ...] | None = None
+    """Likewise, of each prompt."""
     rows: tuple[tuple[int, ...], ...] | None = None
     """The prompts as they were given, padding included; None: as in ``results``."""
     device: torch.device | str = "cpu"
@@ -35,32 +39,38 @@ class GenerationOutput:
     has_logits: bool = False
     is_dict: bool = False
 
-    @property
-    def sequences(self) -> Tensor:
-        """Prompt and new tokens: int64 [prompts, longest prompt + longest answer], as transformers returns them.
+    sequences: Tensor = field(init=False, repr=False)
+    """Prompt and new tokens: int64 [prompts, longest prompt + longest answer], as transformers returns them.
 
-        Prompts stand as they were given, padded on the left where their lengths differ; answers are padded on the
-        right. So ``sequences[:, input_ids.shape[1]:]`` are the answers.
-        """
+    Prompts stand as they were given, padded on the left where their lengths differ; answers are padded on the right. So
+    ``sequences[:, input_ids.shape[1]:]`` are the answers.
+    """
+    scores: tuple[Tensor, ...] | None = field(init=False, repr=False)
+    """Processed scores by position, each float32 [prompts, target_vocab]; 0 after the end of an answer.
+
+    None unless ``output_scores`` was asked for.
+    """
+    logits: tuple[Tensor, ...] | None = field(init=False, repr=False)
+    """The target's own logits, in the form of ``scores``; None unless ``output_logits`` was asked for."""
+
+    def __post_init__(self) -> None:
+        given = {"scores": self.has_scores, "logits": self.has_logits}
+        found = {name: self._by_position(name) if asked else None for name, asked in given.items()}
+        for name, value in {"sequences": self._join(), **found}.items():
+            object.__setattr__(self, name, value)
+            if value is not None:
+                OrderedDict.__setitem__(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
+
+    def _join(self) -> Tensor:
         given = self.rows or tuple(tuple(result.prompt_ids) for result in self.results)
         rows = [torch.tensor(row, dtype=torch.int64) for row in given]
         prompts = pad_sequence(rows, batch_first=True, padding_value=self.pad_token_id, padding_side="left")
         new = [torch.tensor(result.token_ids, dtype=torch.int64) for result in self.results]
         answers = pad_sequence(new, batch_first=True, padding_value=self.pad_token_id)
         return torch.cat([prompts, answers], 1).to(self.device)
-
-    @property
-    def scores(self) -> tuple[Tensor, ...] | None:
-        """Processed scores by position, each float32 [prompts, target_vocab]; 0 after the end of an answer.
-
-        None unless ``output_scores`` was asked for.
-        """
-        return self._by_position("scores") if self.has_scores else None
-
-    @property
-    def logits(self) -> tuple[Tensor, ...] | None:
-        """The target's own logits, in the form of ``scores``; None unless ``output_logits`` was asked for."""
-        return self._by_position("logits") if self.has_logits else None
 
     @property
     def token_ids(self) -> list[list[int]]:
@@ -80,17 +90,13 @@ class GenerationOutput:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, str):
             return getattr(self, key)
-        return self._fields()[key] if self.is_dict else self.sequences[key]
+        return self.to_tuple()[key] if self.is_dict else self.sequences[key]
 
     def __iter__(self) -> Iterator[Any]:
-        names = ["sequences", *(["scores"] if self.has_scores else []), *(["logits"] if self.has_logits else [])]
-        return iter(names if self.is_dict else self.sequences)
+        return iter(self.keys() if self.is_dict else self.sequences)
 
     def __len__(self) -> int:
-        return len(self._fields()) if self.is_dict else len(self.results)
-
-    def _fields(self) -> tuple[Any, ...]:
-        return tuple(field for field in (self.sequences, self.scores, self.logits) if field is not None)
+        return len(self.keys()) if self.is_dict else len(self.results)
 
     def _by_position(self, name: str) -> tuple[Tensor, ...]:
         found = [getattr(result, name) for result in self.results if len(result.token_ids)]

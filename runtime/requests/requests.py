@@ -27,12 +27,12 @@ OnTokens = Callable[[Sequence[int]], None]
 class Request:
     """A prompt and its limits.
 
-    ``index`` fixes the stream of random numbers together with the seed. ``context_limit``: tokens of prompt and answer
-    together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text, needed for them.
-    ``process`` takes the tokens before a position, int64 [1, seq], and its logits, float32 [1, target_vocab], and
-    returns the logits to choose from (`options`). ``criteria`` are asked after every token, with prompt and answer
-    (int64 [1, seq] on ``device``) and None, and end the answer by what is true. ``deadline`` is a time of
-    `time.monotonic`, looked at after every step. ``record`` keeps the logits of the answer.
+    ``stream`` fixes the random numbers: seed and place; None is the call's seed and ``index``. ``context_limit``:
+    tokens of prompt and answer together, None for no limit. ``stop``: strings; ``decode`` turns token ids into text,
+    needed for them. ``process`` takes the tokens before a position, int64 [1, seq], and its logits, float32 [1,
+    target_vocab], and returns the logits to choose from (`options`). ``criteria`` are asked after every token, with
+    prompt and answer (int64 [1, seq] on ``device``) and None, and end the answer by what is true. ``deadline`` is a
+    time of `time.monotonic`, looked at after every step. ``record`` keeps the logits of the answer.
     """
 
     index: int
@@ -47,6 +47,7 @@ class Request:
     deadline: float | None = None
     record: LogitRecord | None = None
     device: torch.device | str = "cpu"
+    stream: tuple[int, int] | None = None
 
     @property
     def max_tokens(self) -> int:
@@ -88,6 +89,7 @@ class RunningRequest:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     accepted_lengths: Counter[int] = field(default_factory=Counter)
+    num_cut_tokens: int = 0
     missed: MissedTokens | None = None
     """What the draft vocabulary does not hold of the new tokens; None where drafting was not asked for."""
     num_reused: int = 0
@@ -178,7 +180,8 @@ def start(
         # No more numbers than the context has room for, whatever was asked, and a path: a pass counts in full what it
         # accepts beyond the answer's end.
         room = request.max_tokens - len(request.prompt_ids) + MAX_NEW_TOKENS
-        return None if sampling.is_greedy else uniform_stream(sampling.seed, request.index, room)
+        seed, place = request.stream or (sampling.seed, request.index)
+        return None if sampling.is_greedy else uniform_stream(seed, place, room)
 
     return [
         RunningRequest(
@@ -210,5 +213,6 @@ def _stats_of(states: Sequence[RunningRequest], more: dict[str, Any]) -> Generat
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),
         num_plain_tokens=sum(len(state.token_ids) for state in states if state.missed is None),
         num_reused_tokens=sum(state.num_reused for state in states),
+        num_cut_tokens=sum(state.num_cut_tokens for state in states),
         **more,
     )

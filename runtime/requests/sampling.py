@@ -1,6 +1,7 @@
 """Random numbers of a request, fixed by seed and position, and the scores that are reported of its tokens.
 
-Every request has one stream of uniform numbers, drawn from its own generator (seed, request index). The token at new
+Every request has one stream of uniform numbers, drawn from its own generator (seed, and place in the call, or among the
+answers to its prompt where that has a seed of its own). The token at new
 position i is chosen with number i of the stream (`step.kernels.choose_tokens`). So a request's sampled text depends on
 neither the drafter, the tree, nor the rest of the batch: speculative and plain decoding give the same tokens for the
 same seed, and the distribution is exactly the target's.

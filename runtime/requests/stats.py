@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 _IN_JSON = (
     "num_prompt_tokens", "num_reused_tokens", "num_nodes", "num_new_tokens", "num_passes", "num_accepted_tokens",
-    "mean_accepted_length", "accepted_lengths", "num_plain_tokens", "num_missed", "missed_rate", "missed_ids",
-    "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "num_empty_steps",
+    "mean_accepted_length", "accepted_lengths", "num_cut_tokens", "num_plain_tokens", "num_missed", "missed_rate",
+    "missed_ids", "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "num_empty_steps",
     "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
 )  # fmt: skip
 PHASES = ("prefill", "draft", "verify", "step")
@@ -74,7 +74,7 @@ class AcceptedLengths:
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Tokens that the passes gave, before cutting at stops."""
+        """Tokens of the answers that passes gave: all but the first of each, which its prompt's forward gave."""
         return sum(length * count for length, count in self.accepted_lengths.items())
 
     @property
@@ -87,8 +87,8 @@ class AcceptedLengths:
 class GenerationStats(AcceptedLengths):
     """Statistics of one request or of many.
 
-    The accepted length of a pass is the number of tokens that one target forward over a tree gives: the accepted
-    drafted tokens and the target's own. It is counted before a stop cuts the text, and only for sequences that were
+    The accepted length of a pass is the number of tokens that one target forward over a tree adds to the answer: the
+    accepted drafted tokens and the target's own, up to the answer's end. It is counted only for sequences that were
     running; the prompt's forward is not a pass.
     """
 
@@ -96,6 +96,9 @@ class GenerationStats(AcceptedLengths):
     """How many passes had each accepted length."""
     num_new_tokens: int = 0
     """Tokens returned, the first one (from the prompt's forward) included."""
+    num_cut_tokens: int = 0
+    """Tokens that were accepted beyond an answer's end. They are in no accepted length: else a size that needs one pass
+    more for the same answer could seem to accept more."""
     num_prompt_tokens: int = 0
     missed_ids: dict[int, int] = field(default_factory=dict)
     """How often each target id was generated that the draft vocabulary, with what had joined it, did not hold; the most
@@ -176,8 +179,8 @@ class GenerationStats(AcceptedLengths):
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
         lengths: Counter[int] = Counter()
-        names = ("num_new_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens", "prefill_s",
-                 "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps", "tuned_hits",
+        names = ("num_new_tokens", "num_cut_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens",
+                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps", "tuned_hits",
                  "tuned_misses")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []

@@ -8,8 +8,8 @@ milliseconds of steps on named devices. The size with the most tokens a second i
 decoding. What is not in the tables uses the nearest entry: tables of the same device, else of another of its kind
 (GPU or CPU); of those the target nearest in bytes of weights; then the next larger number of slots, and the nearest
 context, by ratio. Only the draft is scaled, as heads differ in their vocabulary; for the rest only ratios decide. That
-drafting does not pay at all applies only to the GPU that was measured; elsewhere, and on CPUs, of which one says little
-of another, there is always a tree.
+drafting does not pay at all applies to the GPU that was measured, and to CPUs; on other GPUs there is always a tree,
+and for a call whose own steps tell whether drafting pays (`step.pace`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,9 @@ class TreeSizes:
         slots: int,
         context: int,
         most_nodes: int,
+        is_paced: bool = False,
     ) -> TreeSize:
-        """Choose a number of nodes, at most ``most_nodes``.
+        """Choose a number of nodes, at most ``most_nodes``; ``is_paced``: at least 2.
 
         ``device``: its name; ``kind``: "cuda" or "cpu"; ``weight_bytes``, ``draft_bytes``: as in `StepTable`;
         ``slots``: sequences side by side; ``context``: tokens of the longest.
@@ -105,7 +106,7 @@ class TreeSizes:
             return TreeSize(most_nodes, f"no steps were measured on any {kind}")
         steps = _nearest_steps(table.steps, slots, max(1, context))
         more = draft_bytes / table.draft_bytes - 1
-        least = 1 if kind == "cuda" and table.device == device else 2
+        least = 1 if table.device == device and not is_paced else 2
         rates = {
             step.nodes: self.accepted_lengths[step.nodes] / (step.step_ms + step.draft_ms * more)
             for step in steps
@@ -114,8 +115,11 @@ class TreeSizes:
         best = max(rates, key=lambda nodes: (rates[nodes], -nodes))
         where = f"{table.device}, {table.model}, {steps[0].slots} x {steps[0].context} tokens"
         if best == 1:
-            return TreeSize(1, f"drafting does not pay there: {where}")
-        return TreeSize(min(best, most_nodes), f"fastest where it was measured: {where}")
+            drafted = max((rate for nodes, rate in rates.items() if nodes > 1), default=0.0)
+            here, plain = (1e3 * steps[0].slots * rate for rate in (drafted, rates[1]))
+            return TreeSize(1, f"drafting does not pay there, {here:.0f} tokens/s beside {plain:.0f}: {where}")
+        fastest = "fastest" if least == 1 else "of trees the fastest"
+        return TreeSize(min(best, most_nodes), f"{fastest} where it was measured: {where}")
 
     def _table(self, device: str, kind: str, weight_bytes: int) -> StepTable | None:
         tables = [table for table in self.tables if table.kind == kind]

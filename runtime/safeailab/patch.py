@@ -25,6 +25,7 @@ from .vocabulary import choose_ids
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.counting.counts import TokenCounts
+    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
     from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 
@@ -34,6 +35,7 @@ def patch_ea_model_with_triton_drafter(
     *,
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
+    tokenizer: LoadedTokenizer | str | Path | None = None,
     drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
@@ -54,6 +56,8 @@ def patch_ea_model_with_triton_drafter(
             of one or of a token map; None takes all the head has.
         counts: `TokenCounts`, or their file; ids that the target's tokenizer needs come first.
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
+        tokenizer: with counts, the target's tokenizer: a folder or repository that is on this machine, or what
+            `load_tokenizer` gives; None is the one of the model's own folder.
         drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
@@ -65,7 +69,9 @@ def patch_ea_model_with_triton_drafter(
         UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
         DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
     """
-    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, draft_weights, whole=False))
+    return _apply(
+        model, EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False)
+    )
 
 
 def patch_eagle_model(
@@ -74,6 +80,7 @@ def patch_eagle_model(
     *,
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
+    tokenizer: LoadedTokenizer | str | Path | None = None,
     drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
@@ -91,7 +98,9 @@ def patch_eagle_model(
 
     Arguments, result and errors are those of `patch_ea_model_with_triton_drafter`.
     """
-    return _apply(model, EaModelPatch(model, draft_vocab, counts, token_map, drafter, draft_weights, whole=True))
+    return _apply(
+        model, EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=True)
+    )
 
 
 def unpatch_ea_model(model: Any) -> Any:
@@ -125,6 +134,7 @@ class EaModelPatch:
         draft_vocab: int | DraftVocab | str | Path | None = None,
         counts: TokenCounts | str | Path | None = None,
         token_map: DraftVocab | str | Path | None = None,
+        tokenizer: LoadedTokenizer | str | Path | None = None,
         drafter: str | DraftFunction = "triton",
         draft_weights: str = "auto",
         whole: bool = True,
@@ -135,7 +145,7 @@ class EaModelPatch:
         weight = model.ea_layer.embed_tokens.weight
         check_drafter(drafter, weight.device, BACKENDS)
         check_draft_weights(draft_weights, drafter, weight.device, weight.dtype)
-        head = read_head(model, choose_ids(model, draft_vocab, counts, token_map))
+        head = read_head(model, choose_ids(model, draft_vocab, counts, token_map, tokenizer))
         built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
         # Sessions of all tree sizes share what is packed.
         self.layer = LayerPatch(

@@ -10,6 +10,7 @@ import numpy as np
 from eagle_slim.vocab_tools.counting.counts import TokenCounts, is_counts_file
 from eagle_slim.vocab_tools.ranking.rank import rank_vocabulary
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from eagle_slim.vocab_tools.vocabulary.import_map import import_token_map
 
@@ -26,12 +27,14 @@ def choose_ids(
     draft_vocab: int | DraftVocab | str | Path | None,
     counts: TokenCounts | str | Path | None,
     token_map: DraftVocab | str | Path | None,
+    tokenizer: LoadedTokenizer | str | Path | None = None,
 ) -> NDArray[np.int64] | None:
     """Choose the target ids to draft over: int64 [draft_vocab] ascending; None for all that the head has.
 
     ``draft_vocab``: a number of ids (of ``counts`` or ``token_map``, best first), a `DraftVocab`, or the path of one or
     of a token map. Ids of a map that the head was not trained on are left out, with a `HeadWarning`; a `DraftVocab`
-    that holds such ids is refused. With counts, forced ids come from the target's tokenizer.
+    that holds such ids is refused. With counts, forced ids come from the target's ``tokenizer``; None is that of the
+    model's own folder.
 
     Raises `UsageError` for a number without a ranking, a ranking without what it ranks by, both rankings at once, and
     ids that the head does not have; `VocabularyError` and `TokenizerError` as the files' readers do.
@@ -62,7 +65,7 @@ def choose_ids(
         return ids
     size = _read_size(draft_vocab, len(available))
     if counts is not None:
-        return _ranked_by_counts(model, size, counts, available)
+        return _ranked_by_counts(model, size, counts, available, tokenizer)
     if token_map is not None:
         return _cut_map(model, size, token_map, available)
     if size not in (None, len(available)):
@@ -88,7 +91,11 @@ def _read_size(draft_vocab: Any, largest: int) -> int | None:
 
 
 def _ranked_by_counts(
-    model: Any, size: int | None, counts: TokenCounts | str | Path, available: NDArray[np.int64]
+    model: Any,
+    size: int | None,
+    counts: TokenCounts | str | Path,
+    available: NDArray[np.int64],
+    tokenizer: LoadedTokenizer | str | Path | None,
 ) -> NDArray[np.int64] | None:
     if size is None:
         raise UsageError(
@@ -99,8 +106,10 @@ def _ranked_by_counts(
         return None
     loaded = counts if isinstance(counts, TokenCounts) else TokenCounts.load(counts)
     vocab_size = _vocab_size(model)
+    source: Any = model.base_model_name_or_path if tokenizer is None else tokenizer
     vocab = rank_vocabulary(
-        loaded, size, tokenizer=load_tokenizer(str(model.base_model_name_or_path), offline=True),
+        loaded, size,
+        tokenizer=source if isinstance(source, LoadedTokenizer) else load_tokenizer(str(source), offline=True),
         target_vocab=vocab_size, candidates=None if len(available) == vocab_size else available,
     )  # fmt: skip
     for sentence in vocab.warnings:

@@ -41,6 +41,12 @@ class CallRules:
     ) -> CallRules:  # fmt: skip
         """Read the rules of a call from joined options; all requests of a call have the same processors."""
         names = {name for request in requests if request.process is not None for name in request.process.names}
+        # A bad word of one token is a suppressed one, unless it ends the answer, which transformers lets it.
+        words = [list(word) for word in options.get("bad_words_ids", ())] if "bad_words_ids" in names else []
+        if all(len(word) == 1 for word in words):
+            names = {"suppress_tokens" if name == "bad_words_ids" else name for name in names}
+        ends = {token for request in requests for token in request.eos_ids}
+        barred = {*options.get("suppress_tokens", ()), *(word[0] for word in words if word[0] not in ends)}
         foreign = sorted(names - set(_BY_KERNELS))
         reason = None
         if device.type != "cuda":
@@ -66,5 +72,5 @@ class CallRules:
         )  # fmt: skip
         suppressed = None
         if rules.has_suppressed:
-            suppressed = token_bits(torch.tensor(list(options["suppress_tokens"])), vocab_size)
+            suppressed = token_bits(torch.tensor(sorted(barred), dtype=torch.int64), vocab_size)
         return cls(rules, numbers, suppressed, float(sampling.typical_p), reason)

@@ -196,6 +196,24 @@ class Decoder:
             left -= nodes
         self.ops(list_active)(self.state)
 
+    @cached_property
+    def plain(self) -> Decoder:
+        """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
+        plain = Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool)
+        plain.state, plain.entering, plain.choice, plain.box = self.state, self.entering, self.choice, self.box
+        plain._roots = _Roots(self.state, is_path=True)
+        return plain
+
+    def time_plain(self, num_active: int, rules: ChoiceRules) -> float:
+        """Seconds of a plain forward over the running slots, of which nothing stays but rows that a step writes anew.
+
+        For steps that are not captured.
+        """
+        verify = self.plain._phases(self._places_for(num_active), rules, None)[0]
+        started = time.perf_counter()
+        verify.run()
+        return time.perf_counter() - started
+
     def stop_slot(self, slot: int) -> None:
         """Take a slot out of all further steps."""
         self.state.running[slot : slot + 1].zero_()
@@ -391,7 +409,8 @@ class Decoder:
 class _Roots:
     """Trees of their roots alone, which plain decoding verifies."""
 
-    def __init__(self, state: SlotState) -> None:
+    def __init__(self, state: SlotState, is_path: bool = False) -> None:
+        self._num_new = state.num_new if is_path else None
         slots, device = len(state.lengths), state.lengths.device
         self._newest = state.new_tokens
         self.draft_tokens = torch.zeros((slots, 1), dtype=torch.int64, device=device)
@@ -399,8 +418,11 @@ class _Roots:
         self.tree_position_ids = torch.zeros_like(self.draft_tokens)
 
     def read(self) -> None:
-        """Take every slot's newest token; plain steps add one at a time."""
-        self.draft_tokens.copy_(self._newest[:, :1])
+        """Take every slot's newest token; plain steps add one at a time, the walk of a tree may have added more."""
+        newest = self._newest[:, :1]
+        if self._num_new is not None:
+            newest = self._newest.gather(1, (self._num_new[:, None].long() - 1).clamp(min=0))
+        self.draft_tokens.copy_(newest)
 
 
 class _Chunk:

@@ -16,6 +16,7 @@ from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
 from .kept_rows import KeptRows, capacity_for
 from .kernels.choice_kernels import ChoiceRules
+from .pace import Pace
 
 
 class Decoders:
@@ -34,6 +35,8 @@ class Decoders:
         self._pool = self._new_pool()
         self.kept: list[KeptRows] = []
         """What each slot of the cache still holds of the sequence that was in it last."""
+        self.paces: dict[int, Pace] = {}
+        """What was timed, by the number of sequences side by side."""
 
     @property
     def has_graphs(self) -> bool:

@@ -8,6 +8,7 @@ Where tokens are chosen on the host, it reads each record before the next step.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .host_choice import HostChoice
 from .kept_rows import KeptRows, match_slots
 from .kernels.acceptance import RECORD_HEAD, RUNNING
 from .kernels.choose_tokens import token_bits
+from .pace import Pace
 
 
 @dataclass
@@ -44,7 +46,8 @@ class GenerationLoop:
     """One call; ``states`` are the requests in its order.
 
     ``tree`` None decodes plainly. ``time_phases`` runs and times a step phase by phase. ``reuse_prefix`` takes over
-    what slots hold of a prompt from earlier calls (`kept_rows`).
+    what slots hold of a prompt from earlier calls (`kept_rows`). ``is_paced`` goes on plainly where drafting is found
+    to be slower (`pace`); ``went_plain`` then says why.
     """
 
     def __init__(
@@ -57,10 +60,13 @@ class GenerationLoop:
         tree: TreeConfig | None = None,
         time_phases: bool = False,
         reuse_prefix: bool = False,
+        is_paced: bool = False,
     ) -> None:
         self.decoders, self.lock, self.states, self.rules = decoders, lock, states, rules.rules
         self.max_slots, self.tree, self.reuse_prefix = max_slots, tree, reuse_prefix
         self.call, self.time_phases = rules, time_phases or not decoders.has_graphs
+        self.is_paced, self.went_plain = is_paced, ""
+        self._seconds: dict[str, float] = {}
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
@@ -109,6 +115,8 @@ class GenerationLoop:
                 self._step()
             # One step stays in flight after the one that is read.
             self._read_all_but(self.host is None and bool(self.running))
+            if self.is_paced and self.tree is not None and self.running:
+                self._look_at_pace()
         timings = self.timer.stop_and_wait()
         return collect(
             self.states,
@@ -118,6 +126,17 @@ class GenerationLoop:
             graph_bytes=self.decoders.graph_bytes,
             **count_tuned(decoder.drafter),
         )
+
+    def _look_at_pace(self) -> None:
+        """Time a plain forward if it is time for one, and go on plainly if drafting is slower."""
+        count = len(self.running)
+        pace = self.decoders.paces.get(count)
+        if pace is None:
+            return
+        if pace.is_due:
+            pace.plain_s.append(self.decoder.time_plain(count, self.rules))
+        if pace.loses is not None:
+            self.went_plain, self.tree, self.decoder = pace.loses, None, self.decoder.plain
 
     def _read_all_but(self, count: int) -> None:
         while len(self.flying) > count:
@@ -170,8 +189,10 @@ class GenerationLoop:
                     pass
             for phase in self.decoder.timed_step(num_active, self.rules, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
+                started = time.perf_counter()
                 with self.timer.phase(name), self.decoder.named_range(phase.name):
                     phase.run()
+                self._seconds[phase.name] = time.perf_counter() - started
         else:
             with self.timer.phase("step"):
                 self.decoder.step(num_active, self.rules, self.host)
@@ -197,15 +218,22 @@ class GenerationLoop:
             assert self.decoder.drafter is not None
             raise timed_out(self.decoder.drafter.bufs)
         self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
+        if self.is_paced and record.is_step and self.tree is not None:
+            count, took = len(record.sequences), self._seconds
+            pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))
+            num_tokens = sum(row[0] for row in rows[:-1]) / count
+            pace.add(num_tokens, sum(took.values()), took["verify"], took["accept"])
         for slot, state in record.sequences.items():
             accepted, kept, ended = rows[slot][:RECORD_HEAD]
             if accepted == 0 or state.finish_reason is not None:
                 continue
-            if record.is_step:
-                state.accepted_lengths[accepted] += 1
             num_tokens = len(state.request.prompt_ids) + len(state.token_ids)
             is_done = state.emit(rows[slot][RECORD_HEAD : RECORD_HEAD + kept])
             assert is_done or ended == RUNNING, (slot, rows[slot])
+            if record.is_step:
+                delivered = len(state.request.prompt_ids) + len(state.token_ids) - num_tokens
+                state.accepted_lengths[delivered] += 1
+                state.num_cut_tokens += accepted - delivered
             if is_done:
                 # The step that gave these tokens began with the pairs of those before.
                 pairs = self.decoders.kept[slot].num_pairs if self.tree is None else num_tokens - 1

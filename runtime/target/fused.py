@@ -22,6 +22,7 @@ from .cache import ForwardBuffers, KVCache, LayerShape
 from .kernels.fused_layers import add_norm, rotate_append, swiglu
 from .kernels.tree_attention import tree_attention
 from .kernels.tree_rows import ForwardRows
+from .lock import GUARDS
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -202,8 +203,8 @@ def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | No
     if "longrope" in str(rope):
         return "longrope changes its frequencies with the length"
     for path, module in model.named_modules():
-        hooks = [hook for kind in ("_forward_hooks", "_forward_pre_hooks") for hook in getattr(module, kind)]
-        if hooks:
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        if any(hook not in GUARDS for hook in hooks):
             return f"{path or name} has a forward hook"
         if "forward" in vars(module):
             return f"{path or name} has a forward of its own"

@@ -1,18 +1,55 @@
 """One generation at a time per target: hooks, attention and the drafter's cache serve one call of `generate`.
 
-Models over the same target (`SpeculativeModel.with_draft_vocab`, or two heads) share its lock.
+Models over the same target (`SpeculativeModel.with_draft_vocab`, or two heads) share its lock. While a forward of ours
+through transformers' layers runs, the model's attention is switched and its layers are listened to; so a forward that
+is not ours, as of the model's own ``generate`` in another thread, waits for its end, and ours for that of others
+(`guard`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from ..errors import UsageError
+from .attention import CONTEXT_ARGUMENT
+
+
+class Turn:
+    """What one thread holds at a time.
+
+    A thread that holds it already goes on: an interrupt may have kept a forward from its end.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def take(self) -> None:
+        """Wait until no other thread holds it."""
+        if self._owner != threading.get_ident():
+            self._lock.acquire()
+            self._owner = threading.get_ident()
+
+    def leave(self) -> None:
+        """Let others take it; nothing happens in a thread that does not hold it."""
+        if self._owner == threading.get_ident():
+            self._owner = None
+            self._lock.release()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold it while a block runs."""
+        self.take()
+        try:
+            yield
+        finally:
+            self.leave()
 
 
 class GenerationLock:
@@ -21,6 +58,8 @@ class GenerationLock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self.forward = Turn()
+        """To run the model's own forward."""
         self.claims: dict[int, object] = {}
         """By the `id` of a drafter, the mark of the call that allocated its cache last: models may share a drafter."""
 
@@ -48,3 +87,26 @@ def lock_of(model: nn.Module) -> GenerationLock:
     """Return the lock of a target, the same for everyone who wraps it."""
     with _LOCKS_LOCK:
         return _LOCKS.setdefault(model, GenerationLock())
+
+
+def before_foreign_forward(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Take the turn, which a forward of ours holds already."""
+    if CONTEXT_ARGUMENT not in kwargs:
+        lock_of(model).forward.take()
+
+
+def after_foreign_forward(model: nn.Module, _args: Any, kwargs: Mapping[str, Any], _output: Any) -> None:
+    """Leave it, also after an error."""
+    if CONTEXT_ARGUMENT not in kwargs:
+        lock_of(model).forward.leave()
+
+
+GUARDS = (before_foreign_forward, after_foreign_forward)
+"""Hooks of a guarded model."""
+
+
+def guard(model: nn.Module) -> None:
+    """Let forwards of a model that are not ours wait for ours; doing it again changes nothing."""
+    if GUARDS[0] not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(GUARDS[0], with_kwargs=True)
+        model.register_forward_hook(GUARDS[1], with_kwargs=True, always_call=True)

@@ -24,7 +24,7 @@ from .choose import Choice
 from .contexts import CacheContext, ShapeProbe
 from .fused import FusedTarget
 from .kernels.tree_rows import ForwardRows
-from .lock import lock_of
+from .lock import guard, lock_of
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _RECURRENT_MARKS = (
@@ -72,6 +72,8 @@ class TargetModel:
         """The forward that generation uses, and why."""
         self.runs: Target = FusedTarget(model, self.tap_layers) if self.backend.name == "fused" else self
         """Whose forward that is: the fused one, or this."""
+        if self.runs is self:
+            guard(model)
 
     @property
     def generation_config(self) -> Any:
@@ -209,7 +211,8 @@ class TargetModel:
     ) -> tuple[Tensor, Tensor]:
         """Run tokens int64 [places, nodes]: logits [places, nodes or rows, vocab], features [places, nodes, width]."""
         name = type(self.model).__name__
-        with self.tree_attention(), self.record_features() as taps, torch.inference_mode():
+        turn = self.lock.forward.hold()
+        with turn, self.tree_attention(), self.record_features() as taps, torch.inference_mode():
             output = self.model(
                 input_ids=token_ids,
                 position_ids=positions,

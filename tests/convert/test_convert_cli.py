@@ -130,6 +130,8 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
         ((tmp_path / "nothing", "--draft-vocab", "8", "--save-counts", token_map), "freq.pt: exists already"),
         ((head, "--draft-vocab", "11", "--token-map", token_map), "10 usable ids"),
         ((head, "--draft-vocab", "300", "--order", "ids"), "or its tokenizer with --tokenizer"),
+        ((head, "--draft-vocab", "full,auto"), "`auto`"),
+        ((head, "--draft-vocab", "8", "--dataset", "a.txt", "--save-counts", "x.json"), ".safetensors"),
         ((head, "--unknown"), "--unknown"),
         ((head, "--draft-vocb", "8"), "'--draft-vocab'? Try"),
         ((head, "--draft-vocab", "8", "--token-map", token_map, "--out", "freq.pt"), "exists already"),
@@ -155,6 +157,12 @@ def test_every_failure_has_its_code_and_leaves_nothing(run, head, token_map, tmp
     assert code == 1
     assert "Traceback" in err
     assert run(verify_command, tmp_path / "nothing")[0] == 1
+
+
+def test_an_engine_that_needs_nothing_of_its_own_is_named(run, head, token_map):
+    code, _, err = run(convert_command, head, "--draft-vocab", "8", "--token-map", token_map, "--for", "sglang")
+    assert code == 0
+    assert "--for sglang changes nothing" in err
 
 
 def test_absolute_map_needs_its_flag(run, token_map, tmp_path):
@@ -192,6 +200,12 @@ def test_killed_at_any_moment(head, token_map, tmp_path, name):
     # What a kill left behind went with the next run.
     assert not report["found"][-1]["leftovers"]
     assert sorted(path.name for path in out.parent.iterdir()) == ["slim"]
+
+
+def test_the_module_of_a_command_runs_it():
+    module = "eagle_slim.vocab_tools.cli"
+    done = subprocess.run([sys.executable, "-m", module, "show"], capture_output=True, text=True, timeout=1800)
+    assert (done.returncode, "Missing" in done.stderr) == (2, True)
 
 
 def test_console_scripts_and_help():

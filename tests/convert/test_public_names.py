@@ -27,7 +27,7 @@ def test_parameters_of_the_commands_functions():
     assert list(options) == [
         "draft_vocab", "coverage", "cost", "keep_rows", "vocabulary", "target", "tokenizer", "weights_file",
         "revision", "subfolder", "target_revision", "tokenizer_revision", "out", "force", "flavour", "d2t_form",
-        "tap_layers", "offline",
+        "tap_layers", "gguf", "offline", "accept_doubts",
     ]  # fmt: skip
     verify = inspect.signature(package.verify_artifact).parameters
     assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]

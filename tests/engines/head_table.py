@@ -46,9 +46,13 @@ HEADS: dict[str, HeadFacts] = {
     "… named at top level only": with_config(EAGLE3, **_TAPS),
     "… named in `eagle_config` only": with_config(EAGLE3, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 2, 5]}),
     "`rope_scaling` other than null, `linear`, `dynamic`": with_config(EAGLE3, rope_scaling={"rope_type": "llama3"}),
+    "… `yarn`": with_config(EAGLE3, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
     "`partial_rotary_factor` below 1": with_config(EAGLE3, partial_rotary_factor=0.5),
     "`head_dim` × heads ≠ hidden size (Qwen3 style)": with_config(EAGLE3, head_dim=128),
     "norms before `fc`": replace(EAGLE3, tensor_names=frozenset({names.FC, "input_norm.weight"})),
+    "a norm for each captured layer (`fc_norm`)": replace(
+        EAGLE3, tensor_names=frozenset({names.FC, *(f"fc_norm.{layer}.weight" for layer in range(3))})
+    ),
     "`norm_before_residual` (default of speculators' format)": with_config(EAGLE3, norm_before_residual=True),
     "`norm_output`": with_config(EAGLE3, norm_output=True),
     "biases in the attention": replace(EAGLE3, tensor_names=_BIASED),

@@ -99,8 +99,9 @@ def test_eos_inside_an_accepted_path_cuts_the_rest(tmp_path: Path) -> None:
         output = model.generate(PROMPT, max_new_tokens=40, eos_token_id=eos)
         assert output.token_ids == [expected]
         assert output.results[0].finish_reason == "eos"
-        # The first token is the prefill's, the rest come from passes; more than those means some were cut.
-        inside += output.stats.num_accepted_tokens > len(expected) - 1
+        # The first token is the prefill's, the rest come from passes; what they accepted beyond the end is apart.
+        assert output.stats.num_accepted_tokens == len(expected) - 1
+        inside += output.stats.num_cut_tokens > 0
     assert inside > 0
 
 
@@ -111,7 +112,12 @@ def test_max_new_tokens_cuts_an_accepted_path(tmp_path: Path) -> None:
     assert [output.token_ids[0] for output in cut] == [free[:n] for n in range(1, 20)]
     assert cut[0].stats.num_passes == 0  # one token comes from the prompt's forward
     assert cut[0].token_ids == [plain_greedy(model.target.model, PROMPT, 1)]
-    assert any(output.stats.num_accepted_tokens > output.stats.num_new_tokens - 1 for output in cut)
+    assert [output.stats.num_accepted_tokens for output in cut] == list(range(19))
+    assert any(output.stats.num_cut_tokens for output in cut)
+    # A pass of an answer of two tokens adds one, whatever was accepted: no reason to warn that nothing is.
+    short = model.generate(random_prompts([3, 5, 8, 13] * 8), max_new_tokens=2, ignore_eos=True).stats
+    assert (short.num_passes, short.mean_accepted_length) == (32, 1.0)
+    assert short.num_cut_tokens >= 2
 
 
 def test_stop_strings_across_tokens(tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def read(folder: Path, form: Form, target: Any) -> tuple[SimpleNamespace, tuple[
 def passes(
     target: nn.Module, naive: Naive, taps: tuple[int, ...] | None, text: list[int], known: int
 ) -> Iterator[tuple[list[int], list[int], int]]:
-    """Tokens and parents of every tree, drafted from scratch, and how many tokens it gives; until `NEW` are there.
+    """Tokens and parents of every tree, drafted from scratch, and how many tokens it adds; until `NEW` are there.
 
     ``text``: the prompt, of ``known`` tokens, and what the target says, for longer than that.
     """
@@ -223,7 +223,8 @@ def passes(
             (n for n in range(1, len(tokens)) if parents[n] == node and tokens[n] == text[known + length - 1]), 0
         ):
             length += 1
-        yield tokens, parents, length
+        # What is accepted beyond the answer's end is cut.
+        yield tokens, parents, min(length, end - known)
         known += length
 
 

@@ -181,6 +181,8 @@ def test_artifact_and_target_by_repository(run: Run, pair: Pair, tmp_path: Path)
         (["--device", "meta"], 2, "cannot be computed on"),
         (["--tap-layers", "1,b,3"], 2, "layer numbers"),
         (["--raw", "--system", "y"], 2, "Give one of them"),
+        (["--prompt", ""], 2, "There is no prompt"),
+        (["--max-new-tokens", "0"], 2, "x>=1"),
     ],
 )
 def test_mistakes(
@@ -191,6 +193,21 @@ def test_mistakes(
     assert (got, out) == (code, "")
     assert message in err
     assert "Traceback" not in err
+    assert code == 1 or "target: transformers" not in err  # a misspelled call is refused before the target is loaded
+
+
+def test_too_many_rows_of_the_built_in_head_are_refused_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for slow in ("embedded_target_folder", "load_tokenizer"):
+        monkeypatch.setattr(f"eagle_slim.runtime.loading.{slow}", None)
+    code, _, err = run(generate_cli.main, "--draft-vocab", "99999", "--prompt", "x")
+    assert code == 2
+    assert "draft_vocab = 99999 is outside 1 to 49152" in err
+
+
+def test_what_runs_is_said_once(chat: Run) -> None:
+    err = chat("hello", "hello", "/exit").err
+    for said in ("transformers (the model is on cpu)", "drafter reference, fp32 weights", "trees of 20 nodes"):
+        assert err.count(said) == 1
 
 
 def test_an_empty_stdin_and_a_missing_head(generate: Run, run: Run) -> None:
@@ -287,6 +304,28 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "/nonsense is no command" in err
 
 
+def test_retry_undo_and_save(chat: Run, tmp_path: Path) -> None:
+    path, other = tmp_path / "chat.jsonl", tmp_path / "other"
+    other.write_text("mine")
+    saves = (f"/save {path}", f"/save {other}", f"/save {tmp_path}/no/such", "/save", f"/save {path}")
+    code, out, err = chat(
+        "/undo", "hello", "/retry", "good day", "/undo", "/retry", *saves, "/undo", "/retry", "/exit"
+    )  # fmt: skip
+    assert code == 0, err
+    assert err.count("there is no message yet") == 2
+    assert err.count("5 tokens in") == 4
+    hello, again, _, once_more = [line.lstrip("> ") for line in out.split("\n") if line.lstrip("> ")]
+    assert hello == again == once_more
+    (line,) = path.read_text().splitlines()
+    messages = json.loads(line)["messages"]
+    assert messages == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": messages[1]["content"]}]
+    assert messages[1]["content"].strip() == hello.strip()
+    assert other.read_text() == "mine"
+    assert err.count(f"saved 2 messages to {path}") == 2
+    assert "needs the name of a file" in err
+    assert "no/such" in err
+
+
 def test_ctrl_c_between_answers_ends_with_130(chat: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(_prompt: str) -> str:
         raise KeyboardInterrupt
@@ -319,7 +358,7 @@ def test_compare_writes_all_and_refuses_to_overwrite(compare: Run, tmp_path: Pat
     assert [row["size"] for row in rows[:3]] == ["plain", "all 340 of 360", "300"]
     assert len({(row["category"], row["mode"]) for row in rows}) == 3 * 2
     assert out.splitlines()[0].startswith("size")
-    assert "recommended draft vocabulary" in out
+    assert "plain decoding" in out
     assert "answers: 100%" in err
     code, _, err = compare(*args, prompts=prompts)
     assert code == 2

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_mistakes(
     assert message in shown.err
     assert "Traceback" not in shown.err
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--run-on", "ray"], "eagle-slim[ray]"), (["--out", "x.json"], "End the name in .saf")]
+)
+def test_what_needs_no_tokenizer_to_be_seen(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.chdir(tmp_path)
+    assert run(str(corpus), "--tokenizer", str(tmp_path / "none"), "--out", "x.safetensors", *arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

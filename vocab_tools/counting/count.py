@@ -86,13 +86,11 @@ def count_tokens(
         CountingInterruptedError: Ctrl-C.
     """
     say = notify or (lambda message: None)
-    rule = held_out or HeldOutRule()
-    _check_names(sources)
     if restart and resume_file is not None:
         resume_file.unlink(missing_ok=True)
-    corpora = [open_corpus(source, seed) for source in sources]
-    refuse_repeated_inputs(corpora)
-    plan = make_plan(corpora, tokenizer, tokenizer_library, chat_template, seed, rule, on_error == "skip", say)
+    corpora, plan = open_for_counting(
+        sources, tokenizer, tokenizer_library, chat_template, seed, held_out, on_error, notify
+    )
     library = name_and_version(plan.encoder.library)
     identity = identity_of(corpora, tokenizer, plan, library, seed)
     states = [SourceState(PartialCounts.zero(plan.encoder.vocab_size)) for _ in corpora]
@@ -121,6 +119,24 @@ def count_tokens(
         result.save(save_to)
     state.remove()
     return result
+
+
+def open_for_counting(
+    sources: Sequence[CorpusSource],
+    tokenizer: LoadedTokenizer,
+    tokenizer_library: Literal["auto", "tokenizers", "fastokens"] = "auto",
+    chat_template: str | None = None,
+    seed: int = 0,
+    held_out: HeldOutRule | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    notify: Callable[[str], None] | None = None,
+) -> tuple[list[OpenCorpus], CountPlan]:
+    """Open every source and plan the count after a probe; arguments and errors as `count_tokens`."""
+    _check_names(sources)
+    corpora = [open_corpus(source, seed) for source in sources]
+    refuse_repeated_inputs(corpora)
+    say, rule = notify or (lambda message: None), held_out or HeldOutRule()
+    return corpora, make_plan(corpora, tokenizer, tokenizer_library, chat_template, seed, rule, on_error == "skip", say)
 
 
 def _check_names(sources: Sequence[CorpusSource]) -> None:

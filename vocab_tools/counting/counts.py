@@ -6,12 +6,14 @@ File format (`save`, `load`): one safetensors file with, for source number s in 
     held_out.<s>.token_ids       int32 [tokens]         documents that were not counted, concatenated
     held_out.<s>.doc_offsets     int64 [documents + 1]  where each begins and the last ends
 
-and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, and per source name, weight
-and provenance. The same counts give the same bytes: nothing in the file is a time or a path.
+and one metadata entry, "eagle_slim.token_counts", holding JSON: version, tokenizer_hash, per source name, weight and
+provenance, and a checksum of all this and the tensors, which files of version 1 lack. The same counts give the same
+bytes: nothing in the file is a time or a path.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +31,7 @@ from ..files import regular_file, write_file
 JSON = Any
 
 _KEY = "eagle_slim.token_counts"
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,24 +150,8 @@ class TokenCounts:
         return sum(source.num_tokens for source in self.sources)
 
     def source_weights(self, weights: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Return the weight of every source by its name, in order.
-
-        Args:
-            weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
-
-        Raises:
-            UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
-        """
-        chosen = {source.name: float(source.weight) for source in self.sources}
-        for name, weight in (weights or {}).items():
-            if name not in chosen:
-                raise _unknown_source(name, chosen)
-            if weight != 0:
-                _check_weight(name, weight, UsageError)
-            chosen[name] = float(weight)
-        if not any(chosen.values()):
-            raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
-        return chosen
+        """Return the weight of every source by its name, in order; see `mixed_weights`."""
+        return mixed_weights({source.name: source.weight for source in self.sources}, weights)
 
     def weighted(self, weights: Mapping[str, float] | None = None) -> NDArray[np.float64]:
         """Mix the sources into one count per id.
@@ -175,7 +161,7 @@ class TokenCounts:
         over sources with any token. A single source gives its counts exactly.
 
         Args:
-            weights: see `source_weights`, which also says what is refused.
+            weights: see `mixed_weights`, which also says what is refused.
 
         Returns:
             float64 [vocab].
@@ -217,6 +203,7 @@ class TokenCounts:
                 for source in self.sources
             ],
         }
+        header["checksum"] = checksum(header, tensors)
         # One metadata entry only: safetensors writes several in no fixed order.
         return bytes(save(tensors, metadata={_KEY: json.dumps(header, sort_keys=True, ensure_ascii=False)}))
 
@@ -250,8 +237,19 @@ class TokenCounts:
         with errors_of(path):
             try:
                 return _from_parts(json.loads(metadata[_KEY]), tensors)
-            except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            # A JSONDecodeError is a ValueError.
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise VocabularyError(f"the counts file is damaged: {error!r}.") from error
+
+
+def checksum(header: Mapping[str, JSON], tensors: Mapping[str, NDArray[Any]]) -> str:
+    """SHA-256 of a header, its own entry "checksum" left out, and of names, dtypes, shapes and bytes of tensors."""
+    plain = {key: value for key, value in header.items() if key != "checksum"}
+    # As it comes back from the file, so that 1 and "1" as keys are alike.
+    digest = hashlib.sha256(json.dumps(json.loads(json.dumps(plain)), sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {_kind(tensors[name])}".encode() + tensors[name].tobytes())
+    return digest.hexdigest()
 
 
 def is_counts_file(path: str | Path) -> bool:
@@ -263,6 +261,28 @@ def is_counts_file(path: str | Path) -> bool:
             return _KEY in (file.metadata() or {})
     except (SafetensorError, OSError):
         return False
+
+
+def mixed_weights(stored: Mapping[str, float], weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the weight of every source by its name, in order.
+
+    Args:
+        stored: the sources' own weights by name.
+        weights: by source name, replacing the stored ones; sources not named keep theirs, and 0 leaves one out.
+
+    Raises:
+        UsageError: a name is unknown, a weight is negative or not finite, or every weight is 0.
+    """
+    chosen = {name: float(weight) for name, weight in stored.items()}
+    for name, weight in (weights or {}).items():
+        if name not in chosen:
+            raise _unknown_source(name, chosen)
+        if weight != 0:
+            _check_weight(name, weight, UsageError)
+        chosen[name] = float(weight)
+    if not any(chosen.values()):
+        raise UsageError("Every source has weight 0; at least one must be above 0.", weights=chosen)
+    return chosen
 
 
 def merge_counts(items: Sequence[TokenCounts], weights: Mapping[str, float] | None = None) -> TokenCounts:
@@ -356,11 +376,12 @@ def _concatenate(parts: Sequence[HeldOut]) -> HeldOut:
 
 
 def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) -> TokenCounts:
-    if header["version"] != _VERSION:
+    if header["version"] not in (1, _VERSION):
         raise VocabularyError(
             f"counts of format version {header['version']}, but this eagle-slim reads version {_VERSION}. Update it.",
             version=header["version"],
         )
+    found = None if header["version"] == 1 else checksum(header, tensors)
     sources = []
     for position, entry in enumerate(header["sources"]):
         ids = tensors.pop(f"held_out.{position}.token_ids", None)
@@ -375,6 +396,11 @@ def _from_parts(header: Mapping[str, JSON], tensors: dict[str, NDArray[Any]]) ->
     if tensors:
         raise VocabularyError(
             f"There are tensors that belong to no source: {', '.join(sorted(tensors))}.", tensors=sorted(tensors)
+        )
+    if found is not None and found != header["checksum"]:
+        raise VocabularyError(
+            "the counts file is damaged: it has another checksum than when it was written. Fetch it, or count, again.",
+            field="checksum",
         )
     return TokenCounts(tuple(sources), header["tokenizer_hash"])
 

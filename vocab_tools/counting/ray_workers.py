@@ -39,6 +39,14 @@ class _Unit:
     start: int = 0
 
 
+def require_ray() -> None:
+    """Raise UsageError where Ray Data is not installed."""
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise UsageError("--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'") from error
+
+
 class RayWorkers(Workers):
     """Counts corpora on the Ray cluster that RAY_ADDRESS names, or on one started here and stopped at the end.
 
@@ -52,10 +60,7 @@ class RayWorkers(Workers):
     """
 
     def __init__(self, plan: CountPlan, workers: int | None) -> None:
-        try:
-            import ray.data  # noqa: F401
-        except ImportError as error:
-            raise UsageError("--run-on ray needs Ray Data. Try: pip install 'eagle-slim[ray]'") from error
+        require_ray()
         self._plan = plan
         self._workers = workers
         self._started = False

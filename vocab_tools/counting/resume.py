@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from ..errors import CorpusError, EagleSlimError, UsageError
 from ..files import regular_file, write_file
 from .block import PartialCounts
+from .counts import checksum
 from .held_out import Candidates
 
 _KEY = "eagle_slim.count_resume"
@@ -131,10 +132,11 @@ def save_states(path: Path, identity: dict[str, Any], states: Sequence[SourceSta
                 **{name: getattr(partial, name) for name in _NUMBERS},
             }
         )
-    header = json.dumps({"identity": identity, "sources": entries})
+    header: dict[str, Any] = {"identity": identity, "sources": entries}
+    header["checksum"] = checksum(header, tensors)
     tensors = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     try:
-        write_file(path, save(tensors, metadata={_KEY: header}))
+        write_file(path, save(tensors, metadata={_KEY: json.dumps(header)}))
     except OSError as error:
         raise CorpusError(f"{path}: the state of the count cannot be saved: {error.strerror}.") from error
 
@@ -153,6 +155,8 @@ def load_states(path: Path, identity: dict[str, Any]) -> list[SourceState]:
         with safe_open(path, "numpy") as file:
             header = json.loads((file.metadata() or {})[_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        if header["checksum"] != checksum(header, tensors):
+            raise ValueError("its checksum is another")
         stored = header["identity"]
         states = [_state(entry, tensors, position) for position, entry in enumerate(header["sources"])]
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:

@@ -112,7 +112,7 @@ class Pool:
         if size is None:
             size = len(order)
         else:
-            self._check_size(size)
+            self.check_size(size)
         # A size that was found for a coverage is a multiple, or as large as it can be.
         if size % ROUND_TO and size < len(self.ids) and "size_from_coverage" not in provenance:
             self.warnings.append(
@@ -126,7 +126,8 @@ class Pool:
         provenance["warnings"] = self.warnings
         return DraftVocab(order[:size], len(self.forced), self.target_vocab, provenance)
 
-    def _check_size(self, size: int) -> None:
+    def check_size(self, size: int) -> None:
+        """Raise UsageError for a size that no order of these ids has."""
         if size < 1:
             raise UsageError(f"A draft vocabulary of {size} is too small: at least one id is needed.", size=size)
         if size < len(self.forced):

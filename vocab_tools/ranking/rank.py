@@ -195,8 +195,8 @@ def _follow(
     """Return the pool's ids in a given order, forced ones first, and the size (that of the order by default)."""
     order = check_ids(order, pool.target_vocab, "token map")
     usable = order[np.isin(order, pool.ids)]
-    if len(usable) < len(order):
-        gone = order[~np.isin(order, pool.ids)].tolist()
+    # Those behind the size asked for would not be taken anyway.
+    if gone := order[:size][~np.isin(order[:size], pool.ids)].tolist():
         why = "belong to no token" if pool.trained is None else "have no row in this head or belong to no token"
         warnings.append(f"{len(gone)} ids of the token map {why} and are left out: {some(gone)}")
     missing = pool.forced[~np.isin(pool.forced, usable)]
@@ -210,8 +210,11 @@ def _follow(
     if size is None:
         size = min(max(len(usable), len(pool.forced)), pool.largest_size)
     elif size > len(ranked):
+        pool.check_size(size)
+        why = f" ({'; '.join(warnings)})" if warnings else ""
         raise UsageError(
-            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked.",
+            f"A draft vocabulary of {size} was asked for, but only {len(ranked)} usable ids are ranked{why}. Ask for "
+            f"at most {len(ranked)}.",
             size=size,
             usable=len(ranked),
         )

@@ -9,7 +9,7 @@ p = rate * coverage. With the coverage of any ranking that predicts tokens per s
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ class StepCost:
         rate: chance that a drafted token is accepted whose id is in the draft vocabulary.
         device: where it was measured.
         sizes: that it was measured at.
+        doubts: why the comparison did not settle which size is fastest; none if it did.
     """
 
     fixed_s: float
@@ -45,16 +46,22 @@ class StepCost:
     rate: float
     device: str
     sizes: tuple[int, ...]
+    doubts: tuple[str, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> StepCost:
         """Read the compare.json of a comparison: greedy if it is there, one prompt at a time, its first head and tree.
 
+        Args:
+            path: of the file, or of the folder that eagle-compare wrote.
+
         Raises:
             UsageError: the file is none, or holds fewer than two sizes that can be told apart by their rows.
         """
         try:
-            report = json.loads(Path(path).read_text(encoding="utf-8"))
+            path = Path(path)
+            path = path / "compare.json" if path.is_dir() else path
+            report = json.loads(path.read_text(encoding="utf-8"))
             rows = [r for r in report["rows"] if r["category"] == "all" and r["draft_vocab"] and r["tokens_per_s"]]
             # A size that follows a text has more rows than its own.
             rows = [row for row in rows if row.get("follow") is None]
@@ -66,6 +73,7 @@ class StepCost:
             rest_s = np.array([row["verify_s_per_step"] + row["host_s_per_step"] for row in same], dtype=np.float64)
             lengths = np.array([row["mean_accepted_length"] for row in same], dtype=np.float64)
             curve, device = report["coverage"][0], report["setup"]["device"]
+            doubts = tuple(_doubts(report, first["mode"], first["batch"]))
             covered = np.interp(np.log(sizes), np.log(curve["sizes"]), curve["covered"])
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise UsageError(
@@ -83,7 +91,7 @@ class StepCost:
         depth = int(first["depth"]) + 1
         return cls(
             float(max(intercept, 0.0) + np.median(rest_s)), float(max(slope, 0.0)), depth,
-            _fit_rate(covered, lengths, depth), str(device), tuple(int(size) for size in sizes),
+            _fit_rate(covered, lengths, depth), str(device), tuple(int(size) for size in sizes), doubts,
         )  # fmt: skip
 
     def accepted_length(self, coverage: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -125,6 +133,16 @@ def choose_size(
         "best_predicted_size": int(candidates[int(speeds.argmax())]),
         "margin": _MARGIN,
     }
+
+
+def _doubts(report: Mapping[str, Any], mode: str, batch: int) -> Iterator[str]:
+    if not report["is_complete"]:
+        yield "the comparison was not completed"
+    for advice in report["recommendations"]:
+        if (advice["mode"], advice["batch"]) == (mode, batch) and not advice["is_decided"]:
+            yield f"the comparison decided nothing ({advice['headline']})"
+    # Every remark is of a disturbance, and begins with the mode.
+    yield from (f"the comparison was disturbed ({remark})" for remark in report["remarks"] if remark.startswith(mode))
 
 
 def _lengths(chance: NDArray[np.float64], depth: int) -> NDArray[np.float64]:

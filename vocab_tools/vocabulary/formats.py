@@ -8,6 +8,7 @@
     safetensors  NAME.safetensors         tensors d2t and, mostly, t2d; others are ignored   heads, SafeAILab's form
     npy          folder                   d2t.npy and t2d.npy                                speculators
     json         NAME.json                our own form, with provenance                      eagle-slim
+                 NAME.txt, NAME.json      ids as text; {"token_ids": ids}: read alone        scripts
                  folder                   an artifact: the rank order in eagle_slim.json     eagle-convert
 
 Maps are written with ascending ids, as every trainer expects. Such a file does not tell which ids matter most, so a

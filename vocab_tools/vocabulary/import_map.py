@@ -28,7 +28,7 @@ def import_token_map(
     """Read a token map; its content shows which format it has.
 
     A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets.
-    An artifact of `eagle-convert` keeps its rank order.
+    An artifact of `eagle-convert` keeps its rank order. Ids may stand in a `.txt` file, and under "token_ids" in JSON.
 
     Args:
         path: file, or a folder: an artifact, one with d2t.npy, or one with a model.safetensors that holds d2t.
@@ -122,8 +122,10 @@ def _read(path: Path) -> DraftVocab | _Map:
         value = _read_pickle(path)
     elif path.suffix == ".json" or _starts_as_json(path):
         value = read_json(path, VocabularyError)
+    elif path.suffix in (".txt", ".csv"):
+        value = _read_text(path)
     else:
-        endings = ".pt, .pth, .bin, .safetensors, .npy or .json"
+        endings = ".pt, .pth, .bin, .safetensors, .npy, .json or .txt"
         found = path.suffix or "nothing"
         raise VocabularyError(f"{path}: a token map ends in {endings}, not {found!r}.", format=None)
     if is_native(value):
@@ -150,13 +152,25 @@ def _starts_as_json(path: Path) -> bool:
         return file.read(64).lstrip()[:1] in (b"[", b"{")
 
 
+def _read_text(path: Path) -> list[int]:
+    """Ids as text, separated by spaces, commas or the ends of lines."""
+    parts = path.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
+    wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
+    if wrong is not None:
+        raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.", path=str(path), found=wrong)
+    return [int(part) for part in parts]
+
+
 def _from_mapping(value: dict[Any, Any], path: Path) -> _Map:
+    if "token_ids" in value:
+        return _Map(ids=value["token_ids"])
     if "d2t" in value:
         t2d = value.get("t2d")
         return _Map(d2t=value["d2t"], t2d=None if t2d is None else np.asarray(t2d))
     keys = ", ".join(repr(key) for key in list(value)[:5])
     raise VocabularyError(
-        f"{path}: expected a list of ids, or d2t (and t2d); found an object with keys {keys}.", keys=list(value)
+        f"{path}: expected a list of ids, token_ids, or d2t (and t2d); found an object with keys {keys}.",
+        keys=list(value),
     )
 
 

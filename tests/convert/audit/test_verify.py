@@ -252,6 +252,17 @@ def test_what_is_not_at_hand_is_skipped_with_the_reason(slim):
     assert all("--" in reason for reason in skipped.values())
 
 
+def test_local_folders_are_found_under_their_names_beside_the_artifact(made, tmp_path):
+    folder = shutil.copytree(made, tmp_path / "work")
+    result = verify_artifact(folder / "slim")
+    assert result.ok
+    assert not [check for check in result.checks if check.status == "skipped"]
+    # Another head of the same name is none.
+    with (folder / "head" / "model.safetensors").open("ab") as file:
+        file.write(b" ")
+    assert verify_artifact(folder / "slim")["tensors of the source head"].status == "skipped"
+
+
 def test_sound_artifacts_of_every_kind(made, tmp_path):
     target = made / "target"
     heads = {

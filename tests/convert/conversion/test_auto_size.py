@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,27 @@ def test_dear_rows_give_a_small_head_and_the_manifest_says_why(tmp_path: Path) -
     assert why["measured_sizes"] == [49152, 4096]
     assert 0.5 < why["coverage"] < 1
     assert why["predicted_speed_against_all"] > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"is_complete": False}, "not completed"),
+        ({"remarks": ["greedy, 4,096: verifying took longer"]}, "was disturbed (greedy, 4,096"),
+        ({"recommendations": [{"mode": "greedy", "batch": 1, "is_decided": False, "headline": "3 more"}]}, "(3 more)"),
+    ],
+)
+def test_a_comparison_that_settles_nothing_is_taken_only_on_request(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    path = comparison(tmp_path, 2e-6, (49152, 4096))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    options: dict[str, Any] = {"draft_vocab": "auto", "cost": path, "out": tmp_path / "slim", "offline": True}
+    with raises(UsageError, option="--cost") as caught:
+        convert(**options)
+    assert words in str(caught.value)
+    done = convert(**options, accept_doubts=True)
+    assert any(words in warning for warning in done.warnings)
 
 
 @pytest.mark.parametrize(

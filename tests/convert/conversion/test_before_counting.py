@@ -22,11 +22,22 @@ from eagle_slim.convert import (
 )
 from eagle_slim.convert.cli import main as convert_command
 from eagle_slim.vocab_tools import hub_session
+from eagle_slim.vocab_tools.corpus.source import parse_source
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, convert
-from support.heads import TOKENS, VOCAB, eagle3_tensors, random, write_eagle1, write_eagle3, write_freq, write_target
+from support.heads import (
+    HIDDEN,
+    TOKENS,
+    VOCAB,
+    eagle3_tensors,
+    random,
+    write_eagle1,
+    write_eagle3,
+    write_freq,
+    write_target,
+)
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
@@ -52,6 +63,24 @@ def never(*_):
 
 
 class TestCheapChecks:
+    def test_all_that_can_end_a_run_is_looked_at_before_it_counts(self, run, tmp_path, target, chats):
+        tensors = eagle3_tensors(rows=VOCAB)
+        tensors["lm_head.weight"][300, 1] = float("inf")
+        damaged = write_eagle3(tmp_path / "damaged", tensors=tensors)
+        source = parse_source(f"chat={tmp_path / 'chats.jsonl'}")
+        common = {"draft_vocab": 300, "target": target, "out": tmp_path / "out", "count": never}
+        for head, weights, error in (
+            (write_eagle3(tmp_path / "head"), {"nope": 3.0}, UsageError),
+            (write_eagle3(tmp_path / "head"), {"chat": 0.0}, UsageError),
+            (damaged, None, CheckpointError),
+        ):
+            with pytest.raises(error):
+                convert(head, vocabulary=VocabRequest(corpus=(source,), weights=weights), **common)
+        arguments = (tmp_path / "head", "--target", target, "--draft-vocab", "auto", "--cost", "compare.json")
+        code, _, err = run(convert_command, *arguments, *chats, "--held-out", "0")
+        assert code == 2
+        assert "--held-out" in err
+
     def test_weights_of_the_target_that_are_damaged_or_missing_or_of_another_width(self, tmp_path, target):
         head = write_eagle3(tmp_path / "head", lm_head=False)
         weights = target / "model.safetensors"
@@ -103,6 +132,93 @@ class TestCheapChecks:
             plans[1]["bytes_after"]
             == convert(head, draft_vocab=300, target=target, vocabulary=BY_ID, out=tmp_path / "again").bytes_after
         )
+
+
+def warnings_of(err):
+    return [line for line in err.splitlines() if line.startswith("warning: ")]
+
+
+class TestDryRun:
+    """It looks at all that a real run looks at, and says the same of it."""
+
+    @pytest.mark.parametrize("name", ["never counted, and not a multiple of 64", "biases", "without a target"])
+    def test_its_warnings_are_those_of_the_real_run(self, run, tmp_path, target, name):
+        counts = [0] * 300 + [9, 8, 7, 6] + [0] * (TOKENS - 304)
+        token_counts(counts, None, load_tokenizer(str(target)).tokenizer_hash).save(tmp_path / "few.safetensors")
+        arguments, words = {
+            "biases": (
+                (write_eagle1(tmp_path / "old", bias=random((HIDDEN,), 1)), "--counts", "few.safetensors",
+                 "--target", target),
+                "fc.bias is not zero",
+            ),
+            "without a target": (
+                (write_eagle3(tmp_path / "new"), "--token-map", write_freq(tmp_path / "freq.pt", range(330))),
+                "no tokenizer was at hand",
+            ),
+        }.get(name, (
+            (write_eagle3(tmp_path / "new"), "--counts", "few.safetensors", "--target", target),
+            "never occur in the counted text",
+        ))  # fmt: skip
+        arguments = (*arguments, "--draft-vocab", "310,320", "--out", "o")
+        code, _, dry = run(convert_command, *arguments, "--dry-run")
+        assert code == 0, dry
+        code, out, _ = run(convert_command, *arguments, "--dry-run", "--json")
+        code, _, real = run(convert_command, *arguments)
+        assert code == 0, real
+        assert words in dry
+        assert "multiple of 64" in dry
+        assert warnings_of(dry) == warnings_of(real)
+        told = {f"warning: {warning}" for plan in json.loads(out) for warning in plan["warnings"]}
+        assert told == set(warnings_of(real))
+
+    def test_text_that_is_still_to_be_counted(self, run, tmp_path, target, chats):
+        arguments = (write_eagle1(tmp_path / "head", bias=random((HIDDEN,), 1)), "--target", target, "--dry-run")
+        code, out, err = run(convert_command, *arguments, "--coverage", "0.9", *chats)
+        assert code == 0, err
+        assert "fc.bias is not zero" in err
+        assert "text is still to be counted" in err
+        assert "not known before text is counted" in out
+        code, _, err = run(convert_command, *arguments, "--draft-vocab", "300", "--dataset", "missing.jsonl")
+        assert code == 1
+        assert "missing.jsonl" in err
+
+    def test_the_size_that_a_coverage_finds_and_the_disk_in_total(self, run, tmp_path, target):
+        counts = token_counts([n % 7 for n in range(TOKENS)], None, load_tokenizer(str(target)).tokenizer_hash)
+        counts.save(tmp_path / "all.safetensors")
+        head = write_eagle3(tmp_path / "head")
+        arguments = (head, "--counts", "all.safetensors", "--target", target, "--out", "o")
+        code, out, _ = run(convert_command, *arguments, "--coverage", "0.9", "--dry-run", "--json")
+        plan = json.loads(out)
+        code, out, err = run(convert_command, *arguments, "--coverage", "0.9", "--json")
+        assert code == 0, err
+        done = json.loads(out)
+        assert plan["draft_vocab"] == done["draft_vocab"]
+        assert plan["bytes_after"] == done["bytes_per_draft_step"]["after"]
+        written = (tmp_path / "o" / "model.safetensors").stat().st_size
+        assert 0 < written - plan["disk_bytes"] < 4096
+        more = ("--draft-vocab", "320", "--gguf", "f32,f16", "--json", "--force")
+        code, out, err = run(convert_command, *arguments, *more, "--dry-run")
+        assert code == 0, err
+        plan = json.loads(out)
+        assert run(convert_command, *arguments, *more)[0] == 0
+        written = sum(path.stat().st_size for path in (tmp_path / "o").glob("model*"))
+        assert 0 < written - plan["disk_bytes"] < 2**16
+        code, out, _ = run(convert_command, *arguments, "--draft-vocab", "300,320", "--dry-run", "--json", "--force")
+        needed = sum(plan["disk_bytes"] for plan in json.loads(out))
+        _, out, _ = run(convert_command, *arguments, "--draft-vocab", "300,320", "--dry-run", "--force")
+        assert f"disk, in all          {needed / 1000:,.1f} kB needed" in out
+
+    @pytest.mark.parametrize(("tensor", "row"), [("fc.weight", 3), ("lm_head.weight", 5)])
+    def test_values_that_no_head_may_hold(self, run, tmp_path, target, chats, tensor, row):
+        tensors = eagle3_tensors(rows=VOCAB)
+        tensors[tensor][row, 1] = float("nan")
+        arguments = (write_eagle3(tmp_path / "head", tensors=tensors), "--draft-vocab", "300", "--target", target)
+        ranking = ("--token-map", write_freq(tmp_path / "freq.pt", range(320)))
+        for given in ((*ranking, "--dry-run"), (*chats, "--dry-run"), ranking):
+            code, _, err = run(convert_command, *arguments, *given)
+            assert code == 1
+            assert f"{tensor}: row" in err
+            assert str(row) in err
 
 
 class TestAdvice:
@@ -184,7 +300,7 @@ class TestCountsAreKept:
             raise OutputError("the disk is full")
 
         with monkeypatch.context() as patch:
-            patch.setattr(convert, "write_slim", full)
+            patch.setattr(convert.Planned, "write", full)
             code, _, err = run(convert_command, *arguments, *chats)
         assert code == 1
         kept = tmp_path / ".head-v300.counts.safetensors"
@@ -337,6 +453,29 @@ class TestDoubts:
         assert verify_artifact(chosen.folder, head=head).ok
         with raises(SourceError, option="--weights-file", found=["model.safetensors", "pytorch_model.bin"]):
             self.convert(tmp_path, head, weights_file="eagle.bin")
+
+    def test_a_file_beside_an_index_with_shards(self, tmp_path):
+        head = write_eagle3(tmp_path / "head", container="sharded")
+        other = {name: tensor.flip(0).contiguous() for name, tensor in eagle3_tensors(rows=VOCAB).items()}
+        save_file(other, head / "model.safetensors")
+        index = "model.safetensors.index.json"
+        done = self.convert(tmp_path, head)
+        assert any("model.safetensors is read" in warning and index in warning for warning in done.warnings)
+        chosen = self.convert(tmp_path, head, weights_file=index)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        found = load_file(chosen.folder / "model.safetensors")["fc.weight"]
+        assert torch.equal(found, eagle3_tensors(rows=VOCAB)["fc.weight"])
+        with HubServer() as hub, connected(hub, tmp_path / "home"):
+            hub.add_model("org/head", {f"v3/{path.name}": path.read_bytes() for path in head.iterdir()})
+            done = self.convert(tmp_path, "org/head", subfolder="v3")
+            chosen = self.convert(tmp_path, "org/head", subfolder="v3", weights_file=index)
+        assert any(index in warning for warning in done.warnings)
+        assert not any("is read, though" in warning for warning in chosen.warnings)
+        two = write_eagle3(tmp_path / "two")
+        shutil.copy(two / "model.safetensors", two / "a.safetensors")
+        (two / "model.safetensors").rename(two / "b.safetensors")
+        with pytest.raises(CheckpointError, match="--weights-file"):
+            self.convert(tmp_path, two)
 
     def test_what_several_engines_make_of_a_head_is_said_once(self, tmp_path):
         done = self.convert(tmp_path, write_eagle1(tmp_path / "head"))

@@ -93,8 +93,9 @@ def test_a_plan_says_what_they_add(made, tmp_path):
     plan, other = prepare_conversion(made / "head", ConvertOptions([5, 8], keep_rows=10, **common)).plans
     assert (plan.num_kept, plan.kept_bytes) == (5, 5 * (2 * HIDDEN + 8))
     assert (other.num_kept, other.kept_bytes) == (2, 2 * (2 * HIDDEN + 8))
-    (unknown,) = prepare_conversion(made / "head", ConvertOptions(5, keep_rows="full", **common)).plans
-    assert unknown.num_kept is unknown.kept_bytes is None
+    (whole,) = prepare_conversion(made / "head", ConvertOptions(5, keep_rows="full", **common)).plans
+    ranked = convert(made / "head", draft_vocab=5, keep_rows="full", **common)
+    assert (whole.num_kept, whole.kept_bytes) == (ranked.num_kept, ranked.num_kept * (2 * HIDDEN + 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -137,8 +138,11 @@ def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
         assert verify_artifact(again.folder, head=made / "slim").ok
     assert any("not kept again without --keep-rows" in message for message in said)
     assert "grown from 5 to 8" in (tmp_path / "again8" / "README.md").read_text()
-    with raises(UsageError, size=11):
-        convert(made / "slim", draft_vocab=11, out=tmp_path / "eleven")
+    for size, kept, wanted in ((11, None, 11), (4, 12, 12), ("full", None, VOCAB)):
+        with raises(UsageError, size=wanted, rows=10) as caught:
+            convert(made / "slim", draft_vocab=size, keep_rows=kept, out=tmp_path / "more")
+        assert "Convert head, which it was made from" in str(caught.value)
+        assert "trained" not in str(caught.value)
     passed_on = convert(made / "slim", draft_vocab=4, keep_rows=10, out=tmp_path / "passed")
     assert passed_on.manifest.kept_rows.rank_order_ids.tolist() == RANKED[4:10]
     # Another ranking chooses among all rows that are there.

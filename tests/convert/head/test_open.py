@@ -1,11 +1,14 @@
 """Opening heads: every spelling is one head, and what is not such a head is refused by name."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
-from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head
+from eagle_slim.convert import CheckpointError, MismatchError, UnsupportedHeadError, open_head, verify_artifact
 from eagle_slim.convert.head.config import sliding_window
 from support import heads
+from support.conversion import convert
 from support.heads import HIDDEN, MIDDLE, VOCAB, eagle3_tensors, random, trained_ids, write_eagle1, write_eagle3
 from support.raising import raises
 from transformers import AutoConfig
@@ -219,6 +222,38 @@ def test_rope_keeps_what_is_more_than_a_base(tmp_path):
     assert (partial.config["partial_rotary_factor"], partial.config["rope_scaling"]) == (0.5, None)
     sections = open_head(write_eagle3(tmp_path / "b", rope_parameters={**parameters, "mrope_section": [16, 24, 24]}))
     assert sections.config["rope_scaling"] == {"rope_type": "default", "mrope_section": [16, 24, 24]}
+
+
+@pytest.mark.parametrize("write", [write_eagle3, write_eagle1])
+def test_sizes_in_a_text_config(tmp_path, write):
+    plain = convert(write(tmp_path / "plain"), draft_vocab="full", out=tmp_path / "a").folder
+    config = json.loads((write(tmp_path / "head") / "config.json").read_text())
+    outer = ("architectures", "draft_vocab_size", "torch_dtype", "bias")
+    nested = {key: value for key, value in config.items() if key not in outer}
+    nested |= {"model_type": "qwen2_5_vl_text", "rope_theta": 5e5}
+    kept = {key: config[key] for key in outer if key in config}
+    vision = {"vision_config": {"hidden_size": 7}, "model_type": "qwen2_5_vl"}
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**kept, **vision, "text_config": nested}))
+    done = convert(tmp_path / "head", draft_vocab="full", out=tmp_path / "b")
+    found, expected = (json.loads((folder / "config.json").read_text()) for folder in (done.folder, plain))
+    assert found == {**expected, "rope_theta": 5e5}
+    assert verify_artifact(done.folder, head=tmp_path / "head").ok
+    (tmp_path / "head" / "config.json").write_text(json.dumps({**config, "text_config": [1]}))
+    with raises(MismatchError, key="text_config"):
+        open_head(tmp_path / "head")
+
+
+@pytest.mark.parametrize("part", [2.0, -0.5, 0, "half", True])
+def test_a_part_that_cannot_be_rotated(tmp_path, part):
+    inside = {"rope_scaling": {"partial_rotary_factor": part}}
+    for name, where in (("top", {"partial_rotary_factor": part}), ("in", inside)):
+        for write in (write_eagle3, write_eagle1):
+            with raises(MismatchError, key="partial_rotary_factor", found=part):
+                open_head(write(tmp_path / f"{write.__name__}-{name}", **where))
+    done = convert(write_eagle3(tmp_path / "head"), draft_vocab="full", out=tmp_path / "slim")
+    config = json.loads((done.folder / "config.json").read_text())
+    (done.folder / "config.json").write_text(json.dumps({**config, "partial_rotary_factor": part}))
+    assert verify_artifact(done.folder)["config sizes"].status == "failed"
 
 
 NORMED = "return_hidden_post_norm"
@@ -435,6 +470,45 @@ def test_missing_tensor_and_other_models_are_refused(tmp_path):
         with raises(UnsupportedHeadError, tensor="fc.weight", found=str(dtype).removeprefix("torch.")) as refused:
             open_head(write_eagle3(tmp_path / advice, tensors=tensors))
         assert advice in str(refused.value)
+
+
+_WHOLE_MODEL = {
+    f"model.{name}.weight": ones(4, 4)
+    for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "found", "advice"),
+    [
+        ({"odd": ones(1)}, {"architectures": ["MedusaModel"]}, "a Medusa head", '"method": "medusa"'),
+        ({"1.0.linear.weight": ones(4, 4)}, {}, "a Medusa head", '"method": "medusa"'),
+        ({"odd": ones(1)}, {"model_type": "mlp_speculator"}, "an MLP speculator", '"method": "mlp_speculator"'),
+        ({"odd": ones(1)}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator", "vLLM"),
+        ({"speculator.emb.0.weight": ones(4, 4)}, {}, "an MLP speculator", "vLLM"),
+        ({"odd": ones(1)}, {"speculators_model_type": "peagle"}, "a P-EAGLE head", '"parallel_drafting": true'),
+        ({"mask_hidden": ones(1, 4)}, {"architectures": ["LlamaForCausalLM"]}, "a P-EAGLE head", "vLLM"),
+        ({"odd": ones(1)}, {"architectures": ["DFlashDraftModel"]}, "a DFlash draft", "--spec-type draft-dflash"),
+        ({"odd": ones(1)}, {"speculators_model_type": "dspark"}, "a DSpark draft", "--spec-type draft-dspark"),
+        ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
+        ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
+        (
+            _WHOLE_MODEL,
+            {"architectures": ["Qwen2ForCausalLM"]},
+            "a whole language model",
+            '"method": "draft_model"',
+        ),
+    ],
+)
+def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):
+    folder = write_eagle3(tmp_path / "draft", tensors=tensors, **config)
+    with raises(UnsupportedHeadError) as refused:
+        open_head(folder)
+    text = str(refused.value)
+    assert refused.value.facts["found"].startswith(found)
+    assert text.startswith(f"{folder}: this is {found}")
+    assert advice in text
+    assert "\n" not in text
 
 
 def test_null_quantisation_file_is_no_quantisation(tmp_path):

@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 import torch
 from eagle_slim.convert.errors import SourceError
-from eagle_slim.convert.hub.push import upload_files
+from eagle_slim.convert.hub.push import check_push, upload_files
 from eagle_slim.convert.hub.range_reads import read_remote_header
 from eagle_slim.convert.hub.remote_file import HubFile
 from eagle_slim.convert.sources.source import open_head_source, target_files
@@ -249,6 +249,19 @@ def test_a_refusal_is_one_line(hub: HubServer, home: Path) -> None:
     headline, advice = str(caught.value).split("\n")
     assert "\\n" not in headline
     assert advice.startswith("See ")
+
+
+def test_advice_is_true(hub: HubServer, home: Path) -> None:
+    with raises(SourceError) as caught:
+        check_push("tester/slim")
+    assert "set HF_TOKEN" in str(caught.value)
+    assert "again" not in str(caught.value)
+    hub.inject("model.safetensors", Fault(times=1, extra_bytes=7))
+    with raises(SourceError, repo_id="org/head") as caught:
+        open_head_source("org/head")
+    assert "force_download" not in str(caught.value)
+    assert "run the same command again" in str(caught.value)
+    open_head_source("org/head")
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

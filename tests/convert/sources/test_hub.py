@@ -284,6 +284,7 @@ def test_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SourceError, match=f"{hub.endpoint} cannot be reached") as caught:
             open_head_source("org/other")
         assert "Check the connection" in str(caught.value)
+        assert "org/other: no such folder here, and no such repository could be looked up: " in str(caught.value)
     assert "cannot be reached" in said
     assert "using the copy in the cache" in said
 

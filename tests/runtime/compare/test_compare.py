@@ -68,6 +68,8 @@ def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> N
         (size, category) for category in (ALL, "talk", "math") for size in (PLAIN, FULL, "300")
     ]
     assert all(row.num_identical == row.num_answers for row in report.rows)
+    # The prompt's forward gave the first token of an answer, passes the others and none beyond its end.
+    assert all(row.num_accepted_tokens == row.num_new_tokens - row.num_answers for row in report.rows)
     assert report.find(FULL, "greedy", "talk").num_answers == 4
     assert report.find("300", "greedy").candidate.draft_vocab == 300
     assert report.find(PLAIN, "sampled").mean_accepted_length == 1.0

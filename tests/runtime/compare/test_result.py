@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,14 @@ from eagle_slim.runtime.compare.plan import Plan
 from eagle_slim.runtime.compare.recommend import recommend
 from eagle_slim.runtime.compare.report import build_report
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 from support.programs import headless_browser
 from support.raising import raises
 
 
-def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) -> Comparison:
+def made_up(
+    speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10, unmeasured: tuple[str, ...] = ()
+) -> Comparison:
     """A result over 20 prompts in two categories: label to (draft vocabulary, accepted length, seconds per step)."""
     answers = []
     for label, (_, length, seconds) in {PLAIN: (0, 1.0, plain_s), **speeds}.items():
@@ -46,6 +51,7 @@ def made_up(speeds: dict[str, tuple[int, float, float]], plain_s: float = 0.10) 
         "drafter": "reference", "draft_weights": "fp32", "trees": ["depth 3, top_k 4, 25 nodes"], "num_prompts": 20,
         "num_turns": 20, "max_new_tokens": 24, "repeats": 1, "versions": {}, "candidates": list(speeds),
     }  # fmt: skip
+    answers = [answer for answer in answers if answer.key.candidate not in unmeasured]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Plan, "describe", lambda _: setup)
         report = build_report(plan, answers, [CoverageCurve("these answers", (1000, 4000, 9000), (0.8, 0.95, 1.0))])
@@ -74,6 +80,20 @@ def test_a_plain_pass_longer_than_a_verify_is_told() -> None:
     assert made_up(SPEEDS, plain_s=0.03).report.remarks == ()
 
 
+def test_sizes_that_an_interrupted_comparison_did_not_reach_have_dashes() -> None:
+    result = made_up(SPEEDS, unmeasured=("4,000", "1,000"))
+    (advice,) = result.recommendations
+    assert (advice.candidate, advice.beats_plain) == ("full (9,000)", True)
+    assert advice.reasons[-1] == "Not measured: 4,000; 1,000."
+    rows = [re.split("  +", line) for line in result.to_text().split("\n\n")[0].splitlines()]
+    assert rows[2][4:] == ["2.900", "33.3%", "19.3", "1.93", "150.0", "100.0", "40.0", "10.0", "200", "20/20"]
+    assert rows[3][4:] == rows[4][4:] == ["-"] * 10
+    missing = result.to_json()["rows"][2]
+    assert {missing[name] for name in ("mean_accepted_length", "missed_rate", "tokens_per_s", "step_s")} == {None}
+    (advice,) = made_up(SPEEDS, unmeasured=tuple(SPEEDS)).recommendations
+    assert (advice.headline, advice.as_fast) == ("greedy: draft vocabulary not decided, no step was measured", ())
+
+
 def test_text_and_json_hold_the_same_figures() -> None:
     (advice,) = RESULT.recommendations
     table, *told = RESULT.to_text().split("\n\n")
@@ -83,7 +103,7 @@ def test_text_and_json_hold_the_same_figures() -> None:
         "host", "passes", "exact",
     ]  # fmt: skip
     expected = [
-        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3 ±0%", "1.93 ±0%", "150.0", "100.0", "40.0",
+        "full (9,000)", "greedy", "1", "all", "2.900", "33.3%", "19.3", "1.93", "150.0", "100.0", "40.0",
         "10.0", "200", "20/20",
     ]  # fmt: skip
     assert re.split("  +", lines[2]) == expected
@@ -102,6 +122,15 @@ def test_text_and_json_hold_the_same_figures() -> None:
     assert (full["mean_accepted_length"], full["missed_rate"], full["step_s"]) == (2.9, 0.333333, 0.15)
     assert data["coverage"][0]["covered"] == [0.8, 0.95, 1.0]
     json.dumps(data, allow_nan=False)
+
+
+def test_what_a_conversion_takes_a_size_from_says_whether_it_decided(tmp_path: Path) -> None:
+    undecided = made_up({**SPEEDS, "3,900": (3900, 2.8, 0.11)}, plain_s=0.03)
+    undecided = replace(undecided, recommendations=[replace(undecided.recommendations[0], is_decided=False)])
+    for result, words in ((made_up(SPEEDS, plain_s=0.03), []), (RESULT, ["disturbed"]), (undecided, ["decided"])):
+        result.write(tmp_path / "out", force=True)
+        doubts = StepCost.load(tmp_path / "out").doubts
+        assert [word in doubt for word, doubt in zip(words, doubts, strict=True)] == [True] * len(words)
 
 
 def test_a_folder_is_written_once_and_an_interrupted_comparison_is_not_lost(tmp_path: Path) -> None:
@@ -133,37 +162,82 @@ def test_the_page_fetches_nothing_and_cannot_be_broken_out_of() -> None:
     assert "never changes the output" in page
 
 
-# Moves the mouse over the middle of the first chart and focuses a point of the second; the tooltips are in the dump.
-HOVER = """<script>
-const svg = document.querySelector("#length svg"), box = svg.getBoundingClientRect();
-const at = { clientX: box.left + box.width * 0.60, clientY: box.top + 80, bubbles: true };
+# Moves the mouse over the middle of the second chart, focuses a point of the first, and notes what stands where; the
+# tooltips are in the dump.
+VISIT = """<script>
+const box = id => document.querySelector(id).getBoundingClientRect(), svg = document.querySelector("#length svg");
+const at = { clientX: box("#length svg").left + box("#length svg").width * 0.60, clientY: 80, bubbles: true };
 svg.dispatchEvent(new MouseEvent("mousemove", at));
-document.querySelectorAll("#speed .point")[0].dispatchEvent(new Event("focus"));
-document.getElementById("category").value = "math";
-document.getElementById("category").dispatchEvent(new Event("change"));
+document.querySelector("#speed .point").dispatchEvent(new Event("focus"));
+const points = [...document.querySelectorAll("#length .interval")].map(path => path.getBoundingClientRect());
+const seen = {
+  window: innerWidth, page: document.documentElement.scrollWidth, table: [box("#body").left, box("#body").right],
+  order: ["#picks", "#body", "#speed", "#length", "#coverage"].map(id => box(id).top), head: box("#head").height,
+  name: getComputedStyle(document.querySelector("#body td:nth-child(3)"), "::before").content,
+  clipped: points.filter(p => p.top < box("#length svg").top || p.bottom > box("#length svg").bottom).length,
+  mode: document.getElementById("mode"),
+};
+document.body.dataset.seen = JSON.stringify(seen);
+if (location.hash === "#math") {
+  document.getElementById("category").value = "math";
+  document.getElementById("category").dispatchEvent(new Event("change"));
+}
 </script></body>"""
 
 
-def test_hover_in_a_real_browser(tmp_path: Path) -> None:
+def visit(tmp_path: Path, result: Comparison, width: int, category: str = "") -> tuple[str, dict[str, Any]]:
+    """The page's elements once its script has run, and what `VISIT` saw."""
     page = tmp_path / "page.html"
-    page.write_text(RESULT.to_html().replace("</body>", HOVER), encoding="utf-8")
+    page.write_text(result.to_html().replace("</body>", VISIT), encoding="utf-8")
+    command = [*headless_browser(tmp_path / "profile"), f"--window-size={width},900", "--virtual-time-budget=2000"]
     done = subprocess.run(
-        [*headless_browser(tmp_path / "profile"), "--virtual-time-budget=2000", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=1800, check=True,
-    )  # fmt: skip
-    dom = done.stdout
+        [*command, "--dump-dom", f"{page.as_uri()}#{category}"],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+        check=True,
+    )
+    found = re.search(r'data-seen="(.*?)"', done.stdout)
+    assert found is not None
+    return done.stdout, json.loads(html.unescape(found[1]))
+
+
+def rows_of(dom: str) -> list[tuple[str, str]]:
+    """Attributes and cells of each row of the table."""
+    return re.findall(r"<tr(.*?)>(.*?)</tr>", dom.split('<tbody id="body">')[1].split("</tbody>")[0])
+
+
+def test_the_page_in_a_real_browser(tmp_path: Path) -> None:
+    dom, seen = visit(tmp_path, RESULT, 1280)
+    assert seen["window"] == 1280
+    assert seen["order"] == sorted(seen["order"])  # the table before the charts
+    assert 0 <= seen["table"][0] < seen["table"][1] <= 1280  # and whole
+    assert seen["page"] <= 1280
+    assert (seen["name"], seen["mode"], seen["clipped"]) == ("none", None, 0)
     tips = [part.split("</figure>")[0] for part in dom.split('class="tip"')[1:]]
-    assert len(tips) == 6  # two charts for all prompts and two for each category
-    assert "visibility: visible" in tips[0]
-    assert "4,000 tokens" in tips[0]
-    assert "tokens per pass, greedy: 2.80" in tips[0]
-    assert "coverage, these answers: 95.00%" in tips[0]
-    assert "1,000 tokens" in tips[1]
-    assert "tokens/s, greedy: 24.44" in tips[1]
-    assert "plain decoding, greedy: 10.00" in tips[1]
+    assert len(tips) == 3
+    assert "visibility: visible" in tips[1]
+    assert "<b>4,000 tokens</b>" in tips[1]
+    assert "tokens per pass, greedy: 2.80" in tips[1]
+    assert "<b>1,000 tokens</b>" in tips[0]
+    assert "tokens/s, greedy: 24.44" in tips[0]
+    assert "plain decoding, greedy: 10.00" in tips[0]
     assert "<li>4,000: 2.80 tokens per pass" in dom
-    assert dom.count("recommended (greedy)") == 6
-    assert "coverage (share of tokens)" in dom
-    rows = re.findall(r"<tr(.*?)>(.*?)</tr>", dom.split('<tbody id="body">')[1].split("</tbody>")[0])
-    assert [cells.count("<td>math</td>") for _, cells in rows] == [1] * 4
-    assert [cells.split("</td>")[0] for given, cells in rows if 'class="advice"' in given] == ["<td>4,000"]
+    assert dom.count("recommended (greedy)") == 3
+    assert "at most 24 new tokens." in dom
+    rows = rows_of(dom)
+    assert [cells.split("</td>")[0].split(">")[-1] for _, cells in rows] == [PLAIN, *SPEEDS]
+    assert [cells.count(">all</td>") for _, cells in rows] == [1] * 4
+    assert [cells.split("</td>")[0].split(">")[-1] for given, cells in rows if 'class="advice"' in given] == ["4,000"]
+
+
+def test_the_page_on_a_phone(tmp_path: Path) -> None:
+    dom, seen = visit(tmp_path, made_up(SPEEDS, unmeasured=("1,000",)), 390, "math")
+    assert seen["page"] <= seen["window"] < 600  # some browsers have no narrower window than 500
+    assert seen["table"][1] <= seen["window"]
+    assert (seen["head"], seen["name"]) == (0, '"Speed-up"')  # cards, each figure beside its name
+    rows = rows_of(dom)
+    assert [cells.count(">math</td>") for _, cells in rows] == [1] * 4
+    assert [cells.count(">–</td>") for _, cells in rows] == [1, 0, 0, 10]
+    assert "tokens per pass, greedy" in dom
+    assert "left out (math)?" in dom

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from scipy.stats import t as scipy_t
 
 VERIFY_S = 0.070
+TREE = (5, 10, 60)
 PASSES = 12
 
 
@@ -64,8 +65,8 @@ def advise(sizes: dict[str, Timings], draft_bytes: dict[str, int], plain: Timing
         size = draft_bytes.get(name, 0)
         rows.append(
             Row(
-                Candidate(name, name, None, size, size), "greedy", 1, ALL, num_prompts, num_prompts, num_prompts, 0, 0,
-                {1: 1}, 0.0, 0.0, each, ratio(each, found[PLAIN], num_prompts),
+                Candidate(name, name, None, size, size, tree=TREE), "greedy", 1, ALL, num_prompts, num_prompts,
+                num_prompts, 0, 0, {1: 1}, 0.0, 0.0, each, ratio(each, found[PLAIN], num_prompts),
             )
         )  # fmt: skip
     return recommend(CompareReport(tuple(rows), (), {}))[0]
@@ -124,6 +125,11 @@ def test_two_sizes_that_do_not_differ_are_said_to_be_as_fast_and_the_smaller_win
     advice = advise(sizes, {"16384": 16384, "4096": 4096}, plain)
     assert (advice.candidate, advice.is_decided, set(advice.as_fast)) == ("4096", True, {"16384", "4096"})
     assert any(reason.startswith("16384; 4096: ") and "4096 reads the fewest" in reason for reason in advice.reasons)
+    # Other trees read the same bytes.
+    same = advise(sizes, {"16384": 4096, "4096": 4096}, plain)
+    fastest = max(sizes, key=lambda name: measure(sizes)[name].tokens_per_s.value)
+    assert same.candidate == fastest
+    assert any(f"{fastest} ran fastest (" in reason for reason in same.reasons)
 
 
 def test_too_few_prompts_decide_nothing() -> None:
@@ -134,6 +140,7 @@ def test_too_few_prompts_decide_nothing() -> None:
         assert not advice.is_decided
         assert advice.more_prompts >= 5 - num_prompts
         assert f"not decided, about {advice.more_prompts} more prompt" in advice.headline
+        assert f"is not decided by {num_prompts} prompt{'s' * (num_prompts > 1)}, too few to tell: " in advice.headline
 
 
 def test_a_small_difference_among_prompts_that_disagree_asks_for_about_as_many_as_it_takes() -> None:
@@ -191,8 +198,16 @@ def test_trees_of_other_sizes_are_verified_at_their_own_cost() -> None:
 def test_plain_decoding_that_is_faster_is_said_to_be() -> None:
     slow = {"full": timings(0.5, 2.5, seed=1), "4096": timings(0.4, 2.45, seed=2)}
     advice = advise(slow, {"full": 49152, "4096": 4096})
-    assert advice.beats_plain is False
-    assert "plain decoding is faster" in advice.headline
+    assert (advice.beats_plain, advice.candidate, advice.draft_vocab, advice.more_prompts) == (False, PLAIN, 0, 0)
+    assert advice.headline.startswith("greedy: plain decoding is faster here: drafting with 4096 runs at 0.25 (0.2")
+
+
+def test_a_step_that_no_acceptance_makes_up_for_is_slower_on_any_prompts() -> None:
+    plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
+    for draft_s, beats in ((0.5, False), (0.2, None)):  # 12 steps of plain decoding, and 6; a path gives 7 tokens
+        advice = advise({"4096": timings(draft_s, 2.5, 2, seed=1)}, {"4096": 4096}, plain)
+        assert (advice.beats_plain, advice.candidate) == (beats, PLAIN if beats is False else "4096")
+        assert any("slower on any prompts, as a pass gives 7 tokens" in r for r in advice.reasons) == (beats is False)
 
 
 def test_a_candidate_that_made_no_step_is_left_out() -> None:
@@ -218,4 +233,4 @@ def test_prompts_needed_are_those_whose_interval_decides() -> None:
 def test_an_interval_that_says_nothing_is_not_printed() -> None:
     plain = timings(0.0, 1.0, 2, nodes=1, verify_s=0.045, seed=7)
     found = advise({"a": timings(0.02, 2.0, 2, difficulty=np.array([0.5, 1.5]))}, {"a": 2}, plain)
-    assert any("(too few prompts for an interval) times that: these" in reason for reason in found.reasons)
+    assert any("runs at 1.01 times that: these prompts do not tell" in reason for reason in found.reasons)

@@ -24,7 +24,8 @@ from eagle_slim.runtime import (
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.safeailab import session
-from eagle_slim.vocab_tools import DraftVocab
+from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
+from eagle_slim.vocab_tools.errors import TokenizerError
 from support.raising import raises
 from support.small_tokenizers import write_folder
 from support.token_counts import token_counts
@@ -351,12 +352,18 @@ def test_a_vocabulary_may_come_from_counts(tmp_path: Path) -> None:
     model = build("stand-in eagle", tmp_path)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(47)}, unk_token="w0"))
     words.add_special_tokens(["<|end|>"])
-    model.base_model_name_or_path = str(write_folder(tmp_path / "base", words, eos_token="<|end|>"))
+    folder = write_folder(tmp_path / "base", words, eos_token="<|end|>")
+    model.base_model_name_or_path = str(tmp_path / "gone")
     counts = token_counts([*range(100, 148)])
     counts.save(tmp_path / "counts.safetensors")
-    for given in (counts, tmp_path / "counts.safetensors"):
+    with pytest.raises(TokenizerError):
+        patch_eagle_model(model, 8, counts=counts, drafter="reference")
+    given: list[tuple[Any, Any]] = [(counts, folder), (tmp_path / "counts.safetensors", load_tokenizer(str(folder)))]
+    for each, tokenizer in [*given, (counts, None)]:
+        if tokenizer is None:
+            model.base_model_name_or_path = str(folder)
         with pytest.warns(HeadWarning):
-            patch_eagle_model(model, 8, counts=given, drafter="reference")
+            patch_eagle_model(model, 8, counts=each, tokenizer=tokenizer, drafter="reference")
         model.ea_layer.reset_kv()
         # The end of sequence is forced, the others are the most frequent.
         assert set(model.ea_layer.topK_genrate(*_next_draft(model))[0][0, 1:].tolist()) <= set(range(40, 48))

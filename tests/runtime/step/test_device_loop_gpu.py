@@ -104,7 +104,7 @@ def test_smollm2_in_fp32_needs_the_measured_passes(drafter: str) -> None:
     assert "CUDA graphs" in output.stats.path
     assert output.token_ids == plain.token_ids
     assert output.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
-    assert output.stats.num_accepted_tokens == pytest.approx(484, abs=3)
+    assert output.stats.num_accepted_tokens == output.stats.num_new_tokens - len(prompts) == 468
     assert output.stats.num_passes == pytest.approx(160, abs=2)
     assert f"; drafter {drafter}, fp32 weights; " in output.stats.path
     sampled = {"max_new_tokens": 40, "temperature": 1.0, "top_p": 0.9, "seed": 1}
@@ -119,7 +119,7 @@ def test_smollm2_in_bf16_stays_close(record_property: Callable[[str, object], No
     same = [a == b for a, b in zip(output.token_ids, plain.token_ids, strict=True)]
     record_property("answers_equal_in_bf16", f"{sum(same)}/{len(same)}")
     assert sum(same) >= len(same) // 2
-    assert output.stats.mean_accepted_length == pytest.approx(3.025, rel=0.05)
+    assert output.stats.mean_accepted_length == pytest.approx(2.925, rel=0.05)
 
 
 def test_the_cache_grows_keeps_a_prefix_and_two_models_live_side_by_side(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from support.raising import raises
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
 from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers.utils import ModelOutput
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 TREE = {"depth": 3, "top_k": 4}
@@ -66,6 +70,20 @@ def test_2_the_output_is_indexed_iterated_and_counted(model: SpeculativeModel) -
     assert torch.equal(output[:, WIDTH:], expected[:, WIDTH:])
     assert [row.tolist() for row in output] == expected.tolist()
     assert (len(output), output.shape) == (3, expected.shape)
+
+
+@pytest.mark.parametrize("is_dict", [True, False])
+def test_2b_the_output_is_a_model_output(model: SpeculativeModel, is_dict: bool) -> None:
+    options = {"max_new_tokens": 5, "output_scores": True, "return_dict_in_generate": is_dict}
+    output, expected = (make(LEFT, attention_mask=MASK, **options) for make in (model.generate, partial(theirs, model)))
+    assert isinstance(output, ModelOutput)
+    assert list(output.keys()) == list(dict(output)) == list({**copy.deepcopy(output)}) == ["sequences", "scores"]
+    assert output.get("scores") is output["scores"] is output.to_tuple()[1]
+    assert ("scores" in output, "logits" in output, output.logits) == (True, False, None)
+    assert len(output) == (2 if is_dict else 3)
+    found = dict(output.items())
+    assert torch.equal(found["sequences"], expected["sequences"] if is_dict else expected)
+    assert [type(value) for value in output.values()] == [Tensor, tuple]
 
 
 @pytest.mark.parametrize("kind", ["greedy", "penalty", "sampled"])
@@ -122,6 +140,35 @@ def test_4_seeds(model: SpeculativeModel) -> None:
     assert model.generate(LEFT, max_new_tokens=3).seed is None
     assert draw(seed=3).seed == 3
     assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn where nothing has to be
+
+
+@pytest.mark.parametrize("is_drafted", [True, False])
+def test_4b_a_seed_for_each_prompt(model: SpeculativeModel, is_drafted: bool) -> None:
+    options = {"max_new_tokens": 14, "temperature": 1.2, "top_p": 0.95, "speculative": is_drafted, "ignore_eos": True}
+    seeds = [11, 2**62, 11]
+    whole = model.generate(PROMPTS, seeds=seeds, **options)
+    assert (whole.seed, whole.seeds) == (None, tuple(seeds))
+    alone = [model.generate(prompt, seeds=[seed], **options) for prompt, seed in zip(PROMPTS, seeds, strict=True)]
+    assert whole.token_ids == [each.token_ids[0] for each in alone]
+    assert alone[1].token_ids == model.generate(PROMPTS[1], seed=seeds[1], **options).token_ids
+    other = model.generate(PROMPTS[::-1], seeds=torch.tensor(seeds[::-1]), max_slots=2, **options)
+    assert other.token_ids == whole.token_ids[::-1]
+    twice = model.generate(PROMPTS, seeds=seeds, num_return_sequences=2, **options).token_ids
+    assert twice[::2] == whole.token_ids
+    assert twice[2:4] == model.generate(PROMPTS[1], seeds=seeds[1:2], num_return_sequences=2, **options).token_ids
+    assert twice[2] != twice[3]
+    assert whole.token_ids == model.generate(PROMPTS, seeds=seeds, **{**options, "speculative": True}).token_ids
+    same = model.generate([PROMPTS[0]] * 2, seeds=[5, 5], **options).token_ids
+    assert same[0] == same[1]
+    state = torch.get_rng_state()
+    assert model.generate(PROMPTS, seeds=seeds, max_new_tokens=2).seeds is None  # greedy: nothing is drawn
+    model.generate(PROMPTS, seeds=seeds, **options)
+    assert torch.equal(torch.get_rng_state(), state)
+    for wrong in ({"seeds": seeds[:2]}, {"seeds": 3}, {"seeds": seeds, "seed": 1}, {"seeds": "abc"}):
+        with raises(UsageError, option="seeds"):
+            model.generate(PROMPTS, **wrong, **options)
+    with raises(UsageError, option="seed", found=-1):
+        model.generate(PROMPTS, seeds=[1, 2, -1], **options)
 
 
 def test_5_properties(model: SpeculativeModel) -> None:
@@ -214,3 +261,43 @@ def test_10_chats_as_in_vllm(chatty: SpeculativeModel) -> None:
         chatty.chat(hello, presence_penalty=0.5)
     with raises(UsageError, option="include_stop_str_in_output"):
         chatty.chat(hello, SimpleNamespace(temperature=0.0, include_stop_str_in_output=True))
+
+
+def test_11_a_pipeline_of_transformers(
+    chatty: SpeculativeModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    texts, answers = ["a b", "c"], []
+    told = {"framework": "pt"} if transformers.__version__.startswith("4.") else {}
+    for model in (chatty, chatty.target.model):
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=chatty.tokenizer, **told)
+        if model is chatty:
+            assert told or "SpeculativeModel" in repr(pipe)
+        answers.append([pipe(texts, **options), pipe(texts[0], return_full_text=False, **options)])
+    assert answers[0] == answers[1]
+    assert "not supported" not in caplog.text
+
+
+def test_12_a_model_says_what_it_is(chatty: SpeculativeModel, model: SpeculativeModel) -> None:
+    for each, head in ((chatty, "pair"), (model, "head")):
+        text = repr(each)
+        assert f"of {each.target.vocab_size} ids" in text
+        assert head in text.split("; head: ")[1].split("; draft")[0]
+        assert "LlamaForCausalLM in float32 on cpu" in text
+        assert text.endswith("drafter reference, fp32 weights)")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("max_new_token", "max_new_tokens"), ("temprature", "temperature"), ("sead", "seed")]
+)
+def test_13_a_mistyped_option_is_told_what_was_meant(model: SpeculativeModel, name: str, meant: str) -> None:
+    with raises(UsageError, option=name) as caught:
+        model.generate([3, 4], **{name: 1})
+    assert str(caught.value).endswith(f"has no option {name!r}. Did you mean {meant}?")
+    with raises(UsageError, option="draft_vocabulary") as caught:
+        SpeculativeModel.from_pretrained(draft_vocabulary=3)  # type: ignore[call-arg]
+    assert str(caught.value).endswith("Did you mean draft_vocab?")
+    with raises(UsageError, option="qqq") as caught:
+        model.generate([3, 4], qqq=1)
+    assert str(caught.value) == "generate() has no option 'qqq'."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,48 @@ def test_prompts_in_every_form_that_tokenizers_return(tmp_path: Path) -> None:
 def test_values_that_are_no_prompts(tmp_path: Path, given: Any, mask: Any, facts: dict[str, Any]) -> None:
     with raises(UsageError, **facts):
         build(tmp_path).generate(given, attention_mask=mask)
+
+
+def test_the_targets_own_generate_beside_ours(tmp_path: Path) -> None:
+    """Forwards of both, started while the other's runs, wait; one that an interrupt ended leaves its thread free."""
+    target = tiny_target("llama")
+    model = SpeculativeModel.from_pretrained(target, write_head(tmp_path), depth=3, top_k=4)
+    prompts = random_prompts([7, 5])
+
+    def theirs() -> list[int]:
+        ids = torch.tensor(prompts[1:])
+        found = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6)  # type: ignore[operator]
+        return list(found[0, 5:].tolist())
+
+    def ours() -> list[int]:
+        return model.generate(prompts[0], max_new_tokens=6).token_ids[0]
+
+    expected = {ours: ours(), theirs: theirs()}
+    for one, other in ((ours, theirs), (theirs, ours)):
+        found: list[Future[list[int]]] = []
+
+        def begin(*_: Any, other: Any = other, found: Any = found) -> None:
+            if not found:
+                found.append(pool.submit(other))
+                wait(found, timeout=0.3)
+
+        with ThreadPoolExecutor() as pool:
+            handle = target.model.layers[1].register_forward_hook(begin)  # type: ignore[union-attr, index]
+            assert one() == expected[one]
+            assert found[0].result(60) == expected[other]
+        handle.remove()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = target.lm_head.register_forward_hook(interrupt)  # type: ignore[union-attr]
+    for call in (theirs, ours):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    handle.remove()
+    assert (theirs(), ours()) == (expected[theirs], expected[ours])
+    with ThreadPoolExecutor() as pool:
+        assert pool.submit(theirs).result(60) == expected[theirs]
 
 
 def test_threads_take_turns_with_a_target(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.errors import UnsupportedModelError, UsageError
+from eagle_slim.runtime.errors import SamplingWarning, UnsupportedModelError, UsageError
 from support.raising import raises
 from support.small_tokenizers import byte_level_bpe, write_folder
 from support.tiny_models import random_prompts, tiny_target, write_head, write_pair
@@ -157,7 +158,7 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"foo": 1}, {"option": "foo"}), ({"generation_config": GenerationConfig(num_beams=4)}, {"option": "num_beams"}),
      ({"generation_config": {}}, {"option": "generation_config", "found": "dict"}),
      ({"past_key_values": ()}, {"option": "past_key_values"}),
-     ({"repetition_penalty": -1.0}, {"option": "repetition_penalty"}), ({"min_p": 0.1}, {"option": "min_p"}),
+     ({"repetition_penalty": -1.0}, {"option": "repetition_penalty"}), ({"min_p": 7.0}, {"option": "min_p"}),
      ({"min_p": 2.0, "do_sample": True}, {"option": "min_p", "found": 2.0}),
      ({"max_length": 1}, {"option": "max_length", "found": 1, "expected": 2}),
      ({"num_return_sequences": 2}, {"option": "num_return_sequences"}),
@@ -181,7 +182,7 @@ def test_padding_without_a_mask_is_found_where_transformers_finds_it(model: Spec
      ({"begin_suppress_tokens": [-1]}, {"option": "begin_suppress_tokens", "id": -1}),
      ({"forced_bos_token_id": "5"}, {"option": "forced_bos_token_id", "id": "5"}),
      ({"forced_eos_token_id": [5, 99]}, {"option": "forced_eos_token_id", "id": 99}),
-     ({"top_p": 0.9}, {"option": "top_p"}), ({"do_sample": False, "temperature": 0.5}, {"option": "temperature"}),
+     ({"top_p": 9.0}, {"option": "top_p"}), ({"do_sample": False, "temperature": "x"}, {"option": "temperature"}),
      ({"temperature": -1.0}, {"option": "temperature"}), ({"temperature": 1.0, "top_p": 0.0}, {"option": "top_p"}),
      ({"temperature": 1.0, "top_k": -1}, {"option": "top_k"}), ({"max_new_tokens": -1}, {"option": "max_new_tokens"}),
      ({"max_slots": 0}, {"option": "max_slots"}), ({"seed": -1}, {"option": "seed"})],
@@ -191,6 +192,24 @@ def test_what_cannot_be_served(model: SpeculativeModel, options: dict[str, Any],
     model.tokenizer = object()
     with raises(UsageError, **facts):
         model.generate([3, 4], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"top_p": 0.9}, "top_p=0.9"), ({"min_p": 0.1, "do_sample": False}, "min_p=0.1"),
+     ({"do_sample": False, "temperature": 0.7, "top_k": 5}, "temperature=0.7, top_k=5"),
+     ({"temperature": 0.0, "top_p": 0.9}, "top_p=0.9"), ({"do_sample": False, "temperature": 1.0, "top_k": 50}, None)],
+    ids=str,
+)  # fmt: skip
+def test_greedy_decoding_ignores_sampling_options_and_warns_as_transformers(
+    model: SpeculativeModel, options: dict[str, Any], named: str | None
+) -> None:
+    expected = model.generate(PROMPTS, max_new_tokens=8).token_ids
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", SamplingWarning)
+        assert model.generate(PROMPTS, max_new_tokens=8, **options).token_ids == expected
+    assert [str(each.message).split(": ")[1].split(" acts")[0] for each in found] == ([named] if named else [])
+    assert not found or found[0].filename == __file__
 
 
 def test_a_refused_option_is_named_with_what_can_be_given_instead(model: SpeculativeModel) -> None:

@@ -429,12 +429,17 @@ def test_a_count_that_stopped_at_a_bad_record_goes_on_without_it(tmp_path: Path,
     assert not check.exists()
 
 
-def test_a_damaged_state_is_named(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
+def test_a_damaged_state_is_named(tmp_path: Path, small_blocks: None) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(200))
     check = tmp_path / "check"
-    check.write_bytes(b"\0" * 100)
-    with raises(CorpusError, path=check):
-        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, resume_file=check)
+    with pytest.raises(CountingInterruptedError):
+        count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, resume_file=check, progress=_stop_after(2))
+    flipped = bytearray(check.read_bytes())
+    flipped[-1] ^= 1
+    for data in (b"\0" * 100, bytes(flipped)):
+        check.write_bytes(data)
+        with raises(CorpusError, path=check):
+            count_tokens([CorpusSource(str(path))], llama3_like(), workers=0, resume_file=check)
 
 
 def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path, small_blocks: None) -> None:

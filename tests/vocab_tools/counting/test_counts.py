@@ -1,5 +1,6 @@
 """TokenCounts: mixing, merging, and the file."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -162,7 +163,9 @@ def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "facts"),
     [
-        (lambda tensors, header: header.update(version=2), {"version": 2}),
+        (lambda tensors, header: header.update(version=3), {"version": 3}),
+        (lambda tensors, header: header.update(tokenizer_hash="another"), {"field": "checksum"}),
+        (lambda tensors, header: tensors.update({"counts.0": np.array([4, 7])}), {"field": "checksum"}),
         (lambda tensors, header: header.pop("sources"), {}),
         (lambda tensors, header: tensors.pop("counts.0"), {}),
         (lambda tensors, header: tensors.pop("held_out.0.token_ids"), {"field": "held_out"}),
@@ -184,6 +187,32 @@ def test_tampered_files_are_refused(
     change(tensors, header)
     save_file(tensors, path, {"eagle_slim.token_counts": json.dumps(header)})
     with raises(VocabularyError, path=str(path), **facts):
+        TokenCounts.load(path)
+
+
+def test_a_flipped_bit_is_never_read_as_other_counts(tmp_path: Path) -> None:
+    path = tmp_path / "counts.safetensors"
+    counts = token_counts([4, 5], [[0, 1]], "hash")
+    counts.save(path)
+    data = path.read_bytes()
+    for place in range(len(data)):
+        damaged = bytearray(data)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(bytes(damaged))
+        with contextlib.suppress(VocabularyError):
+            assert _same(TokenCounts.load(path), counts), place
+
+
+def test_a_file_of_version_1_has_no_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "counts.safetensors"
+    counts = token_counts([4, 5], [[0, 1]], "hash")
+    counts.save(path)
+    header = json.loads(_metadata(path))
+    assert header.pop("checksum")
+    save_file(dict(load_file(path)), path, {"eagle_slim.token_counts": json.dumps({**header, "version": 1})})
+    assert _same(TokenCounts.load(path), counts)
+    save_file(dict(load_file(path)), path, {"eagle_slim.token_counts": json.dumps(header)})
+    with raises(VocabularyError, path=str(path)):
         TokenCounts.load(path)
 
 

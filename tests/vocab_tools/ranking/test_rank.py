@@ -215,6 +215,14 @@ def test_a_token_map_keeps_its_order_behind_the_forced_ids() -> None:
         rank_by_order([4, 12], forced=[], target_vocab=10)
 
 
+def test_only_ids_that_would_have_been_taken_are_missed() -> None:
+    """A ranking of the whole vocabulary has ids that a head with fewer rows lacks, and says nothing of the first."""
+    for size, told in ((4, False), (6, True), (None, True)):
+        ranked = rank_by_order([4, 2, 8, 6, 1, 3, 5], size, forced=[], target_vocab=10, candidates=[2, 4, 6, 8, 3, 5])
+        assert ranked.target_ids.tolist()[:4] == [4, 2, 8, 6]
+        assert any("left out" in warning for warning in ranked.warnings) == told
+
+
 def test_the_beginning_of_ids_that_ascend_is_doubted() -> None:
     def doubted(order: list[int], size: int | None) -> bool:
         ranked = rank_by_order(order, size=size, forced=[], target_vocab=100)

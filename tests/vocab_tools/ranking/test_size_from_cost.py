@@ -13,7 +13,8 @@ from support.raising import raises
 
 
 def test_the_cost_is_read_back(tmp_path: Path) -> None:
-    cost = StepCost.load(comparison(tmp_path, 1e-6))
+    cost = StepCost.load(path := comparison(tmp_path, 1e-6))
+    assert StepCost.load(path.parent) == cost
     assert (cost.depth, cost.device, cost.sizes) == (6, "here", (4000, 16000, 48000))
     assert cost.per_row_s == pytest.approx(1e-6)
     assert cost.fixed_s == pytest.approx(0.05)

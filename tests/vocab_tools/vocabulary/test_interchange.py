@@ -110,6 +110,17 @@ def test_a_bare_tensor_that_can_only_be_offsets_is_one_whatever_its_name(tmp_pat
         import_token_map(tmp_path / "twice.pt", 12)
 
 
+def test_ids_as_text_and_under_a_name(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "7 2\n11,3\n"), ("a.csv", "7\n2\n11\n3"), ("a.json", '{"token_ids": [7, 2, 11, 3]}')):
+        (tmp_path / name).write_text(text)
+        found = import_token_map(tmp_path / name, 12)
+        assert (found.target_ids.tolist(), found.ranked) == ([7, 2, 11, 3], True)
+    for name, text in (("b.txt", "7 2 the"), ("b.txt", "7 -1"), ("b.txt", ""), ("b.json", '{"token_ids": [1.5]}')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(VocabularyError):
+            import_token_map(tmp_path / name, 12)
+
+
 @pytest.mark.parametrize(
     ("ranked", "again"),
     [([1, 9, 3, 7], [1]), ([9, 3, 1, 7], [1]), ([1, 9, 2, 7], [1, 2])],
@@ -125,6 +136,10 @@ def test_maps_of_fr_specs_script_for_tokenizers_that_add_a_bos(
     assert found.target_ids.tolist() == [*ranked, *({eos} - set(ranked))]
     assert [str(token_id) in warning for warning in found.warnings for token_id in again] == [True] * len(again)
     assert rank_by_order(found, forced=[], target_vocab=12).warnings[0] == found.warnings[0]
+    with raises(UsageError, usable=found.size) as caught:
+        rank_by_order(found, found.size + 1, forced=[], target_vocab=12)
+    assert "FR-Spec's script" in str(caught.value)
+    assert f"at most {found.size}" in str(caught.value)
     torch.save([*ranked, 7, 10], tmp_path / "other.pt")
     assert import_token_map(tmp_path / "other.pt", 12).size == 5
     torch.save([*ranked, 9, bos, eos], tmp_path / "damaged.pt")
@@ -222,7 +237,7 @@ def test_numpy_objects_are_refused(tmp_path: Path) -> None:
         ("a.pt", torch.tensor([1.0], dtype=torch.bfloat16), {"expected": "integers"}),
         ("a.pt", torch.tensor([[1]]), {"expected": "integers"}),
         ("a.pt", {"state": 1}, {"keys": ["state"]}),
-        ("a.txt", b"1\n2\n", {"format": None}),
+        ("a.dat", b"1\n2\n", {"format": None}),
         ("a.pt", b"not a pickle", {}),
         ("a.pt", b"", {}),
         ("a.safetensors", b"\x00" * 20, {}),

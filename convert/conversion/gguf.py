@@ -1,0 +1,170 @@
+"""GGUF files for llama.cpp: of a conversion, and of an artifact that exists."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from eagle_slim.vocab_tools.errors import UsageError
+
+from ..artifact.artifact import Artifact
+from ..artifact.gguf_file import GgufChoice, GgufType, check_widths, gguf_name, write_gguf
+from ..atomic import atomic_directory
+from ..engines.facts import HeadFacts
+from ..engines.registry import check_engine
+from ..errors import MismatchError, OutputExistsError, UnsupportedHeadError
+from ..head.draft_head import DraftHead
+from ..head.open import open_head
+from ..manifest import MANIFEST_NAME, Manifest
+from . import target as targets
+from .vocab_choice import Say
+
+if TYPE_CHECKING:
+    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+
+GgufRequest = GgufType | Literal["auto"]
+Entries = dict[str, dict[str, Any]]
+
+_TYPE_OF: dict[str, GgufType] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+
+
+def choose_gguf(
+    head: DraftHead, kinds: Sequence[GgufRequest], target: targets.Target | None, tokenizer: LoadedTokenizer | None
+) -> GgufChoice:
+    """The GGUF files of a head, once it is certain that llama.cpp can serve it.
+
+    Args:
+        head: the head.
+        kinds: types of the matrices; "auto" is the head's own.
+        target, tokenizer: as far as they are known.
+
+    Raises:
+        UnsupportedHeadError: it cannot, with the reason.
+        MismatchError: a type does not divide the rows of a matrix.
+        UsageError: the target or its tokenizer is not known.
+    """
+    layers = None if target is None else target.num_layers
+    errors = [
+        finding
+        for finding in check_engine(HeadFacts.of(head, target_layers=layers), "llama.cpp")
+        if finding.severity == "error"
+    ]
+    if errors:
+        raise UnsupportedHeadError.at(
+            head.location, f"no GGUF can be written.\n{'; '.join(map(str, errors))}.", option="--gguf"
+        )
+    types = tuple(dict.fromkeys(_TYPE_OF[head.dtype_name] if kind == "auto" else kind for kind in kinds))
+    for kind in types:
+        check_widths(head, kind)
+    if tokenizer is None:
+        raise UsageError(
+            "--gguf: the file holds the target's tokens, and no tokenizer is at hand.\nName the target with --target, "
+            "or its tokenizer with --tokenizer.",
+            option="--gguf",
+        )
+    taps = head.tap_layers
+    if taps is None:
+        if layers is None:
+            raise UsageError(
+                "--gguf: the file names the captured layers, (2, n // 2, n - 3) of n, and how many layers the target "
+                "has is not known.\nName it with --target, or the layers with --tap-layers.",
+                option="--gguf",
+            )
+        taps = (2, layers // 2, layers - 3)
+    return GgufChoice(types, taps, tokenizer)
+
+
+def gguf_writer(choice: GgufChoice, name: str) -> Callable[[Path], Entries]:
+    """A function that writes GGUF files beside an artifact's config.json and weights; returns the manifest's entries.
+
+    Args:
+        choice: the files.
+        name: of the head.
+    """
+
+    def write(folder: Path) -> Entries:
+        head = open_head(folder)
+        return {gguf_name(kind): write_gguf(folder, head, kind, choice, name) for kind in choice.kinds}
+
+    return write
+
+
+def add_gguf(
+    folder: str | Path,
+    kinds: Sequence[GgufRequest],
+    *,
+    target: str | Path | None = None,
+    target_revision: str | None = None,
+    tokenizer: str | Path | None = None,
+    tokenizer_revision: str | None = None,
+    offline: bool = False,
+    force: bool = False,
+    say: Say = lambda message: None,
+) -> Entries:
+    """Add GGUF files to an artifact that exists: the whole folder is replaced in one step, other files as they are.
+
+    Returns:
+        the entries of the new files in the manifest.
+
+    Args:
+        folder: the artifact.
+        kinds: types of the matrices, a file for each; "auto" is the head's own.
+        target, target_revision: of the target. Default: what the manifest records.
+        tokenizer, tokenizer_revision: of the tokenizer. Default: the target's.
+        offline: use only local files and the Hub cache.
+        force: replace GGUF files that are there.
+        say: told which target is used.
+
+    Raises as `choose_gguf`, `Artifact.load` and `open_target`; OutputExistsError where a file is there.
+    """
+    artifact = Artifact.load(folder)
+    head, manifest = artifact.head, artifact.manifest
+    choice = targets.choose_target(None if target is None else str(target), head)
+    opened = None
+    if choice is not None:
+        if choice.reason != "given":
+            say(f"target: {choice.name or 'SmolLM2-135M-Instruct'} ({choice.reason})")
+        opened = targets.open_target(choice, target_revision, offline)
+        targets.check_head_fits(head, opened)
+    loaded = targets.open_tokenizer(tokenizer, tokenizer_revision, opened, head.target_vocab, offline)
+    if loaded is not None and artifact.tokenizer_hash not in (None, loaded.tokenizer_hash):
+        raise MismatchError.at(
+            folder,
+            f"the vocabulary was chosen for another tokenizer than that of {loaded.source}.\nName the right one with "
+            "--target or --tokenizer.",
+        )
+    files = choose_gguf(head, kinds, opened, loaded)
+    for kind in files.kinds:
+        if (there := artifact.folder / gguf_name(kind)).exists() and not force:
+            raise OutputExistsError.at(there, "exists already.\nGive --force to replace it.")
+    with atomic_directory(artifact.folder, force=True, marker=MANIFEST_NAME) as new:
+        replaced = {MANIFEST_NAME, *(gguf_name(kind) for kind in files.kinds)}
+        shutil.copytree(
+            artifact.folder,
+            new,
+            symlinks=True,
+            ignore=lambda place, found: replaced & set(found) if Path(place) == artifact.folder else set(),
+            copy_function=_link,
+            dirs_exist_ok=True,
+        )
+        written = gguf_writer(files, gguf_title(manifest))(new)
+        manifest = replace(manifest, files=dict(sorted({**manifest.files, **written}.items())))
+        (new / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    return written
+
+
+def gguf_title(manifest: Manifest) -> str:
+    """Name of the head in its GGUF files: that of the original, and the rows of its LM head."""
+    return f"{manifest.head['name']} v{manifest.draft_vocab}"
+
+
+def _link(source: str, place: str) -> None:
+    """The same file under a second name, or a copy on disks that have none."""
+    try:
+        os.link(source, place, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, place, follow_symlinks=False)
