@@ -239,7 +239,7 @@ def _refusal(error: Any, repo_id: str, revision: str | None, purpose: str) -> Hu
         return trouble("the token is not accepted (status 401)", _LOGIN)
     if status == 429:
         wait_s = retry_after_s(response)
-        soon = "in a few minutes" if wait_s is None else f"in {wait_s:.0f} seconds"
+        soon = "in a few minutes" if wait_s is None else f"in {wait_s:.0f} seconds, or give --patience as many"
         advice = f"Try again {soon}. The limit is higher for those who are logged in: {_LOGIN}"
         return trouble(f"the rate limit of {address} is reached (status 429)", advice)
     if status in BUSY:

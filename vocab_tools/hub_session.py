@@ -6,7 +6,7 @@ below the loops of their own, which wait for an hour where a server says so, or 
     no answer      A question (HEAD, or what the API is asked) is given up after HF_HUB_ETAG_TIMEOUT seconds, as nobody
                    is there. Content is waited for HF_HUB_DOWNLOAD_TIMEOUT seconds, and asked for again.
     busy, broken   Asked again after 1, 2, 4, 8 s, or when the server says; five tries, none later than
-                   `LIMITS.patience_s` after the first, or after the last megabyte. A body goes on where it broke.
+                   `LIMITS.patience_s` after the first failure, each megabyte anew. A body goes on where it broke.
     a drip         A body of fewer than `LIMITS.min_bytes_per_s`, over half a minute of waiting for it, ends.
 
 What is given up is raised as an error that those loops let pass, and that `trouble_of` looks through.
@@ -56,7 +56,7 @@ class Limits:
     """What is waited for at most.
 
     Attributes:
-        patience_s: seconds from the first try, or from the last progress, after which no other try begins.
+        patience_s: seconds from the first failure, or the first since the last megabyte, after which no try begins.
         min_bytes_per_s: bytes a second below which a transfer ends.
     """
 
@@ -81,7 +81,7 @@ class Tries:
 
     def progress(self) -> None:
         """Count anew: something came."""
-        self._number, self._began_s = 1, time.monotonic()
+        self._number, self._failed_s = 1, 0.0
 
     def wait_after(self, error: BaseException, is_passing: bool | None = None) -> bool:
         """Wait before the next try, told first, and return True; return False at once where there is none.
@@ -92,7 +92,9 @@ class Tries:
         """
         trouble = trouble_of(error, self._label)
         pause_s = max(trouble.retry_after_s or 0.0, 2.0 ** (self._number - 1))
-        is_late = time.monotonic() - self._began_s + pause_s > LIMITS.patience_s
+        # How long an answer was waited for, or a body was read before it broke, is no patience with a failure.
+        self._failed_s = time.monotonic() if self._number == 1 else self._failed_s
+        is_late = time.monotonic() - self._failed_s + pause_s > LIMITS.patience_s
         if not (trouble.is_passing if is_passing is None else is_passing) or self._number == _TRIES or is_late:
             return False
         self._number += 1

@@ -39,13 +39,6 @@ def notify_stderr(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def silence_s() -> float:
-    """Seconds without a byte after which a request counts as lost (HF_HUB_ETAG_TIMEOUT)."""
-    from huggingface_hub import constants
-
-    return float(constants.HF_HUB_ETAG_TIMEOUT)
-
-
 def api() -> Any:
     """The library's client, under our name."""
     from huggingface_hub import HfApi

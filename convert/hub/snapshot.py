@@ -11,7 +11,7 @@ from eagle_slim.vocab_tools.hub_errors import at
 
 from ..errors import CheckpointError, SourceError
 from ..weights.paths import list_names
-from .client import LIBRARY_NAME, api, ask, is_offline, notify_stderr, silence_s
+from .client import LIBRARY_NAME, api, ask, is_offline, notify_stderr
 from .errors import UnreachableError, explained
 
 Choose = Callable[[Sequence[str], str], list[str]]
@@ -118,7 +118,7 @@ def without(path: str | Path, name: str) -> Path:
 
 
 def _online(repo_id: str, revision: str | None, choose: Choose) -> Snapshot:
-    info = ask(lambda: api().model_info(repo_id, revision=revision, timeout=silence_s()), repo_id, revision)
+    info = ask(lambda: api().model_info(repo_id, revision=revision), repo_id, revision)
     files = tuple(sibling.rfilename for sibling in info.siblings or ())
     commit = cast(str, info.sha)
     names = choose(files, f"{repo_id}@{commit[:12]}")
