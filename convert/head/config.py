@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import MismatchError, UnsupportedHeadError
+from ..weights import names
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING_TRAINED_KEY = "embed_requires_grad"
@@ -59,7 +60,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
         MismatchError: a key is missing or of a wrong type.
     """
-    _refuse_foreign(source, where)
+    refuse_foreign(source, where)
     config = dict(source)
     nested = config.get("transformer_layer_config")
     if nested is not None:
@@ -177,8 +178,24 @@ def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[
     return {**config, AUX_LAYER_KEY: list(layers), "eagle_config": nested}
 
 
-def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
+def is_dflash(source: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a DFlash or DSpark draft of a form that is converted (`dflash.py`)."""
+    form, found = source.get("speculators_model_type"), source.get("architectures")
+    if form is not None:
+        return form in ("dflash", "dspark")
+    return isinstance(found, list) and found[:1] in (["DFlashDraftModel"], ["Qwen3DSparkModel"])
+
+
+def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedHeadError for a configuration of another kind of draft, and for a quantised head."""
     architectures = source.get("architectures")
+    kind = source.get("speculators_model_type")
+    said = [*(architectures if isinstance(architectures, list) else []), source.get("model_type"), kind]
+    for draft in names.OTHER_DRAFTS:
+        if draft in ("dflash", "dspark") and is_dflash(source):
+            continue
+        if draft != "model" and any(draft in str(name).lower() for name in said):
+            raise names.other_draft(draft, where, architecture=str(said[0]))
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError.at(
@@ -186,10 +203,7 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
                 f"architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE head.",
                 found=name,
             )
-        if any(word in name.lower() for word in ("medusa", "mtp", "dflash", "peagle")):
-            raise UnsupportedHeadError.at(where, f"architecture {name} is not an EAGLE-1, EAGLE-2 or EAGLE-3 head.")
-    kind = source.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
+    if kind not in (None, "eagle3") and not is_dflash(source):
         raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
     quantisation = source.get("quantization_config")
     if isinstance(quantisation, Mapping) and any(quantisation.values()):

@@ -62,7 +62,7 @@ def test_a_window_without_a_layer_type_is_none() -> None:
     assert conversion_findings(with_config(EAGLE3, sliding_window=2048)) == []
     windowed = HEADS["a sliding window in its own layer"]
     assert {finding.engine for finding in conversion_findings(windowed)} == {
-        "sglang", "tensorrt-llm", "safeailab", "lmdeploy",
+        "sglang", "tensorrt-llm", "llama.cpp", "safeailab", "lmdeploy",
     }  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def test_an_ordinary_head_converts_without_a_word_about_engines() -> None:
 
 def test_an_eagle1_head_is_said_to_be_for_sglang() -> None:
     said = {finding.engine: finding.alternative for finding in conversion_findings(EAGLE1)}
-    assert set(said) == {"vllm", "sglang", "tensorrt-llm", "safeailab", "lmdeploy"}
+    assert set(said) == {"vllm", "sglang", "tensorrt-llm", "llama.cpp", "safeailab", "lmdeploy"}
     assert "SGLang" in said["vllm"]
 
 

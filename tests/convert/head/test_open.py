@@ -453,6 +453,45 @@ def test_missing_tensor_and_other_models_are_refused(tmp_path):
         assert advice in str(refused.value)
 
 
+_WHOLE_MODEL = {
+    f"model.{name}.weight": ones(4, 4)
+    for name in ("embed_tokens", "norm", "layers.0.self_attn.q_proj", "layers.0.self_attn.q_norm")
+}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "found", "advice"),
+    [
+        ({"odd": ones(1)}, {"architectures": ["MedusaModel"]}, "a Medusa head", '"method": "medusa"'),
+        ({"1.0.linear.weight": ones(4, 4)}, {}, "a Medusa head", '"method": "medusa"'),
+        ({"odd": ones(1)}, {"model_type": "mlp_speculator"}, "an MLP speculator", '"method": "mlp_speculator"'),
+        ({"odd": ones(1)}, {"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator", "vLLM"),
+        ({"speculator.emb.0.weight": ones(4, 4)}, {}, "an MLP speculator", "vLLM"),
+        ({"odd": ones(1)}, {"speculators_model_type": "peagle"}, "a P-EAGLE head", '"parallel_drafting": true'),
+        ({"mask_hidden": ones(1, 4)}, {"architectures": ["LlamaForCausalLM"]}, "a P-EAGLE head", "vLLM"),
+        ({"odd": ones(1)}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash draft", "--spec-type draft-dflash"),
+        ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "--spec-type draft-dspark"),
+        ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
+        ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
+        (
+            _WHOLE_MODEL,
+            {"architectures": ["Qwen2ForCausalLM"]},
+            "a whole language model",
+            '"method": "draft_model"',
+        ),
+    ],
+)
+def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):
+    folder = write_eagle3(tmp_path / "draft", tensors=tensors, **config)
+    with raises(UnsupportedHeadError) as refused:
+        open_head(folder)
+    text = str(refused.value)
+    assert refused.value.facts["found"].startswith(found)
+    assert text.startswith(f"{folder}: this is {found}")
+    assert advice in text
+    assert "\n" not in text
+
+
 def test_null_quantisation_file_is_no_quantisation(tmp_path):
     folder = write_eagle3(tmp_path / "head")
     heads.write_json(folder / "hf_quant_config.json", {"producer": {}, "quantization": {"quant_algo": None}})

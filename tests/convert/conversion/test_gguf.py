@@ -1,0 +1,333 @@
+"""GGUF files for llama.cpp: keys, tokens, every tensor, repeatability, what is refused, and files added later."""
+
+import json
+import shutil
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from eagle_slim.convert import MismatchError, OutputExistsError, UnsupportedHeadError, VocabRequest, verify_artifact
+from eagle_slim.convert.cli import main as convert_command
+from eagle_slim.convert.conversion import gguf as conversion_gguf
+from eagle_slim.convert.conversion.gguf import add_gguf
+from eagle_slim.convert.verify_cli import main as verify_command
+from eagle_slim.vocab_tools.errors import UsageError
+from safetensors.torch import load_file
+from support.conversion import BY_ID, convert
+from support.heads import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    TOKENS,
+    VOCAB,
+    eagle3_tensors,
+    random,
+    trained_ids,
+    write_eagle1,
+    write_eagle3,
+    write_freq,
+    write_target,
+)
+from support.raising import raises
+from support.small_tokenizers import byte_fallback_bpe, write_folder
+from support.tampering import sign_file
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+# Markers and bytes, which every draft vocabulary keeps, and a few more.
+IDS = [*range(259), 359, 300, 277]
+ROWS = len(IDS)
+
+_MLP_BIASES = {f"midlayer.mlp.{name}_proj.bias": random((size,), 1) for name, size in
+               {"gate": 48, "up": 48, "down": HIDDEN}.items()}  # fmt: skip
+
+
+@pytest.fixture
+def target(tmp_path):
+    return write_target(tmp_path / "target")
+
+
+def slim(tmp_path: Path, target: Path, name: str = "slim", head: Path | None = None, **options) -> Path:
+    options.setdefault("vocabulary", VocabRequest(token_map=write_freq(tmp_path / "freq.pt", IDS)))
+    options.setdefault("gguf", ("bf16",))
+    head = head or write_eagle3(tmp_path / f"head-{name}")
+    return convert(head, **{"draft_vocab": ROWS, "target": target, "out": tmp_path / name, **options}).folder
+
+
+def read(path: Path) -> tuple[dict, dict]:
+    reader = gguf.GGUFReader(path)
+    return {key: field.contents() for key, field in reader.fields.items()}, {t.name: t for t in reader.tensors}
+
+
+def floats(tensor) -> np.ndarray:
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def written(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_every_tensor_and_key(tmp_path, target):
+    folder = slim(tmp_path, target)
+    keys, tensors = read(folder / "model-bf16.gguf")
+    stored = written(folder)
+    plain = {
+        "fc.weight": "fc.weight",
+        "norm.weight": "output_norm.weight",
+        "lm_head.weight": "output.weight",
+        "midlayer.self_attn.v_proj.weight": "blk.0.attn_v.weight",
+        "midlayer.self_attn.o_proj.weight": "blk.0.attn_output.weight",
+        "midlayer.mlp.gate_proj.weight": "blk.0.ffn_gate.weight",
+        "midlayer.mlp.up_proj.weight": "blk.0.ffn_up.weight",
+        "midlayer.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+        "midlayer.input_layernorm.weight": "blk.0.attn_norm.weight",
+        "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+        "midlayer.post_attention_layernorm.weight": "blk.0.ffn_norm.weight",
+    }
+    assert set(tensors) == {*plain.values(), "blk.0.attn_q.weight", "blk.0.attn_k.weight", "d2t"}
+    for ours, theirs in plain.items():
+        assert np.array_equal(floats(tensors[theirs]), stored[ours].float().numpy()), ours
+        assert tensors[theirs].tensor_type.name == ("BF16" if stored[ours].ndim == 2 else "F32")
+    # Of each head of 8 rows, 0 to 3 rotate with 4 to 7: llama.cpp has each pair together.
+    for ours, theirs, heads in (("q", "blk.0.attn_q.weight", HEADS), ("k", "blk.0.attn_k.weight", KV_HEADS)):
+        rows = stored[f"midlayer.self_attn.{ours}_proj.weight"].float().view(heads, HEAD_DIM, -1)
+        expected = rows[:, [0, 4, 1, 5, 2, 6, 3, 7]].reshape(heads * HEAD_DIM, -1)
+        assert np.array_equal(floats(tensors[theirs]), expected.numpy())
+    assert (tensors["d2t"].tensor_type.name, tensors["d2t"].data.tolist()) == ("I64", sorted(IDS))
+    assert {key: value for key, value in keys.items() if key.startswith("eagle3.")} == {
+        "eagle3.vocab_size": VOCAB,
+        "eagle3.context_length": 2048,
+        "eagle3.embedding_length": HIDDEN,
+        "eagle3.block_count": 1,
+        "eagle3.feed_forward_length": 48,
+        "eagle3.attention.head_count": HEADS,
+        "eagle3.attention.head_count_kv": KV_HEADS,
+        "eagle3.attention.key_length": HEAD_DIM,
+        "eagle3.attention.value_length": HEAD_DIM,
+        "eagle3.attention.layer_norm_rms_epsilon": pytest.approx(1e-5),
+        "eagle3.rope.dimension_count": HEAD_DIM,
+        "eagle3.rope.freq_base": 10000.0,
+        "eagle3.target_hidden_size": HIDDEN,
+        "eagle3.norm_before_residual": False,
+        "eagle3.norm_before_fc": False,
+        "eagle3.target_layers": [2, LAYERS // 2, LAYERS - 3],
+    }
+    assert (keys["general.architecture"], keys["general.file_type"]) == ("eagle3", 32)
+
+
+def test_tokens_are_the_targets(tmp_path, target):
+    keys, _ = read(slim(tmp_path, target) / "model-bf16.gguf")
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    vocab = {**tokenizer["model"]["vocab"], **{token["content"]: token["id"] for token in tokenizer["added_tokens"]}}
+    tokens = keys["tokenizer.ggml.tokens"]
+    assert tokens[:TOKENS] == sorted(vocab, key=vocab.__getitem__)
+    assert tokens[TOKENS:] == [f"[PAD{index}]" for index in range(TOKENS, VOCAB)]
+    assert keys["tokenizer.ggml.token_type"] == [3] * 3 + [1] * (TOKENS - 3) + [5] * (VOCAB - TOKENS)
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["model"]["merges"]]
+    assert (keys["tokenizer.ggml.model"], keys["tokenizer.ggml.merges"]) == ("gpt2", merges)
+    assert keys["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_tokens_of_a_byte_fallback_tokenizer(tmp_path, target):
+    other = write_folder(tmp_path / "other", byte_fallback_bpe(), unk_token="<unk>")
+    config = json.loads((target / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 272}))
+    head = write_eagle3(tmp_path / "head", tensors=eagle3_tensors(rows=272), vocab_size=272, draft_vocab_size=272)
+    keys, _ = read(slim(tmp_path, other, head=head, draft_vocab="full", vocabulary=BY_ID) / "model-bf16.gguf")
+    assert keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.token_type"][:5] == [2, 3, 3, 6, 6]
+    assert len(keys["tokenizer.ggml.tokens"]) == len(keys["tokenizer.ggml.scores"]) == 272
+
+
+def test_what_a_head_may_have_besides(tmp_path, target):
+    """A map of its own, other taps, a norm before fc, a residual after the norm, an embedding of its own width."""
+    wide = write_target(tmp_path / "wide", hidden=64)
+    tensors = eagle3_tensors(rows=200, target_hidden=64, input_norm=True, embedding=True)
+    head = write_eagle3(
+        tmp_path / "head", ids=trained_ids(), tensors=tensors, target_hidden_size=64, norm_before_residual=True,
+        norm_before_fc=True, rope_scaling={"rope_type": "linear", "factor": 4.0},
+    )  # fmt: skip
+    folder = slim(tmp_path, wide, head=head, draft_vocab=150, vocabulary=BY_ID, tap_layers=(1, 3, 8))
+    keys, found = read(folder / "model-bf16.gguf")
+    assert keys["eagle3.target_layers"] == [1, 3, 8]
+    assert keys["eagle3.target_hidden_size"] == 64
+    assert keys["eagle3.norm_before_residual"] is keys["eagle3.norm_before_fc"] is True
+    assert (keys["eagle3.rope.scaling.type"], keys["eagle3.rope.scaling.factor"]) == ("linear", 4.0)
+    assert np.array_equal(floats(found["enc.output_norm.weight"]), tensors["input_norm.weight"].float().numpy())
+    assert np.array_equal(floats(found["token_embd.weight"]), tensors["embed_tokens.weight"].float().numpy())
+    assert set(found["d2t"].data.tolist()) <= set(trained_ids().tolist())
+    assert verify_artifact(folder, offline=True)["model-bf16.gguf"].status == "ok"
+
+
+def test_a_full_vocabulary_has_no_map(tmp_path, target):
+    _, tensors = read(slim(tmp_path, target, draft_vocab="full", vocabulary=BY_ID) / "model-bf16.gguf")
+    assert "d2t" not in tensors
+    assert tuple(tensors["output.weight"].shape) == (HIDDEN, VOCAB)
+
+
+def test_llama3_scaling_is_that_of_transformers(tmp_path, target):
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    head = write_eagle3(tmp_path / "head", rope_scaling=scaling)
+    keys, tensors = read(slim(tmp_path, target, head=head) / "model-bf16.gguf")
+    config = LlamaConfig(
+        hidden_size=HIDDEN, num_attention_heads=HEADS, head_dim=HEAD_DIM, max_position_embeddings=2048,
+        rope_theta=10000.0, rope_scaling=scaling,
+    )  # fmt: skip
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 10000.0 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    factors = tensors["rope_freqs.weight"].data
+    assert np.allclose(plain / factors, scaled.numpy(), rtol=1e-5)
+    assert 1.0 < factors[1] < factors[-1] == 8.0
+    assert "eagle3.rope.scaling.type" not in keys
+
+
+@pytest.mark.parametrize(("kind", "error"), [("f16", 2e-3), ("f32", 0.0), ("q8_0", 0.03)])
+def test_types_of_matrices(tmp_path, target, kind, error):
+    tensors = eagle3_tensors(rows=VOCAB)
+    for name in ("gate", "up", "down"):
+        tensors[f"midlayer.mlp.{name}_proj.weight"] = random((64, HIDDEN) if name != "down" else (HIDDEN, 64), 7)
+    head = write_eagle3(tmp_path / "head", tensors=tensors, intermediate_size=64)
+    folder = slim(tmp_path, target, head=head, gguf=(kind,))
+    keys, found = read(folder / f"model-{kind}.gguf")
+    stored = written(folder)["lm_head.weight"].float().numpy()
+    assert found["output.weight"].tensor_type.name == kind.upper()
+    assert found["output_norm.weight"].tensor_type.name == "F32"
+    assert np.abs(floats(found["output.weight"]) - stored).max() <= error
+    assert keys["general.file_type"] == {"f16": 1, "f32": 0, "q8_0": 7}[kind]
+    assert verify_artifact(folder, offline=True).ok
+
+
+def test_the_same_bytes_each_time_and_when_added_later(tmp_path, target):
+    both = slim(tmp_path, target, "both", head=write_eagle3(tmp_path / "head"), gguf=("bf16", "f16"))
+    later = slim(tmp_path, target, "later", head=tmp_path / "head", gguf=())
+    (later / ".gitattributes").write_text("*.gguf filter=lfs")
+    assert not list(later.glob("*.gguf"))
+    assert list(add_gguf(later, ("bf16",), target=target)) == ["model-bf16.gguf"]
+    add_gguf(later, ("auto", "f16"), target=target, force=True)
+    (later / ".gitattributes").unlink()
+    names = sorted(path.name for path in both.iterdir())
+    assert names == sorted(path.name for path in later.iterdir())
+    assert all((both / name).read_bytes() == (later / name).read_bytes() for name in names)
+    assert verify_artifact(later, offline=True, engines=["llama.cpp"], engine_version="b11434").ok
+
+
+def test_adding_replaces_nothing_unasked_and_leaves_nothing_half_done(tmp_path, target, monkeypatch):
+    folder = slim(tmp_path, target)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with raises(OutputExistsError):
+        add_gguf(folder, ("bf16",), target=target)
+    monkeypatch.setattr(conversion_gguf, "write_gguf", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        add_gguf(folder, ("f16",), target=target)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not list(tmp_path.glob(".slim.*"))
+
+
+def test_adding_needs_the_same_tokenizer(tmp_path, target):
+    folder = slim(tmp_path, target, vocabulary=BY_ID, draft_vocab=300, gguf=())
+    tokenizer = json.loads((target / "tokenizer.json").read_text())
+    tokenizer["added_tokens"][0]["content"] = "<|another|>"
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with raises(MismatchError):
+        add_gguf(folder, ("bf16",), target=target)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensors": eagle3_tensors(rows=VOCAB, taps=4), "num_aux_hidden_states": 4}, "exactly 3"),
+        ({"tensors": eagle3_tensors(rows=VOCAB, fc_norms=True), "fc_norm": True}, "fc_norm"),
+        ({"extra": _MLP_BIASES}, "biases of the MLP"),
+        ({"hidden_act": "gelu"}, "'gelu' is not read"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "'yarn' is not written"),
+        ({"norm_output": True}, "norm_output"),
+    ],
+)
+def test_what_llama_cpp_cannot_serve_is_refused_with_the_reason(tmp_path, target, changes, words):
+    head = write_eagle3(tmp_path / "head", **changes)
+    taps = {"tap_layers": (1, 2, 3, 4)} if "num_aux_hidden_states" in changes else {}
+    with raises(UnsupportedHeadError, option="--gguf") as caught:
+        slim(tmp_path, target, head=head, **taps)
+    assert words in str(caught.value)
+    assert not (tmp_path / "slim").exists()
+
+
+def test_refusals_of_other_kinds(tmp_path, target):
+    with raises(UnsupportedHeadError, option="--gguf"):
+        slim(tmp_path, target, head=write_eagle1(tmp_path / "eagle1"))
+    with raises(MismatchError, tensor="midlayer.mlp.down_proj.weight", found=48):
+        slim(tmp_path, target, gguf=("q8_0",))
+    large = eagle3_tensors(rows=VOCAB)
+    large["lm_head.weight"][17, 3] = 1e5
+    with raises(MismatchError) as caught:
+        slim(tmp_path, target, "large", head=write_eagle3(tmp_path / "large-head", tensors=large), gguf=("f16",))
+    assert "too large for float16" in str(caught.value)
+    assert not (tmp_path / "large").exists()
+    with raises(UsageError, option="--gguf"):
+        convert(
+            write_eagle3(tmp_path / "alone"), draft_vocab=ROWS, gguf=("bf16",), out=tmp_path / "none",
+            vocabulary=VocabRequest(token_map=tmp_path / "freq.pt"),
+        )  # fmt: skip
+
+
+def test_verify_compares_keys_tokens_and_tensors(tmp_path, target):
+    folder = slim(tmp_path, target)
+    path = folder / "model-bf16.gguf"
+
+    def detail(change) -> str:
+        shutil.copy(path, tmp_path / "kept")
+        reader = gguf.GGUFReader(path, "r+")
+        change(reader)
+        reader.data.flush()
+        del reader
+        sign_file(folder, path.name)
+        check = verify_artifact(folder, offline=True)[path.name]
+        shutil.copy(tmp_path / "kept", path)
+        assert check.status == "failed"
+        return check.detail
+
+    def tensor(reader, name):
+        return next(found for found in reader.tensors if found.name == name)
+
+    def shift(reader):
+        d2t = tensor(reader, "d2t").data
+        d2t[:] = np.roll(d2t, 1)
+
+    def flip(reader):
+        tensor(reader, "blk.0.attn_q.weight").data[5, 3] ^= 1
+
+    def retap(reader):
+        reader.fields["eagle3.target_layers"].parts[-1][0] = 3
+
+    assert "d2t differs" in detail(shift)
+    assert "blk.0.attn_q.weight differs" in detail(flip)
+    assert "eagle3.target_layers is [2, 4, 3]" in detail(retap)
+    path.write_bytes(path.read_bytes()[:100])
+    assert "cannot be read as GGUF" in verify_artifact(folder, offline=True)[path.name].detail
+
+
+def test_the_commands(run, tmp_path, target):
+    write_eagle3(tmp_path / "head")
+    write_freq(tmp_path / "freq.pt", IDS)
+    made = (convert_command, "head", "--draft-vocab", str(ROWS), "--token-map", "freq.pt", "--target", "target")
+    code, out, _ = run(*made, "--out", "slim", "--gguf")
+    assert code == 0
+    assert "for llama.cpp         model-bf16.gguf" in out
+    code, out, _ = run(*made, "--out", "plain")
+    code, out, _ = run(verify_command, "plain", "--for", "llama.cpp", "--offline")
+    assert code == 1
+    assert "eagle-convert DIR --gguf" in out
+    code, out, _ = run(convert_command, "plain", "--gguf", "f16,f32", "--target", "target")
+    assert code == 0
+    assert "wrote plain/model-f16.gguf" in out
+    code, out, _ = run(verify_command, "plain", "--for", "llama.cpp", "--offline")
+    assert code == 0
+    for arguments in (("plain", "--gguf", "f8"), ("plain", "--gguf", "bf16", "--out", "x"), ("--gguf", "./plain")):
+        assert run(convert_command, *arguments)[0] == 2
