@@ -193,12 +193,22 @@ def with_tap_layers(config: Mapping[str, Any], layers: tuple[int, ...]) -> dict[
     return {**config, AUX_LAYER_KEY: list(layers), "eagle_config": nested}
 
 
-def refuse_other_draft(source: Mapping[str, Any], where: str) -> None:
-    """Raise UnsupportedHeadError for the configuration of a draft that is none of those that are converted."""
+def is_dflash(source: Mapping[str, Any]) -> bool:
+    """Whether a configuration is that of a DFlash or DSpark draft of a form that is converted (`dflash.py`)."""
+    form, found = source.get("speculators_model_type"), source.get("architectures")
+    if form is not None:
+        return form in ("dflash", "dspark")
+    return isinstance(found, list) and found[:1] in (["DFlashDraftModel"], ["Qwen3DSparkModel"])
+
+
+def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedHeadError for a configuration of another kind of draft, and for a quantised head."""
     architectures = source.get("architectures")
     said = [*(architectures if isinstance(architectures, list) else [])]
     said += [source.get("model_type"), source.get("speculators_model_type")]
     for draft in names.OTHER_DRAFTS:
+        if draft in ("dflash", "dspark") and is_dflash(source):
+            continue
         if draft != "model" and any(draft in str(name).lower() for name in said):
             raise names.other_draft(draft, where, architecture=str(said[0]))
 
@@ -213,7 +223,7 @@ def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
                 f"architecture {name} is an MLA head, which is not converted.\nExpected a Llama-style EAGLE head.",
                 found=name,
             )
-    if kind not in (None, "eagle3"):
+    if kind not in (None, "eagle3") and not is_dflash(source):
         raise UnsupportedHeadError.at(where, f"speculators_model_type {kind!r} is not converted; expected 'eagle3'.")
     quantisation = source.get("quantization_config")
     if isinstance(quantisation, Mapping) and any(quantisation.values()):

@@ -25,8 +25,6 @@ from .draft_head import DraftHead
 from .tensors import LazyTensors
 from .vocab_map import D2tForm, read_map
 
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DSparkModel")
-SPECULATORS = ("dflash", "dspark")
 _KEYS = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "draft_vocab_size", "target_hidden_size", "hidden_act", "rms_norm_eps", "quantization_config",
@@ -49,7 +47,7 @@ def open_dflash(
 ) -> DraftHead:
     """A DFlash draft as a `DraftHead`; arguments and errors as `head_from_checkpoint`."""
     _refuse_others(source_config, where, source)
-    table = names.canonical_names(checkpoint.names, where)
+    table = names.dflash_names(checkpoint.names, where)
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, where)
     nested = source_config.get("transformer_layer_config")
@@ -86,16 +84,9 @@ def open_dflash(
 
 
 def _refuse_others(config: Mapping[str, Any], where: str, source: ResolvedSource | None) -> None:
-    form = config.get("speculators_model_type")
-    found = config.get("architectures")
-    architecture = found[0] if isinstance(found, list) and found else None
-    if form not in SPECULATORS if form is not None else architecture not in ARCHITECTURES:
-        raise UnsupportedHeadError.at(
-            where,
-            f"{form or architecture} has the tensors of a DFlash draft, and what else it has is not known.\n"
-            f"Expected {' or '.join(ARCHITECTURES)}, or speculators' {' or '.join(SPECULATORS)}.",
-            found=form or architecture,
-        )
+    head_config.refuse_foreign(config, where)
+    if not head_config.is_dflash(config):
+        raise names.other_draft("dflash", where)
     if source is not None and (_MASK_EMBEDDING in source.files or (source.folder / _MASK_EMBEDDING).exists()):
         raise UnsupportedHeadError.at(
             where,

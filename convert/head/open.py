@@ -61,7 +61,7 @@ def open_head(
         source = open_head_source(source, revision=revision, offline=offline, subfolder=subfolder)
     # A draft of another kind is called by its name even where its weights have unusual ones.
     config = read_config(source.folder, source.name)
-    head_config.refuse_other_draft(config, source.name)
+    head_config.refuse_foreign(config, source.name)
     head = head_from_checkpoint(
         open_checkpoint(source.folder, weights_file=source.weights_file),
         config,
@@ -96,8 +96,8 @@ def head_from_checkpoint(
     tap_layers: Sequence[int] | None = None,
 ) -> DraftHead:
     """`open_head` for a checkpoint and configuration that are already open. Raises the same errors."""
-    names.refuse_mtp(checkpoint.names, location)
-    if names.is_dflash(checkpoint.names):
+    names.refuse_others(checkpoint.names, location)
+    if names.is_dflash(checkpoint.names) or head_config.is_dflash(config):
         return open_dflash(checkpoint, config, location, source, d2t_form, tap_layers)
     # The configuration first: an MLA or quantised head is refused by its name rather than by a tensor.
     flat = head_config.normalise_config(config, location)

@@ -81,12 +81,22 @@ OTHER_DRAFTS = {
         "a P-EAGLE head, which drafts in parallel",
         _WHOLE + 'in vLLM ("method": "eagle3", "parallel_drafting": true), or slim the EAGLE-3 head of the same target',
     ),
+    "dflash": (
+        "a DFlash draft model of another form than DFlashDraftModel",
+        _WHOLE + 'in vLLM ("method": "dflash") or llama.cpp (--spec-type draft-dflash)',
+    ),
+    "dspark": (
+        "a DSpark draft model of another form than Qwen3DSparkModel",
+        _WHOLE + 'in vLLM ("method": "dspark") or llama.cpp (--spec-type draft-dspark)',
+    ),
+    # SGLang's `init_lm_head` cuts the target's LM head (`speculative/eagle_worker_v2.py`), but `models/qwen3_5_mtp.py`
+    # ignores what it is given where that is the embedding.
     "mtp": (
         "a multi-token-prediction (MTP) layer",
-        "it drafts with the target's own LM head, so there is none to cut: serve it with its target in vLLM "
-        '("method": "mtp") or llama.cpp (--spec-type draft-mtp); SGLang 0.5.23 takes a token map (eagle-vocab export) '
-        "for it unless the LM head is tied (--speculative-algorithm NEXTN --speculative-token-map freq_N.pt), "
-        "vLLM 0.32.0 takes none",
+        _WHOLE
+        + 'with its target in vLLM ("method": "mtp") or llama.cpp (--spec-type draft-mtp), or, where the LM head '
+        "is not tied, with fewer rows in SGLang 0.5.23 (--speculative-algorithm NEXTN --speculative-token-map "
+        "freq_N.pt, by eagle-vocab export)",
     ),
     "model": (
         "a whole language model",
@@ -114,9 +124,9 @@ _OTHER_MARKS = {
     "medusa": re.compile(r"(medusa_head|medusa_heads)\..*|\d+\.\d+\.linear\.weight"),
     "mlp_speculator": re.compile(r"speculator\.(emb|proj|head|ln)\.\d+\..*"),
     "peagle": re.compile(r"mask_hidden"),
+    # DeepSeek-V3's and GLM's names, and Qwen3.5's.
+    "mtp": re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight|mtp\..*"),
 }
-# DeepSeek-V3's and GLM's names, and Qwen3.5's.
-_MTP = re.compile(r"(.*\.)?(eh_proj|enorm|hnorm)\.weight|mtp\..*")
 _SECOND_LAYER = re.compile(r"(midlayer|layers)\.[1-9]\d*\..*")
 
 
@@ -150,17 +160,12 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     """
     ordered = sorted(names)
     if is_dflash(ordered):
-        return _dflash_names(ordered, where)
+        return dflash_names(ordered, where)
     bare = {name: name.removeprefix("module.").removeprefix("model.") for name in ordered}
-    refuse_mtp(ordered, where)
+    refuse_others(ordered, where)
     kind: HeadKind = "eagle3" if any(name.endswith(".hidden_norm.weight") for name in bare.values()) else "eagle"
     # EAGLE-1/2 may have several layers, one of EAGLE-3 is written without a number.
     several = ((_SECOND_LAYER, "an EAGLE-3 head of several layers"),) if kind == "eagle3" else ()
-    for draft, pattern in _OTHER_MARKS.items():
-        if (mark := next((name for name, short in bare.items() if pattern.fullmatch(short)), None)) is not None:
-            raise other_draft(draft, where, tensor=mark)
-    if FC not in bare.values() and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare.values()):
-        raise other_draft("model", where)
     for name, short in bare.items():
         for pattern, meaning in (*_FOREIGN, *several):
             if pattern.fullmatch(short):
@@ -217,20 +222,14 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
     return NameTable(kind, stored, dropped)
 
 
-def other_draft(draft: str, where: str, **facts: str) -> UnsupportedHeadError:
-    """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
-    found, advice = OTHER_DRAFTS[draft]
-    return UnsupportedHeadError.at(where, f"this is {found}; {advice}.", found=found, **facts)
-
-
-def refuse_mtp(names: Iterable[str], where: str) -> None:
-    """Raise UnsupportedHeadError where these are tensors of a model or draft with a multi-token-prediction layer.
-
-    SGLang's worker cuts the target's LM head by a token map (`speculative/eagle_worker_v2.py`, `init_lm_head`), but
-    `models/qwen3_5_mtp.py` ignores what it is given where the LM head is the embedding. vLLM has no such option.
-    """
-    if (found := next((name for name in names if _MTP.fullmatch(name.removeprefix("model."))), None)) is not None:
-        raise other_draft("mtp", where, tensor=found)
+def refuse_others(names: Iterable[str], where: str) -> None:
+    """Raise UnsupportedHeadError where these are the tensors of a draft that is no EAGLE head, or of a whole model."""
+    bare = {name.removeprefix("module.").removeprefix("model."): name for name in names}
+    for draft, pattern in _OTHER_MARKS.items():
+        if (mark := next((name for short, name in bare.items() if pattern.fullmatch(short)), None)) is not None:
+            raise other_draft(draft, where, tensor=mark)
+    if FC not in bare and {EMBEDDING, "layers.0.self_attn.q_proj.weight", "norm.weight"} <= set(bare):
+        raise other_draft("model", where)
 
 
 def is_dflash(names: Iterable[str]) -> bool:
@@ -243,12 +242,20 @@ def dflash_layers(names: Iterable[str]) -> int:
     return 1 + max((int(name.split(".")[1]) for name in names if name.startswith("layers.")), default=0)
 
 
+def other_draft(draft: str, where: str, **facts: str) -> UnsupportedHeadError:
+    """The error about a draft that is no EAGLE head, a key of `OTHER_DRAFTS`, in one line."""
+    found, advice = OTHER_DRAFTS[draft]
+    return UnsupportedHeadError.at(where, f"this is {found}; {advice}.", found=found, **facts)
+
+
 def is_fc_norm(name: str) -> bool:
     """Whether a canonical name is one of the norms over the captured layers, `fc_norm.N.weight`."""
     return _FC_NORM.fullmatch(name) is not None
 
 
-def _dflash_names(ordered: list[str], where: str) -> NameTable:
+def dflash_names(names: Iterable[str], where: str) -> NameTable:
+    """The names of a DFlash draft, which are kept; raises as `canonical_names`."""
+    ordered = sorted(names)
     dropped = {name: why for name in ordered for pattern, why in _DROPPED if pattern.fullmatch(name)}
     stored = {name: name for name in ordered if name not in dropped}
     if (unknown := next((name for name in stored if _DFLASH.fullmatch(name) is None), None)) is not None:

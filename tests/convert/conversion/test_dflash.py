@@ -145,8 +145,8 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
         with refused(error, *words):
             open_head(write_dflash(tmp_path / "draft", form, **changes))
 
-    refuses(UnsupportedHeadError, "DFlash2DraftModel", architectures=["DFlash2DraftModel"])
-    refuses(UnsupportedHeadError, "dflash2", form="speculators", speculators_model_type="dflash2")
+    refuses(UnsupportedHeadError, "another form", architectures=["DFlash2DraftModel"])
+    refuses(UnsupportedHeadError, "another form", form="speculators", speculators_model_type="dflash2")
     refuses(UnsupportedHeadError, "no place in a DFlash draft", "conv", extra={"layers.0.conv.weight": random((2,), 1)})
     refuses(UnsupportedHeadError, "gate_proj", form="dspark", extra={"markov_head.gate_proj.weight": random((4, 4), 1)})
     refuses(UnsupportedHeadError, "quantised", quantization_config={"quant_method": "fp8"})

@@ -488,6 +488,8 @@ _WHOLE_MODEL = {
         ({"speculator.emb.0.weight": ones(4, 4)}, {}, "an MLP speculator", "vLLM"),
         ({"odd": ones(1)}, {"speculators_model_type": "peagle"}, "a P-EAGLE head", '"parallel_drafting": true'),
         ({"mask_hidden": ones(1, 4)}, {"architectures": ["LlamaForCausalLM"]}, "a P-EAGLE head", "vLLM"),
+        ({"odd": ones(1)}, {"architectures": ["DFlash2DraftModel"]}, "a DFlash draft", "--spec-type draft-dflash"),
+        ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "--spec-type draft-dspark"),
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
         ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
         (
