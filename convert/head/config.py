@@ -60,8 +60,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
         UnsupportedHeadError: an architecture or quantisation that is not converted.
         MismatchError: a key is missing or of a wrong type.
     """
-    refuse_other_draft(source, where)
-    _refuse_foreign(source, where)
+    refuse_foreign(source, where)
     config = flattened_text(source, where)
     nested = config.get("transformer_layer_config")
     if nested is not None:
@@ -204,18 +203,13 @@ def is_dflash(source: Mapping[str, Any]) -> bool:
 def refuse_foreign(source: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedHeadError for a configuration of another kind of draft, and for a quantised head."""
     architectures = source.get("architectures")
-    said = [*(architectures if isinstance(architectures, list) else [])]
-    said += [source.get("model_type"), source.get("speculators_model_type")]
+    kind = source.get("speculators_model_type")
+    said = [*(architectures if isinstance(architectures, list) else []), source.get("model_type"), kind]
     for draft in names.OTHER_DRAFTS:
         if draft in ("dflash", "dspark") and is_dflash(source):
             continue
         if draft != "model" and any(draft in str(name).lower() for name in said):
             raise names.other_draft(draft, where, architecture=str(said[0]))
-
-
-def _refuse_foreign(source: Mapping[str, Any], where: str) -> None:
-    architectures = source.get("architectures")
-    kind = source.get("speculators_model_type")
     for name in map(str, architectures if isinstance(architectures, list) else [architectures]):
         if "deepseek" in name.lower() or "MLA" in name:
             raise UnsupportedHeadError.at(
