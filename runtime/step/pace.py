@@ -61,11 +61,9 @@ class Pace:
         """Where drafting is slower, a sentence that says so with both figures."""
         if self.rates is None or self.rates[0] >= self.rates[1]:
             return None
-        drafted, plain = self.rates
-        return (
-            f"drafting does not pay here: {drafted:.1f} tokens/s a sequence with trees of {self.num_nodes} nodes, {plain:.1f} "
-            "without"
-        )
+        drafted, plain = (f"{rate:.1f}" for rate in self.rates)
+        trees = f"trees of {self.num_nodes} nodes"
+        return f"drafting does not pay here: {drafted} tokens/s a sequence with {trees}, {plain} without"
 
     def _median(self, place: int) -> float:
         return median(step[place] for step in self.steps)

@@ -52,12 +52,11 @@ class Turn:
             self.leave()
 
 
-class GenerationLock:
+class GenerationLock(Turn):
     """Lets one caller generate; other threads wait."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        super().__init__()
         self.forward = Turn()
         """To run the model's own forward."""
         self.claims: dict[int, object] = {}
@@ -71,12 +70,8 @@ class GenerationLock:
                 "generate() was called from its own streamer while the model is generating. Let that answer end first.",
                 held_by="this thread",
             )
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
+        with super().hold():
+            yield
 
 
 _LOCKS: WeakKeyDictionary[nn.Module, GenerationLock] = WeakKeyDictionary()
