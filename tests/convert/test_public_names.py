@@ -10,7 +10,7 @@ NAMES = {
     "Artifact", "ArtifactError", "Check", "Checkpoint", "CheckpointError", "Conversion", "ConvertError",
     "ConvertOptions", "DraftHead", "LazyTensors", "Manifest", "MismatchError", "OutputError", "OutputExistsError",
     "Planned", "PreparedConversion", "SourceError", "UnsupportedHeadError", "Verification", "VocabRequest",
-    "convert_head", "embedded_head", "embedded_target_folder", "export_embedded_target", "open_checkpoint",
+    "add_gguf", "convert_head", "embedded_head", "embedded_target_folder", "export_embedded_target", "open_checkpoint",
     "open_head", "prepare_conversion", "push_folder", "verify_artifact",
 }  # fmt: skip
 
@@ -27,7 +27,7 @@ def test_parameters_of_the_commands_functions():
     assert list(options) == [
         "draft_vocab", "coverage", "cost", "keep_rows", "vocabulary", "target", "tokenizer", "weights_file",
         "revision", "subfolder", "target_revision", "tokenizer_revision", "out", "force", "flavour", "d2t_form",
-        "tap_layers", "offline",
+        "tap_layers", "gguf", "offline",
     ]  # fmt: skip
     verify = inspect.signature(package.verify_artifact).parameters
     assert list(verify)[:5] == ["folder", "head", "target", "tokenizer", "offline"]
