@@ -91,7 +91,7 @@ class TorchFile(WeightsFile):
                 self._check_records(records)
                 # torch maps the file and never looks at the checksums.
                 broken = archive.testzip()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, RuntimeError) as error:
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, RuntimeError) as error:
             raise damaged(self.where, f"truncated or damaged zip archive ({shorten(str(error))})") from error
         if broken is not None:
             raise damaged(self.where, f"damaged: the checksum of record {shorten(broken)} does not fit", record=broken)

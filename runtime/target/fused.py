@@ -22,7 +22,7 @@ from .cache import ForwardBuffers, KVCache, LayerShape
 from .kernels.fused_layers import add_norm, rotate_append, swiglu
 from .kernels.tree_attention import tree_attention
 from .kernels.tree_rows import ForwardRows
-from .lock import GUARDS
+from .lock import is_guard
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -204,7 +204,7 @@ def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | No
         return "longrope changes its frequencies with the length"
     for path, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        if any(hook not in GUARDS for hook in hooks):
+        if not all(map(is_guard, hooks)):
             return f"{path or name} has a forward hook"
         if "forward" in vars(module):
             return f"{path or name} has a forward of its own"

@@ -9,8 +9,8 @@ is not ours, as of the model's own ``generate`` in another thread, waits for its
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,24 +84,31 @@ def lock_of(model: nn.Module) -> GenerationLock:
         return _LOCKS.setdefault(model, GenerationLock())
 
 
-def before_foreign_forward(model: nn.Module, _args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Take the turn, which a forward of ours holds already."""
-    if CONTEXT_ARGUMENT not in kwargs:
-        lock_of(model).forward.take()
+class _Guard:
+    """A hook; a pickled or copied model has one in its place that does nothing and needs no package of ours."""
+
+    def __init__(self, act: Callable[[Turn], None]) -> None:
+        self._act = act
+
+    def __call__(self, model: nn.Module, _args: Any, kwargs: Mapping[str, Any], *_output: Any) -> None:
+        if CONTEXT_ARGUMENT not in kwargs:
+            self._act(lock_of(model).forward)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
 
 
-def after_foreign_forward(model: nn.Module, _args: Any, kwargs: Mapping[str, Any], _output: Any) -> None:
-    """Leave it, also after an error."""
-    if CONTEXT_ARGUMENT not in kwargs:
-        lock_of(model).forward.leave()
-
-
-GUARDS = (before_foreign_forward, after_foreign_forward)
-"""Hooks of a guarded model."""
+# Before a forward that is not ours, and after it, also after an error; ours holds the turn already.
+_GUARDS = _Guard(Turn.take), _Guard(Turn.leave)
 
 
 def guard(model: nn.Module) -> None:
     """Let forwards of a model that are not ours wait for ours; doing it again changes nothing."""
-    if GUARDS[0] not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(GUARDS[0], with_kwargs=True)
-        model.register_forward_hook(GUARDS[1], with_kwargs=True, always_call=True)
+    if _GUARDS[0] not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_GUARDS[0], with_kwargs=True)
+        model.register_forward_hook(_GUARDS[1], with_kwargs=True, always_call=True)
+
+
+def is_guard(hook: object) -> bool:
+    """Whether a hook is one of `guard`, or what a copy of a model has in its place."""
+    return hook in _GUARDS or isinstance(getattr(hook, "__self__", None), nullcontext)

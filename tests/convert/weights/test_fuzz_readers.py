@@ -93,6 +93,14 @@ def test_mutated_bytes(folder: Path, data: st.DataObject) -> None:
     read_everything(path)
 
 
+def test_a_record_that_begins_beyond_the_end(folder: Path) -> None:
+    raw = bytearray(SOURCES[".bin"])
+    raw[29] = 200  # high byte of the length of the first record's extra field
+    path = folder / "beyond.bin"
+    path.write_bytes(raw)
+    assert not read_everything(path)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
