@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import Ops
-from ..target.kernels.fused_layers import add_norm, rotate_append
+from .kernels.pair_rows import add_norm, rotate_append
 from .buffers import Buffers
 from .weights import HeadWeights
 

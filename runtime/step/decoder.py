@@ -28,9 +28,11 @@ from torch import Tensor
 from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
+from ..errors import UsageError
 from ..ops import Ops
 from ..settings import MAX_NEW_TOKENS
 from ..target.cache import ForwardBuffers, KVCache, Target
+from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
 from .host_choice import HostChoice
@@ -107,7 +109,15 @@ class Decoder:
         self.nodes = 1 if drafter is None else drafter.tree.total_tokens
         self.longest = 1 if drafter is None else drafter.tree.path_width
         """Nodes of the longest path."""
+        self.is_path = drafter is None or drafter.tree.top_k == 1
+        """Whether every node's parent is the one before it."""
         self.ops = Ops.for_device(device)
+        if self.ops.use_kernels and not self.is_path and min(self.longest, self.nodes) - 1 > REACH:
+            raise UsageError(
+                f"A tree that branches is at most {REACH} levels deep on a GPU; depth = {self.longest - 2} gives "
+                f"{self.longest - 1}. Lower depth to {REACH - 1}, or draft a chain (top_k = 1).",
+                option="depth", expected=REACH - 1, found=self.longest - 2,
+            )  # fmt: skip
         shared = {} if drafter is None else {
             name: getattr(drafter.bufs, name)
             for name in ("new_tokens", "num_new", "prefix", "active_slots", "active_inverse", "active_count")
@@ -124,7 +134,7 @@ class Decoder:
         self.choice = choice._replace(num_generated=self.state.num_generated)
         self.box = PromptBox.allocate(cache.capacity, device)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
-        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes)
+        self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
         self._choices = torch.zeros((num_slots, self.nodes), dtype=torch.int32, device=device)
         self._roots = _Roots(self.state) if drafter is None else None
         self.follow = None if drafter is None else drafter.head.follow
@@ -304,7 +314,7 @@ class Decoder:
         ops, state, nodes = self.ops, self.state, self.nodes
         tree = self._roots or self.drafter.bufs  # type: ignore[union-attr]
         if places not in self._rows:
-            self._rows[places] = ForwardRows.allocate(places, nodes, state.lengths)
+            self._rows[places] = ForwardRows.allocate(places, nodes, state.lengths, self.is_path)
         rows, bufs, choices = self._rows[places], self._bufs.first(places * nodes), self._choices[:places]
         trees = Trees(
             state.active_slots, state.active_count, tree.draft_tokens, tree.parents, tree.tree_position_ids
@@ -351,7 +361,7 @@ class Decoder:
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
         ops, entering = self.ops, self.entering
-        chunk = self._chunks.get(nodes) or _Chunk(self.target, nodes, self.state.lengths)
+        chunk = self._chunks.get(nodes) or _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
         if self.ops.use_kernels:
             self._chunks[nodes] = chunk
         rows, bufs = chunk.rows, chunk.bufs
@@ -428,9 +438,9 @@ class _Roots:
 class _Chunk:
     """What a prompt's forward of ``nodes`` rows works in."""
 
-    def __init__(self, target: Target, nodes: int, lengths: Tensor) -> None:
+    def __init__(self, target: Target, nodes: int, lengths: Tensor, capacity: int) -> None:
         self.rows = ChunkRows.allocate(nodes, lengths)
-        self.bufs: ForwardBuffers = target.new_buffers(1, nodes, 1)
+        self.bufs: ForwardBuffers = target.new_buffers(1, nodes, 1, capacity)
         self.choice = torch.zeros((1, 1), dtype=torch.int32, device=target.device)
 
 

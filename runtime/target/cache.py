@@ -17,7 +17,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .kernels.tree_attention import AttentionScratch, most_parts
+from ..ops import Ops
+from .kernels.attention import AttentionScratch
+from .kernels.product_kernels import SplitScratch
 from .kernels.tree_rows import ForwardRows
 
 KERNEL_HEAD_DIM = 256
@@ -63,8 +65,11 @@ class Target(Protocol):
     def feature_width(self) -> int:
         """Width of the features handed to the drafter."""
 
-    def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
-        """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them."""
+    def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
+        """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them.
+
+        ``capacity``: rows of a slot of the cache.
+        """
 
     def reserve_positions(self, num_positions: int) -> None:
         """Get ready for positions below ``num_positions``."""
@@ -132,27 +137,29 @@ class ForwardBuffers:
 
     features: Tensor
     logits: Tensor
+    squares: Tensor
+    last_squares: Tensor
     scratch: AttentionScratch | None
+    splits: SplitScratch | None = None
     is_dynamic: bool = False
     """Whether a forward sets tensors here rather than filling them."""
 
-    def __init__(self, target: Target, places: int, nodes: int, logit_rows: int, **working: tuple[int, ...]) -> None:
+    def __init__(
+        self, target: Target, places: int, nodes: int, logit_rows: int, capacity: int, **working: tuple[int, ...]
+    ) -> None:
         shapes = {"features": (places * nodes, target.feature_width), "logits": (logit_rows, target.vocab_size)}
         for name, shape in (shapes | working).items():
             setattr(self, name, torch.empty(shape, dtype=target.dtype, device=target.device))
-        self.scratch = self._scratch(target, places, nodes) if target.device.type == "cuda" else None
+        uses_kernels = target.device.type == "cuda" or getattr(target, "ops", None) == Ops(use_kernels=True)
+        self.scratch = self._scratch(target, places, nodes, capacity) if uses_kernels else None
 
     @staticmethod
-    def _scratch(target: Target, places: int, nodes: int) -> AttentionScratch | None:
-        shapes, device = set(target.layer_shapes), target.device
+    def _scratch(target: Target, places: int, nodes: int, capacity: int) -> AttentionScratch | None:
+        shapes = set(target.layer_shapes)
         if not all(shape.fits_kernel for shape in shapes):
             return None
-        parts = max(
-            most_parts(places, nodes, shape.heads, shape.kv_heads, shape.key_dim, target.dtype, device)
-            for shape in shapes
-        )
-        heads, width = max(shape.heads for shape in shapes), max(shape.key_dim for shape in shapes)
-        return AttentionScratch.allocate(parts, nodes, heads, width, device)
+        sizes = [(shape.heads, shape.kv_heads, shape.key_dim) for shape in shapes]
+        return AttentionScratch.allocate(places, nodes, sizes, capacity, target.device)
 
     @classmethod
     def dynamic(cls) -> ForwardBuffers:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import UnsupportedModelError
 from .attention import masked_attention, tree_attention_mask
 from .cache import ForwardBuffers, KVCache, LayerShape
-from .kernels.tree_attention import tree_attention
+from .kernels.attention import tree_attention
 from .kernels.tree_rows import ForwardRows
 
 

@@ -1,9 +1,10 @@
 """A fused target: our own forward over the weights of a loaded Llama, Mistral, Qwen2 or Qwen3, made for CUDA graphs.
 
 The weights stay the model's: q, k, v and gate, up are packed side by side and the modules' parameters become views of
-the packed storage, so that nothing is held twice and the model's own ``generate`` works as before. A layer is four
-matrix products (cuBLAS) and six kernels (`kernels.fused_layers`, `kernels.tree_attention`); nothing in it waits for the
-host, and lengths, slots and positions are read on the device.
+the packed storage, so that nothing is held twice and the model's own ``generate`` works as before. A layer is six
+kernels, which overlap (`kernels.products`, `kernels.attention`); nothing in it waits for the host, and lengths, slots
+and positions are read on the device. On a GPU a row's logits, keys and values depend on its own tokens and positions
+alone, to the last bit (docs/generation.md, *Why rows agree*).
 
 `unfit_reason` says why a model cannot be fused: any class but those below, quantised or adapted linears, hooks.
 """
@@ -19,8 +20,23 @@ from torch import Tensor, nn
 
 from ..ops import Ops
 from .cache import ForwardBuffers, KVCache, LayerShape
-from .kernels.fused_layers import add_norm, rotate_append, swiglu
-from .kernels.tree_attention import tree_attention
+from .kernels.attention import tree_attention
+from .kernels.products import (
+    HeadRows,
+    Norm,
+    NormedRows,
+    add_product,
+    embed,
+    gated_product,
+    head_product,
+    norm_rows,
+    num_groups,
+    product_shape,
+    qkv_product,
+    split_scratch,
+    tiled_heads,
+    tiled_size,
+)
 from .kernels.tree_rows import ForwardRows
 from .lock import is_guard
 
@@ -29,15 +45,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """One decoder layer; matrices are transposed views [in, out] for ``torch.mm``."""
+    """One decoder layer; matrices are the model's [out, in]."""
 
-    norm_in: Tensor
+    norm_in: Norm
     qkv: Tensor
     qkv_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     o: Tensor
     o_bias: Tensor | None
-    norm_post: Tensor
+    norm_post: Norm
     gate_up: Tensor
     gate_up_bias: Tensor | None
     down: Tensor
@@ -59,8 +75,8 @@ class FusedTarget:
         self.tap_layers = None if tap_layers is None else tuple(tap_layers)
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.lm_head: Tensor = model.lm_head.weight  # type: ignore[union-attr, assignment]
-        self.final_norm: Tensor = decoder.norm.weight
-        self.eps = float(config.rms_norm_eps)
+        eps = float(config.rms_norm_eps)
+        self.final_norm = Norm.of(decoder.norm.weight, eps)
         self.hidden_size = int(config.hidden_size)
         self.intermediate_size = int(config.intermediate_size)
         self.vocab_size = self.lm_head.shape[0]
@@ -69,7 +85,7 @@ class FusedTarget:
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
         self.scale = float(first.scaling)
-        self.layers = [_fuse_layer(layer) for layer in decoder.layers]
+        self.layers = [_fuse_layer(layer, eps) for layer in decoder.layers]
         self.ops = ops or Ops.for_device(self.device)
         self._rotary = decoder.rotary_emb
         self.cos, self.sin = self._tables(1)
@@ -85,11 +101,6 @@ class FusedTarget:
         return self.embedding.dtype
 
     @property
-    def qkv_size(self) -> int:
-        """Outputs of the packed q, k, v product."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
-
-    @property
     def feature_width(self) -> int:
         """Width of the features handed to the drafter."""
         return self.hidden_size * (1 if self.tap_layers is None else len(self.tap_layers))
@@ -99,16 +110,25 @@ class FusedTarget:
         """Of each decoder layer."""
         return [LayerShape(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim)] * len(self.layers)
 
-    def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
-        """Allocate what a forward of ``places`` times ``nodes`` rows writes, logits for ``logit_rows`` of them."""
-        rows = places * nodes
-        wide = {"qkv": self.qkv_size, "gate_up": 2 * self.intermediate_size, "gated": self.intermediate_size}
-        return ForwardBuffers(
-            self, places, nodes, logit_rows,
-            residual=(rows, self.hidden_size), normed=(rows, self.hidden_size), delta=(rows, self.hidden_size),
-            attended=(rows, self.num_heads * self.head_dim), last=(logit_rows, self.hidden_size),
-            **{name: (rows, width) for name, width in wide.items()},
+    def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
+        """See `Target.new_buffers`."""
+        rows, hidden = places * nodes, self.hidden_size
+        bufs = ForwardBuffers(
+            self, places, nodes, logit_rows, capacity,
+            residual=(rows, hidden), scaled=(rows, hidden), query=(rows, self.num_heads * self.head_dim),
+            attended=(rows, self.num_heads * self.head_dim), gated=(rows, self.intermediate_size),
+            last=(logit_rows, hidden),
         )  # fmt: skip
+        bufs.squares, bufs.last_squares = (
+            torch.empty((count, num_groups(hidden)), dtype=torch.float32, device=self.device)
+            for count in (rows, logit_rows)
+        )
+        if self.ops.use_kernels:
+            layer, heads = self.layers[0], self.num_heads + 2 * self.num_kv_heads
+            sizes = tiled_heads(heads, self.head_dim), *(tiled_size(w.shape[0]) for w in (layer.o, layer.gate_up))
+            shapes = [product_shape(*w.shape, self.dtype) for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+            bufs.splits = split_scratch(list(zip(shapes, (*sizes, sizes[1]), strict=True)), rows, self.device)
+        return bufs
 
     def reserve_positions(self, num_positions: int) -> None:
         """Have rotary tables for positions below ``num_positions``; graphs captured before hold the old tables."""
@@ -116,39 +136,39 @@ class FusedTarget:
             self.cos, self.sin = self._tables(num_positions)
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Cos and sin fp32 [positions, head_dim / 2], by the model's own rotary embedding."""
-        like = torch.empty((1, 1), dtype=torch.float32, device=self.device)
-        positions = torch.arange(num_positions, device=self.device)[None]
-        with torch.inference_mode():
-            cos, sin = self._rotary(like, positions)
-        half = self.head_dim // 2
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        """Cos and sin fp32 [positions, head_dim / 2]: products of one number each, so the same in every table.
+
+        The model's own embedding multiplies matrices, whose bits depend on settings and sizes.
+        """
+        positions = torch.arange(num_positions, dtype=torch.float32, device=self.device)
+        angles = positions[:, None] * self._rotary.inv_freq.to(self.device, torch.float32)
+        scaling = float(self._rotary.attention_scaling)
+        return angles.cos() * scaling, angles.sin() * scaling
 
     def forward(self, rows: ForwardRows, cache: KVCache, bufs: ForwardBuffers, last_row: Tensor | None = None) -> None:
         """Run all rows; writes the cache, ``bufs.features`` [rows, feature_width] and ``bufs.logits``.
 
         ``last_row`` int64 [n]: only these rows get logits [n, vocab]; None: all of them.
         """
-        ops, delta = self.ops, None
-        torch.index_select(self.embedding, 0, rows.tokens, out=bufs.residual)
+        ops, scratch = self.ops, bufs.splits
+        normed = NormedRows(bufs.residual, bufs.scaled, bufs.squares)
+        heads = HeadRows(self.cos, self.sin, rows.positions, rows.attention.slots, rows.kv_rows, bufs.query)
+        ops(embed)(self.embedding, rows.tokens, self.layers[0].norm_in, normed, self._tap(bufs, 0))
         for index, layer in enumerate(self.layers):
-            ops(add_norm)(bufs.residual, delta, layer.norm_in, self.eps, bufs.normed, self._tap(bufs, index))
-            torch.mm(bufs.normed, layer.qkv, out=bufs.qkv)
-            ops(rotate_append)(
-                bufs.qkv, layer.qkv_bias, layer.head_norms, self.eps, self.cos, self.sin, rows.positions,
-                rows.attention.slots, rows.kv_rows, *cache.layers[index],
+            ops(qkv_product)(
+                normed, layer.norm_in, layer.qkv, layer.qkv_bias, layer.head_norms, heads, *cache.layers[index], scratch
             )  # fmt: skip
             ops(tree_attention)(
-                bufs.qkv, *cache.layers[index], rows.attention, self.scale, layer.window,
-                bufs.attended, bufs.scratch,
+                bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
+                next_weight=layer.o,
             )  # fmt: skip
-            delta = _linear(bufs.attended, layer.o, layer.o_bias, bufs.delta)
-            ops(add_norm)(bufs.residual, delta, layer.norm_post, self.eps, bufs.normed)
-            _linear(bufs.normed, layer.gate_up, layer.gate_up_bias, bufs.gate_up)
-            ops(swiglu)(bufs.gate_up, bufs.gated)
-            delta = _linear(bufs.gated, layer.down, layer.down_bias, bufs.delta)
-        normed = bufs.features if self.tap_layers is None else bufs.normed
-        ops(add_norm)(bufs.residual, delta, self.final_norm, self.eps, normed, self._tap(bufs, len(self.layers)))
+            ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
+            ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch)
+            is_final = index + 1 == len(self.layers)
+            norm = self.final_norm if is_final else self.layers[index + 1].norm_in
+            ops(add_product)(bufs.gated, layer.down, layer.down_bias, norm, normed, self._tap(bufs, index + 1), scratch)
+        if self.tap_layers is None:
+            ops(norm_rows)(normed, self.final_norm, bufs.features)
         for place, tap in enumerate(self.tap_layers or ()):
             # A layer may be tapped twice: default taps of a small model.
             first = self._tap(bufs, tap)
@@ -156,8 +176,10 @@ class FusedTarget:
             if first is not None and first.data_ptr() != block.data_ptr():
                 block.copy_(first)
         if last_row is not None:
-            normed = torch.index_select(normed, 0, last_row, out=bufs.last)
-        torch.mm(normed, self.lm_head.t(), out=bufs.logits)
+            torch.index_select(normed.scaled, 0, last_row, out=bufs.last)
+            torch.index_select(normed.squares, 0, last_row, out=bufs.last_squares)
+            normed = NormedRows(normed.residual, bufs.last, bufs.last_squares)
+        ops(head_product)(normed, self.final_norm, self.lm_head, bufs.logits)
 
     def _tap(self, bufs: ForwardBuffers, layer: int) -> Tensor | None:
         """The column block of the features that holds what enters ``layer``."""
@@ -165,10 +187,6 @@ class FusedTarget:
             return None
         place = self.tap_layers.index(layer)
         return bufs.features[:, place * self.hidden_size : (place + 1) * self.hidden_size]
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    return torch.mm(x, weight, out=out) if bias is None else torch.addmm(bias, x, weight, out=out)
 
 
 def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | None:
@@ -218,21 +236,21 @@ def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | No
     return None
 
 
-def _fuse_layer(layer: Any) -> FusedLayer:
+def _fuse_layer(layer: Any, eps: float) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     head_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
     return FusedLayer(
-        norm_in=layer.input_layernorm.weight,
-        qkv=_pack([q, k, v], "weight").t(),
+        norm_in=Norm.of(layer.input_layernorm.weight, eps),
+        qkv=_pack([q, k, v], "weight"),
         qkv_bias=_pack([q, k, v], "bias") if q.bias is not None else None,
         head_norms=head_norms,
-        o=attention.o_proj.weight.t(),
+        o=attention.o_proj.weight,
         o_bias=attention.o_proj.bias,
-        norm_post=layer.post_attention_layernorm.weight,
-        gate_up=_pack([mlp.gate_proj, mlp.up_proj], "weight").t(),
+        norm_post=Norm.of(layer.post_attention_layernorm.weight, eps),
+        gate_up=_pack([mlp.gate_proj, mlp.up_proj], "weight"),
         gate_up_bias=_pack([mlp.gate_proj, mlp.up_proj], "bias") if mlp.gate_proj.bias is not None else None,
-        down=mlp.down_proj.weight.t(),
+        down=mlp.down_proj.weight,
         down_bias=mlp.down_proj.bias,
         window=_window_of(attention),
     )

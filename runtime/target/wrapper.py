@@ -171,7 +171,7 @@ class TargetModel:
 
     def _try_capture(self) -> None:
         lengths = torch.zeros(1, dtype=torch.int32, device=self.device)
-        rows, bufs = ForwardRows.allocate(1, 1, lengths), self.new_buffers(1, 1, 1)
+        rows, bufs = ForwardRows.allocate(1, 1, lengths), self.new_buffers(1, 1, 1, 16)
         cache, stream = KVCache(self, 1, 16), torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.inference_mode(), torch.cuda.device(self.device):
@@ -181,11 +181,11 @@ class TargetModel:
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 self.forward(rows, cache, bufs)
 
-    def new_buffers(self, places: int, nodes: int, logit_rows: int) -> ForwardBuffers:
+    def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""
         if self.device.type != "cuda":
             return ForwardBuffers.dynamic()
-        return ForwardBuffers(self, places, nodes, logit_rows)
+        return ForwardBuffers(self, places, nodes, logit_rows, capacity)
 
     def reserve_positions(self, num_positions: int) -> None:
         """Nothing to do: the model computes its rotation from the positions."""

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
-from eagle_slim.runtime.drafter.kernels import tail_rows
+from eagle_slim.runtime.drafter.kernels import pair_rows, tail_rows
 from eagle_slim.runtime.drafter.launch_params import Chip
 from eagle_slim.runtime.safeailab.kernels import tree_bias
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.target.kernels import fused_layers, tree_attention, tree_rows
-from eagle_slim.runtime.target.kernels.tree_attention import AttentionScratch
+from eagle_slim.runtime.target.kernels import attention, machine, products, tree_rows
+from eagle_slim.runtime.target.kernels.attention import AttentionScratch, tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
@@ -47,7 +47,11 @@ class Compiler:
         self.reports: dict[str, dict[str, int]] = {}
 
     def launch(self, kernel: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        options = {name: keywords.pop(name) for name in ("num_warps", "num_stages") if name in keywords}
+        options = {
+            name: keywords.pop(name)
+            for name in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+            if name in keywords
+        }  # fmt: skip
         values = dict(zip(kernel.arg_names, args, strict=False)) | keywords
         constants = {(place,): values[name] for place, name in enumerate(kernel.arg_names) if name.isupper()}
         types = {name: "constexpr" if name.isupper() else self._type(value) for name, value in values.items()}
@@ -88,8 +92,7 @@ def run_all(compiler: Compiler) -> None:
     rows = SLOTS * NODES
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     x, wide = torch.zeros(rows, HIDDEN, **bf16), torch.zeros(rows, 3 * HIDDEN, **bf16)
-    fused_layers.add_norm(x, x, x[0], 1e-5, x, wide[:, :HIDDEN])
-    fused_layers.swiglu(torch.zeros(rows, 2 * MIDDLE, **bf16), torch.zeros(rows, MIDDLE, **bf16))
+    pair_rows.add_norm(x, x, x[0], 1e-5, x, wide[:, :HIDDEN])
     state = SlotState.allocate(SLOTS, prompt_chunks.MAX_EOS, "cpu")
     keys = torch.zeros(2, SLOTS, KV_HEADS, 1024, HEAD_DIM, **bf16)
     table, qkv = torch.zeros(64, HEAD_DIM // 2), torch.zeros(rows, width, **bf16)
@@ -98,7 +101,7 @@ def run_all(compiler: Compiler) -> None:
     forward = ForwardRows.allocate(SLOTS, NODES, state.lengths)
     tree_rows.tree_rows(trees, forward)
     norms = (qkv[0, :HEAD_DIM], qkv[0, :HEAD_DIM])
-    fused_layers.rotate_append(
+    pair_rows.rotate_append(
         qkv, qkv[0], norms, 1e-6, table, table, forward.positions, forward.attention.slots, forward.kv_rows, keys[0],
         keys[0],
     )  # fmt: skip
@@ -111,14 +114,15 @@ def run_all(compiler: Compiler) -> None:
         ("tree", SLOTS, NODES, forward.attention, None, {}),
         ("tree, window", SLOTS, NODES, forward.attention, 4096, {}),
         ("tree, window, capped, sinks", SLOTS, NODES, forward.attention, 4096, capped),
-        ("root", SLOTS, 1, ForwardRows.allocate(SLOTS, 1, state.lengths).attention, None, {}),
+        ("root", SLOTS, 1, ForwardRows.allocate(SLOTS, 1, state.lengths, is_path=True).attention, None, {}),
         ("chunk", 1, CHUNK, chunk.forward.attention, None, {}),
     ):
         compiler.variant = variant
         out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
         query = torch.zeros(places * nodes, width, **bf16)
-        scratch = AttentionScratch.allocate(16 * places, nodes, HEADS, HEAD_DIM, "cpu")
-        tree_attention.tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch, **options)
+        scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], 1024, torch.device("cpu"))
+        tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch, **options)
+    multiply(compiler, state.lengths, keys[0])
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)
     acceptance.walk(choices, trees, 7, state, state.active_count)
@@ -132,6 +136,33 @@ def run_all(compiler: Compiler) -> None:
     gather_tails(compiler)
     tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
     draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths)
+
+
+def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor) -> None:
+    """Call every product for a plain token, a tree and a chunk, with and without what they may be given."""
+    for rows, norms in ((1, None), (NODES, None), (NODES, True), (CHUNK, None)):
+        compiler.variant = f"{rows} rows{', norms' if norms else ''}"
+        x, query = (torch.zeros(rows, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
+        gated, logits = (torch.zeros(rows, size, dtype=torch.bfloat16) for size in (MIDDLE, VOCAB))
+        normed = products.NormedRows(x, x, torch.zeros(rows, products.num_groups(HIDDEN)))
+        norm, bias = products.Norm(x[0], 1e-5, 1.0), gated[0] if norms else None
+        qkv, table = torch.zeros((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN, dtype=torch.bfloat16), torch.zeros(64, 64)
+        ints = torch.zeros(rows, dtype=torch.int32)
+        heads = products.HeadRows(table, table, ints, lengths[:1], ints, query)
+        head_norms = (x[0, :HEAD_DIM], x[0, :HEAD_DIM]) if norms else None
+        scratch = products.SplitScratch(torch.zeros(1), ints)
+        products.embed(qkv, ints, norm, normed, x if norms else None)
+        products.qkv_product(normed, norm, qkv, bias, head_norms, heads, keys, keys, scratch)
+        products.add_product(x, qkv[:HIDDEN], bias, norm, normed, x if norms else None, scratch)
+        gate_up, down, lm_head = (
+            torch.zeros(1, dtype=torch.bfloat16).expand(*shape) for shape in
+            ((2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE), (VOCAB, HIDDEN))
+        )  # fmt: skip
+        products.gated_product(normed, norm, gate_up, bias, gated, scratch)
+        products.add_product(gated, down, bias, norm, normed, None, scratch)
+        products.norm_rows(normed, norm, x)
+        products.head_product(normed, norm, lm_head, logits)
+    compiler.variant = ""
 
 
 def gather_tails(compiler: Compiler) -> None:
@@ -152,7 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     compiler = Compiler(KNOWN_CHIPS[parser.parse_args().chip])
-    tree_attention.major_capability = lambda _device: compiler.chip.capability // 10
+    machine.major_capability = lambda _device: compiler.chip.capability // 10
+    overlaps = compiler.chip.capability >= 90
+    launch = machine.NO_FUSION | ({"launch_pdl": True} if overlaps else {})
+    products.overlapping = attention.overlapping = lambda _device: (overlaps, launch)
     JITFunction.__getitem__ = lambda kernel, _grid: lambda *args, **keywords: compiler.launch(kernel, args, keywords)
     run_all(compiler)
     print(json.dumps(compiler.reports))

@@ -1,4 +1,4 @@
-"""The kernels around a target's matrix products against their twins: norms, rotation, SwiGLU, rows and acceptance."""
+"""The kernels around a step's products against their twins: norms and rotation of pairs, rows and acceptance."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter.kernels import pair_rows
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox
-from eagle_slim.runtime.target.kernels import fused_layers, tree_rows
+from eagle_slim.runtime.target.kernels import tree_rows
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import DraftTree, Trees, layout_tree
 from kernels.tolerances import OP_ATOL
@@ -44,21 +45,12 @@ def test_add_norm(device: str, dtype: torch.dtype, rows: int, hidden: int, with_
     delta = torch.randn_like(residual) if with_delta else None
     weight = torch.randn(hidden, dtype=dtype, device=device)
     results = []
-    for run in (fused_layers.add_norm, fused_layers.add_norm_ref):
+    for run in (pair_rows.add_norm, pair_rows.add_norm_ref):
         x, wide, tap = residual.clone(), residual.new_zeros(rows, 2 * hidden), residual.new_zeros(rows, 3 * hidden)
         run(x, delta, weight, 1e-5, wide[:, hidden:], tap[:, hidden : 2 * hidden])
         results.append((x, wide, tap))
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_swiglu(device: str, dtype: torch.dtype) -> None:
-    gate_up = torch.randn(5, 2 * 1100, dtype=dtype, device=device)
-    found, wanted = (torch.empty(5, 1100, dtype=dtype, device=device) for _ in range(2))
-    fused_layers.swiglu(gate_up, found)
-    fused_layers.swiglu_ref(gate_up, wanted)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,7 +68,7 @@ def test_rotate_append(
     positions, slots = torch.tensor([4, 5, 6, 0, 9, 9], **ints), torch.tensor([2, 0], **ints)
     kv_rows = torch.tensor([4, 5, 6, 0, 3, -1], **ints)
     results = []
-    for run in (fused_layers.rotate_append, fused_layers.rotate_append_ref):
+    for run in (pair_rows.rotate_append, pair_rows.rotate_append_ref):
         x, keys = qkv.clone(), torch.zeros(3, kv_heads, 10, head_dim, dtype=dtype, device=device)
         values = torch.zeros_like(keys)
         run(x, bias, norms, 1e-6, angles.cos(), angles.sin(), positions, slots, kv_rows, keys, values)
@@ -101,15 +93,13 @@ def test_tree_rows(device: str, nodes: int, places: int) -> None:
         run(trees, rows)
     assert_equal_rows(found, wanted)
     mask = tree.tree_mask[2, 0]
-    words = found.attention.ancestors[0].cpu()
-    bits = torch.stack([(words[:, node // 64] >> (node % 64)) & 1 for node in range(nodes)], 1)
-    assert torch.equal(bits == 1, mask)
+    assert torch.equal(found.attention.tree_mask()[0].cpu(), mask)
 
 
 def assert_equal_rows(found: ForwardRows, wanted: ForwardRows) -> None:
     for name in ("tokens", "positions", "kv_rows"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-    for name in ("slots", "counts", "ancestors", "depths"):
+    for name in ("slots", "counts", "paths", "depths"):
         mine, theirs = getattr(found.attention, name), getattr(wanted.attention, name)
         assert mine is theirs is None or torch.equal(mine, theirs), name
 

@@ -58,7 +58,7 @@ class ChunkRows:
         """Allocate for ``nodes`` rows; ``lengths`` int32 [slots] is shared."""
         next_tokens, pair_rows = (torch.zeros(nodes, dtype=torch.int32, device=lengths.device) for _ in range(2))
         last_row = torch.zeros(1, dtype=torch.int64, device=lengths.device)
-        forward = ForwardRows.allocate(1, nodes, lengths, is_chunk=True)
+        forward = ForwardRows.allocate(1, nodes, lengths, is_path=True)
         return cls(forward, next_tokens, pair_rows, last_row, last_row.int())
 
 

@@ -9,7 +9,7 @@ The tree of `eagle_slim.runtime.tree` at length 9 (root 0; A, B; C, D under A; E
     parents      -1   0    0    1     1     2     3
     position      9  10   10   11    11    11    12
     cache row     9  10   11   12    13    14    15
-    ancestors     1  11  101  1011 10011 100101 1001011     (bit m, from the right: m is the node or an ancestor)
+    path          0  01   02  013    014    025    0136     (the node's ancestor at each depth)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...tree import Trees
-from .tree_attention import NODES_PER_WORD, AttentionRows
+from .attention import REACH, AttentionRows
 
 
 @dataclass(frozen=True)
@@ -48,23 +48,21 @@ class ForwardRows:
         return len(self.tokens) // self.places
 
     @classmethod
-    def allocate(cls, places: int, nodes: int, lengths: Tensor, is_chunk: bool = False) -> ForwardRows:
-        """Allocate for a tree (or a prompt's chunk); ``lengths`` int32 [slots] is shared."""
+    def allocate(cls, places: int, nodes: int, lengths: Tensor, is_path: bool = False) -> ForwardRows:
+        """Allocate for a tree; ``is_path``: for a chain or a prompt's chunk. ``lengths`` int32 [slots] is shared."""
         device = lengths.device
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
-        words = -(-nodes // NODES_PER_WORD)
-        ancestors = None if is_chunk else torch.zeros((places, nodes, words), dtype=torch.int64, device=device)
-        attention = AttentionRows(ints(places), lengths, ints(places), ancestors, ints(places, nodes))
+        paths = None if is_path else ints(places, nodes, min(nodes, REACH + 1))
+        attention = AttentionRows(ints(places), lengths, ints(places), paths, ints(places, nodes))
         return cls(ints(places * nodes), ints(places * nodes), ints(places * nodes), attention)
 
 
 def tree_rows_ref(trees: Trees, out: ForwardRows) -> None:
     """Lay out the nodes of the active slots' trees."""
     attention, places, nodes = out.attention, out.places, out.nodes
-    assert attention.ancestors is not None
     device = trees.active_slots.device
     is_active = torch.arange(places, device=device) < trees.active_count  # [places]
     slots = torch.where(is_active, trees.active_slots[:places], -1)
@@ -77,21 +75,23 @@ def tree_rows_ref(trees: Trees, out: ForwardRows) -> None:
     out.tokens.copy_(torch.where(active, trees.draft_tokens[tree], 0).flatten())
     out.positions.copy_(torch.where(active, length + depth, 0).flatten())
     out.kv_rows.copy_(torch.where(active, length + node, -1).flatten())
-    attention.depths.copy_(torch.where(active, depth, 0))
-    attention.ancestors.zero_()
+    depth = torch.where(active, depth, 0)
+    attention.depths.copy_(depth)
+    if attention.paths is None:
+        return
+    attention.paths.zero_()
     ancestor = torch.where(active, node, -1).long()  # [places, nodes]
-    for _ in range(int(depth.max()) + 1):
-        at = ancestor.clamp(min=0)
-        bit = torch.where(ancestor < 0, 0, torch.ones_like(at) << at % NODES_PER_WORD)
-        for word in range(attention.ancestors.shape[2]):
-            attention.ancestors[..., word] |= torch.where(at // NODES_PER_WORD == word, bit, 0)
-        ancestor = torch.where(ancestor < 0, -1, trees.parents[tree].gather(1, at))
+    for up in range(int(depth.max()) + 1):
+        at = (depth - up).clamp(min=0).long()[..., None]
+        kept = torch.where(ancestor < 0, attention.paths.gather(2, at)[..., 0], ancestor.int())
+        attention.paths.scatter_(2, at, kept[..., None])
+        ancestor = torch.where(ancestor < 0, -1, trees.parents[tree].gather(1, ancestor.clamp(min=0)))
 
 
 @triton.jit
 def _tree_rows_kernel(
-    trees, length_ptr, out_token_ptr, out_position_ptr, out_kv_row_ptr, slot_ptr, count_ptr, ancestor_ptr, depth_ptr,
-    NODES: tl.constexpr, BLOCK: tl.constexpr, WORDS: tl.constexpr,
+    trees, length_ptr, out_token_ptr, out_position_ptr, out_kv_row_ptr, slot_ptr, count_ptr, path_ptr, depth_ptr,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     node = tl.arange(0, BLOCK)
@@ -110,28 +110,23 @@ def _tree_rows_kernel(
     tl.store(depth_ptr + to, depth, mask=inside)
     tl.store(slot_ptr + place, tl.where(is_active, slot, -1).to(tl.int32))
     tl.store(count_ptr + place, tl.where(is_active, NODES, 0))
-    low = tl.zeros((BLOCK,), tl.int64)
-    high = tl.zeros((BLOCK,), tl.int64)
-    one = tl.full((BLOCK,), 1, tl.int64)
-    ancestor = tl.where(valid, node, -1)
-    left = tl.max(depth) + 1
-    while left > 0:
-        bit = one << (tl.maximum(ancestor, 0) % 64).to(tl.int64)
-        low |= tl.where((ancestor >= 0) & (ancestor < 64), bit, 0)
-        high |= tl.where(ancestor >= 64, bit, 0)
-        ancestor = tl.load(trees.parents + slot * NODES + ancestor, mask=ancestor >= 0, other=-1).to(tl.int32)
-        left -= 1
-    tl.store(ancestor_ptr + to * WORDS, low, mask=inside)
-    if WORDS == 2:
-        tl.store(ancestor_ptr + to * WORDS + 1, high, mask=inside)
+    if WIDTH > 0:
+        ancestor = tl.where(valid, node, -1)
+        at_depth = depth
+        left = tl.max(depth) + 1
+        while left > 0:
+            tl.store(path_ptr + to * WIDTH + at_depth, ancestor, mask=(ancestor >= 0) & (at_depth < WIDTH))
+            ancestor = tl.load(trees.parents + slot * NODES + ancestor, mask=ancestor >= 0, other=-1).to(tl.int32)
+            at_depth -= 1
+            left -= 1
 
 
 def tree_rows(trees: Trees, out: ForwardRows) -> None:
-    """Run `tree_rows_ref` as one launch, a program a place; at most 128 nodes."""
+    """Run `tree_rows_ref` as one launch, a program a place."""
     attention = out.attention
-    assert attention.ancestors is not None
     _tree_rows_kernel[(out.places,)](
         trees, attention.lengths, out.tokens, out.positions, out.kv_rows, attention.slots, attention.counts,
-        attention.ancestors, attention.depths, NODES=out.nodes, BLOCK=max(2, triton.next_power_of_2(out.nodes)),
-        WORDS=attention.ancestors.shape[2], num_warps=1,
+        attention.depths if attention.paths is None else attention.paths, attention.depths, NODES=out.nodes,
+        BLOCK=max(2, triton.next_power_of_2(out.nodes)),
+        WIDTH=0 if attention.paths is None else attention.paths.shape[2], num_warps=1,
     )  # fmt: skip

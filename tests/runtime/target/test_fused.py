@@ -44,7 +44,7 @@ def prefill(target: FusedTarget, cache: KVCache, lengths: Tensor, slot: int, pro
     box.tokens.copy_(torch.tensor(prompt))
     features = []
     for start in range(0, len(prompt), chunk):
-        rows, bufs = ChunkRows.allocate(chunk, lengths), target.new_buffers(1, chunk, 1)
+        rows, bufs = ChunkRows.allocate(chunk, lengths), target.new_buffers(1, chunk, 1, cache.capacity)
         chunk_rows_ref(box, rows)
         target.forward(rows.forward, cache, bufs, last_row=rows.last_row)
         count = min(chunk, len(prompt) - start)
@@ -96,7 +96,7 @@ def test_prompt_and_tree_equal_transformers(family: str) -> None:
         tensor.fill_(float("nan"))  # rows that were never written must reach no result
     found = prefill(target, cache, lengths, 1, prompt, chunk=8)
     torch.testing.assert_close(found, prompt_features, rtol=1e-4, atol=1e-4)
-    rows, bufs = ForwardRows.allocate(2, 7, lengths), target.new_buffers(2, 7, 14)
+    rows, bufs = ForwardRows.allocate(2, 7, lengths), target.new_buffers(2, 7, 14, cache.capacity)
     slots = [torch.full((3, 7), -1), torch.full((3, 7), -1), torch.zeros((3, 7), dtype=torch.int64)]
     for by_slot, value in zip(slots, (tokens, tree.parents, tree.tree_position_ids), strict=True):
         by_slot[1] = value[0]

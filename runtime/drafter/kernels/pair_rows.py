@@ -1,7 +1,7 @@
-"""What stands between the matrix products of a target's layer: norms, rotation into the cache, SwiGLU.
+"""What stands between the matrix products of a prompt's pairs: norms, and rotation into the drafter's cache.
 
 Each operation is a kernel, a host function and a PyTorch twin (``_ref``) of the same arguments, which defines it. Rows
-are the nodes of one forward, [rows, width]; sums are fp32, and what transformers rounds to the model's type between two
+are pairs of one prompt, [rows, width]; sums are fp32, and what transformers rounds to the model's type between two
 operations is rounded here too. Bytes moved: each operand once.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -68,33 +67,6 @@ def add_norm(
         HIDDEN=hidden, BLOCK=block, ADD=delta is not None, TAP=tap is not None,
         num_warps=min(8, max(1, block // _NORM_ELEMENTS_PER_WARP)),
     )  # fmt: skip
-
-
-def swiglu_ref(gate_up: Tensor, out: Tensor) -> None:
-    """Write ``silu(gate) * up`` to ``out`` [rows, intermediate]; ``gate_up`` [rows, 2 * intermediate], gate first."""
-    gate, up = gate_up.chunk(2, -1)
-    out.copy_(F.silu(gate.float()).to(gate.dtype) * up)
-
-
-@triton.jit
-def _swiglu_kernel(gate_up_ptr, out_ptr, INTERMEDIATE: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < INTERMEDIATE
-    at = gate_up_ptr + row * 2 * INTERMEDIATE + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + INTERMEDIATE, mask=inside, other=0.0).to(tl.float32)
-    gated = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * INTERMEDIATE + column, gated * up, mask=inside)
-
-
-def swiglu(gate_up: Tensor, out: Tensor) -> None:
-    """Run `swiglu_ref` as one launch."""
-    rows, intermediate = out.shape
-    block = min(1024, triton.next_power_of_2(intermediate))
-    _swiglu_kernel[(rows, triton.cdiv(intermediate, block))](
-        gate_up, out, INTERMEDIATE=intermediate, BLOCK=block, num_warps=4
-    )
 
 
 def rotate_append_ref(

@@ -1,35 +1,31 @@
-"""Tree attention against its twin: trees and chunks, windows, several splits, poisoned rows, odd sizes."""
+"""Attention against its twin: trees, chains and chunks, windows, main parts kept and merged, poisoned rows, odd sizes."""
 
 from __future__ import annotations
 
-import json
-import math
-from pathlib import Path
-
 import pytest
 import torch
+import triton
+import triton.language as tl
 from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows_ref
-from eagle_slim.runtime.target.kernels.tree_attention import (
+from eagle_slim.runtime.target.kernels.attention import (
     AttentionScratch,
     AttentionTiles,
-    Splits,
     attention_tiles,
-    choose_splits,
-    most_parts,
+    num_splits,
     tree_attention,
     tree_attention_ref,
 )
+from eagle_slim.runtime.target.kernels.attention_kernels import split_of, split_start
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows_ref
 from eagle_slim.runtime.tree import Trees, layout_tree
 from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SLOW = pytest.mark.slow
-TILES = AttentionTiles(block_q=16, block_k=16, num_warps=4, num_stages=2)
+KEPT, WALKED = AttentionTiles(programs=2, walks=False), AttentionTiles(programs=1, walks=True)
 
 
-ONE, FEW, MANY = (1, 4, 2, 16, [70, 0, 3]), (7, 6, 2, 24, [33, 90, 1]), (70, 2, 1, 16, [20, 0, 50])
+ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 6, 2, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
 
 
 @pytest.mark.parametrize(
@@ -98,44 +94,43 @@ def check(
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
     found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
-    scratch = AttentionScratch.allocate(4 * rows.places, rows.nodes, heads, head_dim, device)
-    scratch.out.fill_(float("nan"))
-    scratch.stats.fill_(float("nan"))
-    tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, TILES, Splits(4, 24), softcap, sinks)
+    scratch = AttentionScratch.allocate(
+        rows.places, rows.nodes, [(heads, kv_heads, head_dim)], keys.shape[2], torch.device(device)
+    )  # fmt: skip
     tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted, None, softcap, sinks)
-    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
+    results = []
+    for tiles in (KEPT, WALKED):
+        for tensor in (found, *scratch):
+            tensor.fill_(float("nan"))
+        tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, softcap, sinks, tiles=tiles)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
+        results.append(found.clone())
+    assert torch.equal(*results)
 
 
-def test_tiles_fit_the_work() -> None:
-    assert attention_tiles(1 * 4, 128, torch.bfloat16).block_q == 16
-    assert attention_tiles(60 * 4, 128, torch.bfloat16).block_q == 64
-    assert attention_tiles(60 * 4, 256, torch.bfloat16).block_k == 32
+@triton.jit
+def _splits_kernel(out_ptr, COUNT: tl.constexpr):
+    key = tl.arange(0, COUNT)
+    split = split_of(key)
+    tl.store(out_ptr + key, split)
+    tl.store(out_ptr + COUNT + key, split_start(split))
+    tl.store(out_ptr + 2 * COUNT + key, split_start(split + 1))
 
 
-def test_the_scratch_holds_the_splits_of_every_batch() -> None:
-    tree = [most_parts(places, 60, 32, 8, 128, torch.bfloat16, torch.device("cpu")) for places in (1, 2, 4, 8, 16)]
-    assert tree == [8, 8, 8, 8, 16]
-    root = [most_parts(places, 1, 32, 8, 128, torch.bfloat16, torch.device("cpu")) for places in (1, 2, 4, 8, 16)]
-    assert root == [16, 16, 33, 33, 33]  # three sequences take 11 splits each
-    assert choose_splits(1, 1, 4, TILES, 132).most == 32  # the most that are merged
+def test_splits_lie_at_absolute_places(device: str) -> None:
+    count = 8192
+    out = torch.zeros((3, count), dtype=torch.int32, device=device)
+    _splits_kernel[(1,)](out, COUNT=count)
+    split, start, stop = out.cpu()
+    assert sorted(set(start.tolist())) == [
+        0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168
+    ]  # fmt: skip
+    key = torch.arange(count)
+    assert bool(((start <= key) & (key < stop)).all())
+    assert split.tolist() == [num_splits(int(each) + 1) - 1 for each in key]
 
 
-def num_cuts(total: int, num_splits: int, block_k: int) -> int:
-    """Splits that get keys: each takes whole tiles."""
-    tiles_each = math.ceil(math.ceil(total / num_splits) / block_k)
-    return math.ceil(total / (tiles_each * block_k))
-
-
-def test_the_committed_sweep_justifies_the_splits() -> None:
-    """Each row: what the rule takes, or a candidate that cuts the keys alike, is within 5% of the best."""
-    sweep = json.loads((RESULTS / "2026-11-22-h200-splits.json").read_text())
-    assert sweep["shape"] == {"heads": 32, "kv_heads": 8, "head_dim": 128}
-    assert len(sweep["rows"]) == 50
-    for row in sweep["rows"]:
-        tiles = attention_tiles(4 * row["nodes"], 128, torch.bfloat16)
-        chosen = choose_splits(row["active"], 8, 4 * row["nodes"], tiles, sweep["machine"]["num_sms"])
-        total = row["length"] + row["nodes"]
-
-        wanted = num_cuts(total, chosen.in_use(total), tiles.block_k)
-        alike = [us for splits, us in row["us"].items() if num_cuts(total, int(splits), tiles.block_k) == wanted]
-        assert min(alike) <= 1.05 * row["best_us"], row
+def test_long_caches_and_many_rows_keep_few_states() -> None:
+    assert attention_tiles(8, 132) == AttentionTiles(33, walks=False)
+    assert attention_tiles(32, 132) == AttentionTiles(8, walks=False)
+    assert attention_tiles(256, 132).walks

@@ -1,0 +1,220 @@
+"""Attention of a forward's rows over a long prefix and their own ancestors.
+
+A place is one sequence of the batch with ``nodes`` rows: the nodes of a draft tree, or the tokens of a prompt's chunk.
+Its keys lie in its slot's cache: ``length`` committed rows, then one row for each of its own. Node n sees the committed
+rows and those of its own path (`AttentionRows.paths`); in a chunk or a chain (no paths) row n sees the rows up to
+itself.
+
+    softmax(q k^T * scale) v, over the keys at positions 0 .. p of a row at position p
+
+``softcap`` c replaces a score s by c tanh(s / c) (Gemma 2); ``sinks`` add to each head's sum the weight of a key that
+gives nothing (gpt-oss). fp32 accumulation throughout. `attention_kernels` tells why a row's result has the same bits
+in every forward that computes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from . import attention_kernels as kernels
+from .attention_kernels import BLOCK, MAIN_ROWS, REACH, TAIL_ROWS
+from .machine import num_processors, overlapping
+
+
+_MOST_AHEAD = 20 << 20
+"""Bytes of the next weight that are asked for while attention runs: what an L2 holds beside the keys."""
+
+
+class AttentionRows(NamedTuple):
+    """Which rows attend to what: shared by all layers of a forward; all on one device.
+
+    ``slots`` int32 [places] (-1: an empty place); ``lengths`` int32 [slots]: committed rows, by slot; ``counts`` int32
+    [places]: rows in use; ``paths`` int32 [places, nodes, width] or None where node n's parent is n - 1: the node's
+    ancestor at each depth, itself last, then anything; ``depths`` int32 [places, nodes]: distance of a row from the
+    first in positions.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    counts: Tensor
+    paths: Tensor | None
+    depths: Tensor
+
+    def tree_mask(self) -> Tensor:
+        """Which own row each row sees: bool [places, nodes, nodes]."""
+        places, nodes = self.depths.shape
+        node = torch.arange(nodes, device=self.depths.device)
+        if self.paths is None:
+            return (node[:, None] >= node).expand(places, nodes, nodes)
+        on_path = torch.arange(self.paths.shape[2], device=node.device) <= self.depths[..., None]
+        return ((self.paths[..., None] == node) & on_path[..., None]).any(2)
+
+
+class AttentionScratch(NamedTuple):
+    """States of main parts, fp32: ``out`` [states * rows * head_dim], ``stats`` [states * rows * 2] (largest, sum)."""
+
+    out: Tensor
+    stats: Tensor
+
+    @classmethod
+    def allocate(
+        cls, places: int, nodes: int, shapes: Iterable[tuple[int, int, int]], capacity: int, device: torch.device
+    ) -> AttentionScratch:
+        """Allocate for up to ``places`` sequences of ``nodes`` rows over caches of ``capacity`` rows a slot.
+
+        ``shapes``: heads, kv_heads and head_dim of each kind of layer.
+        """
+        most, num_sms, sizes = num_splits(capacity), num_processors(device), []
+        for heads, kv_heads, head_dim in shapes:
+            units = kv_heads * -(-nodes * heads // kv_heads // MAIN_ROWS)
+            walks = [attention_tiles(count * units, num_sms).walks for count in range(1, places + 1)]
+            states = max(count * (1 if walk else most) for count, walk in enumerate(walks, 1))
+            sizes.append((states * nodes * heads * head_dim, states * nodes * heads * 2))
+        out, stats = (
+            torch.empty(max(column), dtype=torch.float32, device=device) for column in zip(*sizes, strict=True)
+        )
+        return cls(out, stats)
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """How main parts are shared out: decides no bits.
+
+    ``walks``: a program goes through all splits of its rows and merges them; else ``programs`` share them, and each
+    split's state is kept.
+    """
+
+    programs: int
+    walks: bool
+    rows: int = MAIN_ROWS
+    num_warps: int = 4
+    num_stages: int = 3
+    tail_warps: int = 2
+
+
+def num_splits(capacity: int) -> int:
+    """Splits of a sequence of ``capacity`` rows: `attention_kernels.split_of` the last, and 1."""
+    key = max(capacity - 1, 0)
+    early = min(key, 512) // 128 + min(max(key - 512, 0), 512) // 256
+    return early + min(max(key - 1024, 0), 3072) // 512 + max(key - 4096, 0) // 1024 + 1
+
+
+def attention_tiles(units: int, num_sms: int, is_wide: bool = False) -> AttentionTiles:
+    """Choose for ``units``: blocks of query rows of all key heads and places.
+
+    Two programs for each multiprocessor; from one unit for each on, kept states would cost more than they give.
+    ``is_wide``: heads above 128 or float32, whose states need the registers of more warps.
+    """
+    tiles = AttentionTiles(max(1, 2 * num_sms // units), walks=units >= num_sms)
+    return replace(tiles, num_warps=8, num_stages=2, tail_warps=8) if is_wide else tiles
+
+
+def tree_attention_ref(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    scratch: AttentionScratch | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    next_weight: Tensor | None = None,
+) -> None:
+    """Attend, in fp32.
+
+    ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
+    kv_heads, capacity, head_dim]; ``window``: a key is seen if query position - key position is below it; ``out``
+    [places * nodes, heads * head_dim]. ``sinks`` [heads], of any float type. Rows of empty places and rows from
+    ``counts`` on are set to 0. ``next_weight``: what is read next; memory has nothing else to do meanwhile.
+    """
+    places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
+    nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
+    out.zero_()
+    for place in range(places):
+        slot, count = int(rows.slots[place]), int(rows.counts[place])
+        if slot < 0 or count == 0:
+            continue
+        length = int(rows.lengths[slot])
+        seen = rows.tree_mask()[place, :count, :count]
+        seen = torch.cat((seen.new_ones((count, length)), seen), 1)
+        if window is not None:
+            depth = rows.depths[place, :count].long()
+            at = torch.cat((torch.arange(length, device=qkv.device), length + depth))
+            seen &= (length + depth)[:, None] - at < window
+        query = qkv[place * nodes : place * nodes + count, : heads * head_dim].view(count, heads, head_dim)
+        key, value = (
+            cache[slot, :, : length + count].float().repeat_interleave(heads // kv_heads, 0) for cache in (keys, values)
+        )
+        scores = torch.einsum("nhd,hkd->hnk", query.float(), key) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, count, 1)), -1)
+        weights = scores.softmax(-1)[..., : length + count]
+        attended = torch.einsum("hnk,hkd->nhd", weights, value).flatten(1)
+        out[place * nodes : place * nodes + count] = attended.to(out.dtype)
+
+
+def tree_attention(
+    qkv: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: AttentionRows,
+    scale: float,
+    window: int | None,
+    out: Tensor,
+    scratch: AttentionScratch | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    tiles: AttentionTiles | None = None,
+) -> None:
+    """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
+
+    Depths of nodes with ``paths`` are at most `REACH`. ``tiles`` override `attention_tiles`.
+    """
+    assert scratch is not None
+    places, kv_heads, capacity, head_dim = len(rows.slots), *keys.shape[1:]
+    nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
+    group, device = heads // kv_heads, qkv.device
+    blocks = triton.cdiv(nodes * group, MAIN_ROWS if tiles is None else tiles.rows)
+    is_wide = head_dim > 128 or qkv.dtype == torch.float32
+    tiles = tiles or attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
+    parts = num_splits(capacity)
+    shape = kernels.AttentionShape(
+        nodes, group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
+        1 if rows.paths is None else rows.paths.shape[2], rows.paths is None, window is not None, softcap is not None,
+        "ieee" if qkv.dtype == torch.float32 else "tf32",
+    )  # fmt: skip
+    numbers = kernels.AttentionNumbers(
+        scale, softcap or 1.0, window or 0, qkv.stride(0), keys.stride(0), keys.stride(1)
+    )  # fmt: skip
+    overlaps, options = overlapping(device)
+    seen = rows if rows.paths is not None else rows._replace(paths=rows.slots)
+    lines = 0 if next_weight is None else min(next_weight.nbytes, _MOST_AHEAD) // 128
+    next_weight = qkv if next_weight is None else next_weight
+    kernels.main_kernel[(kv_heads * blocks, 1 if tiles.walks else min(tiles.programs, parts), places)](
+        qkv, keys, values, seen, scratch, numbers, parts, next_weight, lines, SHAPE=shape, WALKS=tiles.walks,
+        ROWS=tiles.rows, STAGES=tiles.num_stages, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
+    )  # fmt: skip
+    # Nodes of a path share their keys; those of a tree gather their own.
+    in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if rows.paths is None else 1
+    groups = triton.cdiv(group, TAIL_ROWS // in_tile)
+    kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
+        qkv, keys, values, seen, scratch, scratch.stats if sinks is None else sinks, out, numbers, parts, SHAPE=shape,
+        WALKS=tiles.walks, ROWS=TAIL_ROWS, IN_TILE=in_tile, SINKS=sinks is not None, OVERLAP=overlaps,
+        num_warps=tiles.tail_warps, **options,
+    )  # fmt: skip
+
+
+__all__ = ["BLOCK", "REACH", "AttentionRows", "AttentionScratch", "AttentionTiles", "attention_tiles", "num_splits",
+           "tree_attention", "tree_attention_ref"]  # fmt: skip

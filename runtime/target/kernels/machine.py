@@ -1,0 +1,64 @@
+"""What the target's kernels ask of the machine: its kind, its multiprocessors, and launches that overlap.
+
+Programmatic dependent launch (CUDA, sm_90 and later): a kernel may begin while the one before it ends, and do what does
+not need its results; `wait_for_previous` returns when all of them can be read. Every program of such a kernel must call
+it, also one that has nothing to do: else the kernel after it would not wait for the one before.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+NO_FUSION = {"enable_fp_fusion": False}
+"""Launch option: products and sums are fused where the code says so (`tl.fma`), not where a compiler chooses to."""
+
+
+@triton.jit
+def let_next_begin(OVERLAP: tl.constexpr):
+    """Let the next kernel's programs begin once all of this one's have said so."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Wait until what the kernels before have written can be read."""
+    if OVERLAP:
+        gdc_wait()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Bring the cache lines of some addresses into the L2; nothing waits for them."""
+    tl.inline_asm_elementwise(
+        "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False,
+        pack=1,
+    )  # fmt: skip
+
+
+def major_capability(device: torch.device) -> int:
+    """The first number of a GPU's compute capability; 9 where there is no GPU."""
+    return _properties(device)[0] if device.type == "cuda" else 9
+
+
+def num_processors(device: torch.device) -> int:
+    """The multiprocessors of a GPU; those of an H200 where there is no GPU."""
+    return _properties(device)[1] if device.type == "cuda" else 132
+
+
+def overlapping(device: torch.device) -> tuple[bool, dict[str, Any]]:
+    """Whether kernels overlap there, and the options of a launch that does."""
+    overlaps = device.type == "cuda" and major_capability(device) >= 9
+    return overlaps, NO_FUSION | ({"launch_pdl": True} if overlaps else {})
+
+
+@cache
+def _properties(device: torch.device) -> tuple[int, int]:
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.multi_processor_count

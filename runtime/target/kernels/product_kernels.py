@@ -1,0 +1,527 @@
+"""The products of a target's layer as kernels: a row's result has the same bits whatever stands beside it.
+
+``out[r, n] = sum over k of w[n, k] x[r, k]``: weights are the wide operand of the matrix instructions, rows the narrow
+one, so that one row and a hundred take the same instructions. What decides bits is a constant of shape and type: K is
+cut into `ProductShape.splits` parts of `ProductShape.split_size`, each part is summed in order of k by one accumulator,
+the parts are added in order. Tiles, warps, stages and who sums which part decide nothing:
+
+* with few rows each part has a program of its own; the one that is done last adds all parts, in order;
+* with many rows (``WALKS``) a program sums all parts of its tile, one after another.
+
+A layer's RMSNorms are folded in: who writes the residual also writes ``residual * gain`` and, for every
+`SQUARES_GROUP` columns, the sum of its squares; the product that reads them multiplies by the row's factor at its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .exact_sums import exact_sum
+from .machine import let_next_begin, prefetch, wait_for_previous
+
+SQUARES_GROUP = 64
+"""Columns of the residual whose squares are summed together."""
+_GROUP = tl.constexpr(SQUARES_GROUP)
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """What decides bits; ``size`` and ``depth`` are N and K."""
+
+    size: int
+    depth: int
+    splits: int
+    split_size: int
+    precision: str
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """What decides no bits: rows of w, columns of a step, rows of x, warps, stages, and who sums the parts.
+
+    ``ahead``: columns of w that a program asks for before it may read x.
+    """
+
+    block_n: int
+    block_k: int
+    block_rows: int
+    num_warps: int
+    num_stages: int
+    walks: bool = False
+    ahead: int = 0
+
+
+class SplitScratch(NamedTuple):
+    """Parts of products that other programs add, and counters of finished parts, all 0 between launches."""
+
+    parts: Tensor
+    finished: Tensor
+
+
+class FactorArgs(NamedTuple):
+    """Where a row's norm factor comes from: sums of squares [rows, groups], and numbers of the norm."""
+
+    squares: Tensor
+    eps: float
+    unshrink: float
+
+
+class HeadArgs(NamedTuple):
+    """What turns a row of q, k, v into what attention reads."""
+
+    bias: Tensor
+    norm_q: Tensor
+    norm_k: Tensor
+    norm_eps: float
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    kv_rows: Tensor
+    query: Tensor
+    key_rows: Tensor
+    value_rows: Tensor
+    stride_slot: int
+    stride_head: int
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """Heads of q, k, v as the kernel is compiled for them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    half_block: int
+    nodes: int
+    has_norms: bool
+
+
+@triton.jit
+def _place(rows, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Block of rows, block of w and part of this program: blocks of rows first, so that they share w in the L2."""
+    blocks = tl.cdiv(rows, TILES.block_rows)
+    at = tl.program_id(0)
+    return at % blocks, at // blocks, tl.program_id(1)
+
+
+@triton.jit
+def _weights(w_at, n_inside, k, stop, SHAPE: tl.constexpr):
+    return tl.load(w_at, mask=n_inside[:, None] & (k < stop)[None, :], other=0.0)
+
+
+@triton.jit
+def _columns(x_at, inside, k, stop):
+    return tl.load(x_at, mask=inside[None, :] & (k < stop)[:, None], other=0.0)
+
+
+@triton.jit
+def _sum_part(
+    x_ptr, w_ptr, row, inside, n, n_inside, part, begun, acc, SHAPE: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Add a part's columns from ``begun`` on to ``acc`` [block_n, block_rows]."""
+    k = tl.arange(0, TILES.block_k)
+    start = part * SHAPE.split_size
+    stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
+    w_at = w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :]
+    x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
+    for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
+        w = _weights(w_at + at, n_inside, at + k, stop, SHAPE)
+        x = _columns(x_at + at, inside, at + k, stop)
+        acc = tl.dot(w, x, acc, input_precision=SHAPE.precision)
+    return acc
+
+
+@triton.jit
+def _sum_part_of_two(
+    x_ptr, w_ptr, row, inside, n, other, n_inside, part, begun, one, two, SHAPE: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """`_sum_part` for two blocks of w that read the same rows."""
+    k = tl.arange(0, TILES.block_k)
+    start = part * SHAPE.split_size
+    stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
+    one_at = w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :]
+    two_at = w_ptr + other.to(tl.int64)[:, None] * SHAPE.depth + k[None, :]
+    x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
+    for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
+        x = _columns(x_at + at, inside, at + k, stop)
+        one = tl.dot(_weights(one_at + at, n_inside, at + k, stop, SHAPE), x, one, input_precision=SHAPE.precision)
+        two = tl.dot(_weights(two_at + at, n_inside, at + k, stop, SHAPE), x, two, input_precision=SHAPE.precision)
+    return one, two
+
+
+@triton.jit
+def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Have the columns after the first step's brought into the L2."""
+    if TILES.ahead > 0:
+        LINE: tl.constexpr = 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
+        AHEAD: tl.constexpr = TILES.ahead
+        lines = k0 + TILES.block_k + tl.arange(0, AHEAD // LINE) * LINE
+        # Beyond the matrix the first line is asked for again.
+        at = n.to(tl.int64)[:, None] * SHAPE.depth + lines[None, :]
+        prefetch(w_ptr + tl.where(n_inside[:, None] & (lines < SHAPE.depth)[None, :], at, 0))
+
+
+@triton.jit
+def _leave_part(scratch, tile, part, acc, PLACE: tl.constexpr, PLACES: tl.constexpr, SHAPE: tl.constexpr):
+    """Write a part where the last program of the tile reads it."""
+    i = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+    at = ((tile.to(tl.int64) * PLACES + PLACE) * SHAPE.splits + part) * (acc.shape[0] * acc.shape[1])
+    tl.store(scratch.parts + at + i, acc)
+
+
+@triton.jit
+def _part(scratch, tile, part, acc, PLACE: tl.constexpr, PLACES: tl.constexpr, SHAPE: tl.constexpr):
+    i = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
+    at = ((tile.to(tl.int64) * PLACES + PLACE) * SHAPE.splits + part) * (acc.shape[0] * acc.shape[1])
+    # From the L2: what other programs wrote.
+    return tl.load(scratch.parts + at + i, cache_modifier=".cg")
+
+
+@triton.jit
+def _add_parts(scratch, tile, acc, PLACE: tl.constexpr, PLACES: tl.constexpr, SHAPE: tl.constexpr):
+    """The sum of a tile's parts, two or four, in order; all are on their way before the first is added."""
+    tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
+    first = _part(scratch, tile, 0, acc, PLACE, PLACES, SHAPE)
+    second = _part(scratch, tile, 1, acc, PLACE, PLACES, SHAPE)
+    if SHAPE.splits == 4:
+        third = _part(scratch, tile, 2, acc, PLACE, PLACES, SHAPE)
+        fourth = _part(scratch, tile, 3, acc, PLACE, PLACES, SHAPE)
+        return ((first + second) + third) + fourth
+    else:
+        return first + second
+
+
+@triton.jit
+def _is_last(scratch, tile, SHAPE: tl.constexpr):
+    """Count a finished part; whether it was the tile's last. What the others wrote can then be read."""
+    tl.debug_barrier()
+    is_last = tl.atomic_add(scratch.finished + tile, 1, sem="acq_rel") == SHAPE.splits - 1
+    if is_last:
+        tl.store(scratch.finished + tile, 0)
+    return is_last
+
+
+@triton.jit
+def _squares(factor, row, inside, DEPTH: tl.constexpr, GROUPS: tl.constexpr):
+    """Sums of squares of some rows, [block_rows, groups]."""
+    group = tl.arange(0, GROUPS)
+    count: tl.constexpr = (DEPTH + _GROUP - 1) // _GROUP
+    at = row.to(tl.int64)[:, None] * count + group[None, :]
+    return tl.load(factor.squares + at, mask=inside[:, None] & (group < count)[None, :], other=0.0)
+
+
+@triton.jit
+def norm_factor(squares, eps, unshrink, DEPTH: tl.constexpr):
+    """Rows' factor 1 / sqrt(mean of squares + eps), times what shrank the gain: fp32 [block_rows]."""
+    return tl.rsqrt(exact_sum(squares, 1) / DEPTH + eps) * unshrink
+
+
+@triton.jit
+def put_residual(
+    value, gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap,
+    SIZE: tl.constexpr, TAP: tl.constexpr,
+):  # fmt: skip
+    """Write a tile [block_n, block_rows] of the residual, its product with the next norm's gain, and its squares."""
+    both = n_inside[:, None] & inside[None, :]
+    kind = residual_ptr.dtype.element_ty
+    rounded = value.to(kind)
+    at = row.to(tl.int64)[None, :] * SIZE + n[:, None]
+    tl.store(residual_ptr + at, rounded, mask=both)
+    if TAP:
+        tl.store(tap_ptr + row.to(tl.int64)[None, :] * stride_tap + n[:, None], rounded, mask=both)
+    value = tl.where(both, rounded.to(tl.float32), 0.0)
+    tl.store(scaled_ptr + at, (value * gain[:, None] * shrink).to(kind), mask=both)
+    GROUPS: tl.constexpr = value.shape[0] // _GROUP
+    count: tl.constexpr = (SIZE + _GROUP - 1) // _GROUP
+    # A whole group at a time, whatever the tile.
+    sums = exact_sum(tl.reshape(value * value, (GROUPS, _GROUP, value.shape[1])), 1)
+    group = tl.min(n, 0) // _GROUP + tl.arange(0, GROUPS)
+    tl.store(
+        square_ptr + row.to(tl.int64)[None, :] * count + group[:, None], sums,
+        mask=(group < count)[:, None] & inside[None, :],
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def embed_kernel(
+    table_ptr, token_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap,
+    SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, TAP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    # Not launched to overlap: it waits for all before it by itself.
+    let_next_begin(OVERLAP)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n = tl.program_id(1) * _GROUP + tl.arange(0, _GROUP)
+    inside, n_inside = row < rows, n < SIZE
+    token = tl.load(token_ptr + row, mask=inside, other=0).to(tl.int64)
+    value = tl.load(table_ptr + token[None, :] * SIZE + n[:, None], mask=n_inside[:, None] & inside[None, :], other=0.0)
+    gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
+    put_residual(
+        value.to(tl.float32), gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr, square_ptr, tap_ptr,
+        stride_tap, SIZE, TAP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_kernel(
+    scaled_ptr, factor, rows, out_ptr, stride_out, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(OVERLAP)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    both = inside[:, None] & (n < SIZE)[None, :]
+    wait_for_previous(OVERLAP)
+    times = norm_factor(_squares(factor, row, inside, SIZE, GROUPS), factor.eps, factor.unshrink, SIZE)
+    value = tl.load(scaled_ptr + row.to(tl.int64)[:, None] * SIZE + n[None, :], mask=both, other=0.0).to(tl.float32)
+    to = row.to(tl.int64)[:, None] * stride_out + n[None, :]
+    tl.store(out_ptr + to, (value * times[:, None]).to(out_ptr.dtype.element_ty), mask=both)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def add_product_kernel(
+    x_ptr, w_ptr, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap, scratch,
+    SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(OVERLAP)
+    block, tile, part = _place(rows, SHAPE, TILES)
+    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
+    inside, n_inside = row < rows, n < SHAPE.size
+    both = n_inside[:, None] & inside[None, :]
+    residual_at = residual_ptr + row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
+    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    counter = tl.program_id(0)
+    is_last = True
+    if TILES.walks:
+        wait_for_previous(OVERLAP)
+        if SHAPE.splits == 1:
+            acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
+        else:
+            for each in tl.range(SHAPE.splits):
+                none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+                acc += _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES)
+        before = tl.load(residual_at, mask=both, other=0.0)
+    else:
+        k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
+        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
+        # The first weights are on their way before what they are multiplied with is there.
+        w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
+        if OVERLAP:
+            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
+        wait_for_previous(OVERLAP)
+        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
+        # Here, so that nothing waits for it at the end.
+        before = tl.load(residual_at, mask=both, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision=SHAPE.precision)
+        acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
+        if SHAPE.splits > 1:
+            _leave_part(scratch, counter, part, acc, 0, 1, SHAPE)
+            is_last = _is_last(scratch, counter, SHAPE)
+    if is_last:
+        gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
+        if BIAS:
+            bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
+        if not TILES.walks:
+            if SHAPE.splits > 1:
+                acc = _add_parts(scratch, counter, acc, 0, 1, SHAPE)
+        if BIAS:
+            acc += bias[:, None]
+        put_residual(
+            before.to(tl.float32) + acc, gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr, square_ptr,
+            tap_ptr, stride_tap, SHAPE.size, TAP,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def head_product_kernel(
+    x_ptr, w_ptr, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(OVERLAP)
+    block, tile, _ = _place(rows, SHAPE, TILES)
+    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
+    inside, n_inside = row < rows, n < SHAPE.size
+    k = tl.arange(0, TILES.block_k)
+    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, SHAPE.depth, SHAPE)
+    if OVERLAP:
+        _ask_ahead(w_ptr, n, n_inside, 0, SHAPE, TILES)
+    wait_for_previous(OVERLAP)
+    x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, SHAPE.depth)
+    squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
+    acc = tl.dot(w, x, acc, input_precision=SHAPE.precision)
+    acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, TILES.block_k, acc, SHAPE, TILES)
+    times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
+    to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
+    value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + to, value, mask=n_inside[:, None] & inside[None, :])
+
+
+@triton.jit
+def _product_of_two(
+    x_ptr, w_ptr, factor, row, inside, n, other, n_inside, part, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Two blocks of w times the same rows, [block_n, block_rows] each, and the rows' squares.
+
+    Also whether they are whole: if not, another program finishes the tile (`_parts_of_two`).
+    """
+    one = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    two = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    is_last = True
+    if TILES.walks:
+        wait_for_previous(OVERLAP)
+        if SHAPE.splits == 1:
+            one, two = _sum_part_of_two(
+                x_ptr, w_ptr, row, inside, n, other, n_inside, 0, 0, one, two, SHAPE, TILES
+            )  # fmt: skip
+        else:
+            for each in tl.range(SHAPE.splits):
+                none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+                nought = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+                none, nought = _sum_part_of_two(
+                    x_ptr, w_ptr, row, inside, n, other, n_inside, each, 0, none, nought, SHAPE, TILES
+                )  # fmt: skip
+                one += none
+                two += nought
+        squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
+    else:
+        begin = part * SHAPE.split_size
+        k = begin + tl.arange(0, TILES.block_k)
+        stop = tl.minimum(begin + SHAPE.split_size, SHAPE.depth)
+        w1 = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
+        w2 = _weights(w_ptr + other.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
+        if OVERLAP:
+            _ask_ahead(w_ptr, n, n_inside, begin, SHAPE, TILES)
+            _ask_ahead(w_ptr, other, n_inside, begin, SHAPE, TILES)
+        wait_for_previous(OVERLAP)
+        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
+        # Here, so that nothing waits for them at the end.
+        squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
+        one = tl.dot(w1, x, one, input_precision=SHAPE.precision)
+        two = tl.dot(w2, x, two, input_precision=SHAPE.precision)
+        one, two = _sum_part_of_two(
+            x_ptr, w_ptr, row, inside, n, other, n_inside, part, TILES.block_k, one, two, SHAPE, TILES
+        )  # fmt: skip
+        if SHAPE.splits > 1:
+            counter = tl.program_id(0)
+            _leave_part(scratch, counter, part, one, 0, 2, SHAPE)
+            _leave_part(scratch, counter, part, two, 1, 2, SHAPE)
+            is_last = _is_last(scratch, counter, SHAPE)
+    return is_last, one, two, squares
+
+
+@triton.jit
+def _parts_of_two(scratch, one, two, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """The sums of both blocks' parts."""
+    if not TILES.walks:
+        if SHAPE.splits > 1:
+            one = _add_parts(scratch, tl.program_id(0), one, 0, 2, SHAPE)
+            two = _add_parts(scratch, tl.program_id(0), two, 1, 2, SHAPE)
+    return one, two
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gated_product_kernel(
+    x_ptr, w_ptr, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(OVERLAP)
+    SIZE: tl.constexpr = SHAPE.size // 2
+    block, tile, part = _place(rows, SHAPE, TILES)
+    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
+    inside, n_inside = row < rows, n < SIZE
+    is_last, gate, up, squares = _product_of_two(
+        x_ptr, w_ptr, factor, row, inside, n, n + SIZE, n_inside, part, scratch, SHAPE, TILES, GROUPS, OVERLAP
+    )  # fmt: skip
+    if is_last:
+        gate, up = _parts_of_two(scratch, gate, up, SHAPE, TILES)
+        times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
+        gate *= times[None, :]
+        up *= times[None, :]
+        if BIAS:
+            gate += tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(bias_ptr + SIZE + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+        to = row.to(tl.int64)[None, :] * SIZE + n[:, None]
+        value = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + to, value, mask=n_inside[:, None] & inside[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def qkv_product_kernel(
+    x_ptr, w_ptr, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    HEADS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(OVERLAP)
+    HALF: tl.constexpr = HEADS.head_dim // 2
+    BLOCK: tl.constexpr = HEADS.half_block
+    IN_TILE: tl.constexpr = TILES.block_n // BLOCK
+    block, tile, part = _place(rows, SHAPE, TILES)
+    row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    i = tl.arange(0, TILES.block_n)
+    head = tile * IN_TILE + i // BLOCK
+    d = i % BLOCK
+    inside = row < rows
+    n_inside = (d < HALF) & (head < HEADS.heads + 2 * HEADS.kv_heads)
+    n = head * HEADS.head_dim + d
+    # Written before the pass began, so they can be read before the kernel before has ended.
+    position = tl.load(heads.positions + row, mask=inside, other=0).to(tl.int64)
+    kv_row = tl.load(heads.kv_rows + row, mask=inside, other=-1).to(tl.int64)
+    slot = tl.load(heads.slots + row // HEADS.nodes, mask=inside, other=0).to(tl.int64)
+    is_last, first, second, squares = _product_of_two(
+        x_ptr, w_ptr, factor, row, inside, n, n + HALF, n_inside, part, scratch, SHAPE, TILES, GROUPS, OVERLAP
+    )  # fmt: skip
+    if is_last:
+        at = position[None, :] * HALF + d[:, None]
+        turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & inside[None, :]
+        cos = tl.load(heads.cos + at, mask=turned, other=1.0)
+        sin = tl.load(heads.sin + at, mask=turned, other=0.0)
+        first, second = _parts_of_two(scratch, first, second, SHAPE, TILES)
+        times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
+        first *= times[None, :]
+        second *= times[None, :]
+        if BIAS:
+            first += tl.load(heads.bias + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+            second += tl.load(heads.bias + n + HALF, mask=n_inside, other=0.0).to(tl.float32)[:, None]
+        is_query = head < HEADS.heads
+        is_value = head >= HEADS.heads + HEADS.kv_heads
+        if HEADS.has_norms:
+            of_pair = tl.where(n_inside[:, None], first * first + second * second, 0.0)
+            sums = exact_sum(tl.reshape(of_pair, (IN_TILE, BLOCK, row.shape[0])), 1)
+            scale = tl.rsqrt(sums / HEADS.head_dim + heads.norm_eps)
+            scale = tl.reshape(
+                tl.broadcast_to(scale[:, None, :], (IN_TILE, BLOCK, row.shape[0])), (i.shape[0], row.shape[0])
+            )  # fmt: skip
+            of_query, of_key = n_inside & is_query, n_inside & (head >= HEADS.heads)
+            w1 = tl.load(heads.norm_q + d, mask=of_query, other=0.0).to(tl.float32)
+            w1 += tl.load(heads.norm_k + d, mask=of_key, other=0.0).to(tl.float32)
+            w2 = tl.load(heads.norm_q + HALF + d, mask=of_query, other=0.0).to(tl.float32)
+            w2 += tl.load(heads.norm_k + HALF + d, mask=of_key, other=0.0).to(tl.float32)
+            first = tl.where(is_value[:, None], first, first * scale * w1[:, None])
+            second = tl.where(is_value[:, None], second, second * scale * w2[:, None])
+        kind = heads.query.dtype.element_ty
+        one = tl.fma(first, cos, -(second * sin)).to(kind)
+        two = tl.fma(second, cos, first * sin).to(kind)
+        to = row.to(tl.int64)[None, :] * (HEADS.heads * HEADS.head_dim) + n[:, None]
+        kept = (n_inside & is_query)[:, None] & inside[None, :]
+        tl.store(heads.query + to, one, mask=kept)
+        tl.store(heads.query + to + HALF, two, mask=kept)
+        to = (slot * heads.stride_slot + kv_row * HEADS.head_dim)[None, :] + d[:, None]
+        is_kept = (kv_row >= 0)[None, :]
+        to_key = to + ((head - HEADS.heads) * heads.stride_head)[:, None]
+        kept = (n_inside & (head >= HEADS.heads) & (head < HEADS.heads + HEADS.kv_heads))[:, None] & is_kept
+        tl.store(heads.key_rows + to_key, one, mask=kept)
+        tl.store(heads.key_rows + to_key + HALF, two, mask=kept)
+        to_value = to + ((head - HEADS.heads - HEADS.kv_heads) * heads.stride_head)[:, None]
+        kept = (n_inside & is_value)[:, None] & is_kept
+        tl.store(heads.value_rows + to_value, one, mask=kept)
+        tl.store(heads.value_rows + to_value + HALF, two, mask=kept)

@@ -1,0 +1,346 @@
+"""The products of a target's layer, with what stands between them: norms, rotation into the cache, SwiGLU, residual.
+
+Each operation is a host function and a PyTorch twin (``_ref``) of the same arguments, which defines it; the kernels are
+`product_kernels`'. Rows are the nodes of one forward. A weight is the model's own [out, in]. Between the products the
+rows are `NormedRows`; sums are fp32, and results are rounded to the model's type once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from . import product_kernels as kernels
+from .machine import overlapping
+from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
+
+SUMS_VERSION = 1
+"""Of all that decides the bits of a row: counted up when a constant of shape and type changes."""
+_SPLIT_UNIT = 128
+_SMALL = 4 << 20
+"""Numbers of a weight that stays in the L2 while blocks of rows read it."""
+_WALK_ROWS = 256
+"""Rows from which a program sums all parts of its tile."""
+
+
+class Norm(NamedTuple):
+    """An RMSNorm whose gain [hidden] is applied by whoever writes the residual, its factor by whoever reads it.
+
+    ``shrink`` is a power of two that brings the gain to 1 at most, so that a residual times the gain fits fp16.
+    """
+
+    gain: Tensor
+    eps: float
+    shrink: float
+
+    @classmethod
+    def of(cls, gain: Tensor, eps: float) -> Norm:
+        """Take a norm's weight; waits for the device."""
+        largest = float(gain.detach().abs().max())
+        return cls(gain, eps, 2.0 ** -math.ceil(math.log2(largest)) if 1 < largest < math.inf else 1.0)
+
+
+class NormedRows(NamedTuple):
+    """A forward's rows between two products.
+
+    ``residual`` and ``scaled`` (the residual times the next norm's gain, shrunk) [rows, hidden] of the model's type;
+    ``squares`` fp32 [rows, groups]: sums of squares of each `SQUARES_GROUP` columns of the residual.
+    """
+
+    residual: Tensor
+    scaled: Tensor
+    squares: Tensor
+
+    def factor(self, norm: Norm) -> Tensor:
+        """What makes ``scaled`` the norm's result: fp32 [rows, 1]."""
+        mean = self.squares.sum(1, keepdim=True) / self.residual.shape[1]
+        return torch.rsqrt(mean + norm.eps) / norm.shrink
+
+
+@dataclass(frozen=True)
+class HeadRows:
+    """Where q, k, v of a forward's rows go, and how they are turned.
+
+    ``cos``, ``sin`` fp32 [table, head_dim / 2], halves rotated against each other as in Llama; ``positions`` int32
+    [rows] point into them. ``slots`` int32 [places]: row r belongs to place ``r // (rows / places)``; ``kv_rows`` int32
+    [rows]: where its key goes, -1 nowhere. ``query`` [rows, heads * head_dim].
+    """
+
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor
+    slots: Tensor
+    kv_rows: Tensor
+    query: Tensor
+
+
+def num_groups(hidden: int) -> int:
+    """Columns of `NormedRows.squares`."""
+    return -(-hidden // SQUARES_GROUP)
+
+
+def product_shape(size: int, depth: int, dtype: torch.dtype) -> ProductShape:
+    """What decides the bits of a product with a weight [size, depth]: constants of its shape and type.
+
+    K is cut where one part would leave multiprocessors without work; small matrices are done before their parts could
+    be added.
+    """
+    splits = 1
+    while splits < 4 and depth >= 2048 * splits and size // 64 * splits < 192:
+        splits *= 2
+    part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
+    return ProductShape(size, depth, -(-depth // part), part, "ieee" if dtype == torch.float32 else "tf32")
+
+
+def product_tiles(shape: ProductShape, rows: int, is_pair: bool, itemsize: int) -> ProductTiles:
+    """Choose tiles for some rows; ``is_pair``: two blocks of the weight share a tile.
+
+    Measured on one H200 with whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
+    """
+    if itemsize == 4:
+        return ProductTiles(64, 32, 16 if rows <= 16 else 32, 4, 2, walks=rows >= _WALK_ROWS)
+    if rows >= _WALK_ROWS:
+        return ProductTiles(64 if is_pair else 128, 64, 128, 8, 3, walks=True)
+    if rows <= 16:
+        return ProductTiles(64, 64, 16, 4, 4, ahead=256) if is_pair else ProductTiles(64, 128, 16, 4, 3, ahead=256)
+    if shape.size * shape.depth < _SMALL:
+        # Many small programs: the rows are cut too, and the weights come from the L2.
+        return ProductTiles(64, 128, 16, 4, 3, ahead=512)
+    if is_pair:
+        return ProductTiles(64, 64, 64, 4, 3 if shape.splits == 1 else 5, ahead=128)
+    return ProductTiles(64, 64, 64, 4, 5, ahead=128)
+
+
+def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
+    """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
+    rows = min(rows, _WALK_ROWS)
+    tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
+    parts = max(shape.splits * size * -(-rows // 64) * 64 for shape, size in shapes)
+    return SplitScratch(
+        torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
+    )
+
+
+def tiled_size(size: int) -> int:
+    """Rows of a weight, in whole tiles."""
+    return -(-size // 128) * 128
+
+
+def tiled_heads(num_heads: int, head_dim: int) -> int:
+    """Rows of q, k, v in whole tiles, each half of a head filled up to a power of two."""
+    half_block = _half_block(head_dim)
+    in_tile = max(1, 64 // half_block)
+    return -(-num_heads // in_tile) * in_tile * 2 * half_block
+
+
+def _half_block(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim // 2))
+
+
+def embed_ref(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None = None) -> None:
+    """Begin a forward: the rows of ``table`` [vocab, hidden] of ``tokens`` int32 [rows], copied to ``tap`` too."""
+    _put_ref(table[tokens.long()], norm, rows, tap)
+
+
+def _put_ref(value: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None) -> None:
+    rows.residual.copy_(value)
+    if tap is not None:
+        tap.copy_(rows.residual)
+    x = rows.residual.float()
+    rows.scaled.copy_(x * norm.gain.float() * norm.shrink)
+    padded = F.pad(x * x, (0, -x.shape[1] % SQUARES_GROUP))
+    rows.squares.copy_(padded.view(len(x), -1, SQUARES_GROUP).sum(2))
+
+
+def embed(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None = None) -> None:
+    """Run `embed_ref` as one launch."""
+    count, hidden = rows.residual.shape
+    block = 16
+    overlaps, options = overlapping(table.device)
+    # It follows kernels that do not let it begin early, and which it must wait for.
+    options = {name: value for name, value in options.items() if name != "launch_pdl"}
+    kernels.embed_kernel[(triton.cdiv(count, block), num_groups(hidden))](
+        table, tokens, norm.gain, norm.shrink, count, *rows, *_tap(rows, tap), SIZE=hidden, BLOCK_ROWS=block,
+        TAP=tap is not None, OVERLAP=overlaps, num_warps=1, **options,
+    )  # fmt: skip
+
+
+def norm_rows_ref(rows: NormedRows, norm: Norm, out: Tensor) -> None:
+    """Write the norm's result [rows, hidden]; ``out`` may be a column block."""
+    out.copy_(rows.scaled.float() * rows.factor(norm))
+
+
+def norm_rows(rows: NormedRows, norm: Norm, out: Tensor) -> None:
+    """Run `norm_rows_ref` as one launch."""
+    count, hidden = rows.scaled.shape
+    overlaps, options = overlapping(out.device)
+    kernels.norm_kernel[(triton.cdiv(count, 4), triton.cdiv(hidden, 256))](
+        rows.scaled, _factor(rows, norm), count, out, out.stride(0), SIZE=hidden, GROUPS=_groups(hidden), BLOCK_ROWS=4,
+        BLOCK=256, OVERLAP=overlaps, num_warps=4, **options,
+    )  # fmt: skip
+
+
+def qkv_product_ref(
+    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
+    out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None,
+) -> None:  # fmt: skip
+    """Turn rows into what attention reads: q into ``out.query``, k and v into the cache.
+
+    ``weight`` [(heads + 2 * kv_heads) * head_dim, hidden], q first; ``bias`` of the same width. ``head_norms``: the
+    weights [head_dim] of RMSNorms over each head of q and of k (Qwen3). ``keys``, ``values`` [slots, kv_heads,
+    capacity, head_dim].
+    """
+    count = len(rows.scaled)
+    _, kv_heads, _, head_dim = keys.shape
+    heads = weight.shape[0] // head_dim - 2 * kv_heads
+    qkv = (rows.scaled @ weight.t()).float() * rows.factor(norm)
+    if bias is not None:
+        qkv += bias.float()
+    q, k, v = qkv.view(count, heads + 2 * kv_heads, head_dim).split((heads, kv_heads, kv_heads), 1)
+    if head_norms is not None:
+        q, k = (_head_norm(x, gain, norm.eps) for x, gain in zip((q, k), head_norms, strict=True))
+    at = out.positions.long()
+    q, k = (_rotate(x, out.cos[at][:, None], out.sin[at][:, None]) for x in (q, k))
+    out.query.copy_(q.flatten(1))
+    kept = out.kv_rows >= 0
+    slot = out.slots.long().repeat_interleave(count // len(out.slots))[kept]
+    keys[slot, :, out.kv_rows[kept].long()] = k[kept].to(keys.dtype)
+    values[slot, :, out.kv_rows[kept].long()] = v[kept].to(values.dtype)
+
+
+def _head_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    return gain.float() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def qkv_product(
+    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, head_norms: tuple[Tensor, Tensor] | None,
+    out: HeadRows, keys: Tensor, values: Tensor, scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
+) -> None:  # fmt: skip
+    """Run `qkv_product_ref` as one launch."""
+    assert scratch is not None
+    count = len(rows.scaled)
+    _, kv_heads, _, head_dim = keys.shape
+    heads = weight.shape[0] // head_dim - 2 * kv_heads
+    shape = product_shape(*weight.shape, weight.dtype)
+    tiles = tiles or product_tiles(shape, count, True, weight.itemsize)
+    half_block = _half_block(head_dim)
+    # A whole half of a head at least.
+    tiles = tiles if half_block <= tiles.block_n else _of_wide_heads(tiles, half_block)
+    overlaps, options = overlapping(weight.device)
+    norm_q, norm_k = (weight, weight) if head_norms is None else head_norms
+    args = HeadArgs(
+        weight if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
+        out.kv_rows, out.query, keys, values, keys.stride(0), keys.stride(1),
+    )  # fmt: skip
+    in_tile = tiles.block_n // half_block
+    blocks = triton.cdiv(heads + 2 * kv_heads, in_tile) * triton.cdiv(count, tiles.block_rows)
+    kernels.qkv_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
+        rows.scaled, weight, _factor(rows, norm), args, count, scratch, SHAPE=shape, TILES=tiles,
+        GROUPS=_groups(shape.depth),
+        HEADS=HeadShape(heads, kv_heads, head_dim, half_block, count // len(out.slots), head_norms is not None),
+        BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
+    )  # fmt: skip
+
+
+def _of_wide_heads(tiles: ProductTiles, half_block: int) -> ProductTiles:
+    return ProductTiles(half_block, tiles.block_k, min(tiles.block_rows, 64), 8, 3, tiles.walks)
+
+
+def add_product_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    scratch: SplitScratch | None = None,
+) -> None:  # fmt: skip
+    """Add ``x`` [rows, in] times ``weight`` [hidden, in], and ``bias``, to the residual; copy that to ``tap`` too."""
+    delta = (x @ weight.t()).float()
+    if bias is not None:
+        delta += bias.float()
+    _put_ref(rows.residual.float() + delta, norm, rows, tap)
+
+
+def add_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Norm, rows: NormedRows, tap: Tensor | None = None,
+    scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
+) -> None:  # fmt: skip
+    """Run `add_product_ref` as one launch."""
+    assert scratch is not None
+    count = len(x)
+    shape = product_shape(*weight.shape, weight.dtype)
+    tiles = tiles or product_tiles(shape, count, False, weight.itemsize)
+    overlaps, options = overlapping(x.device)
+    blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
+    kernels.add_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
+        x, weight, weight if bias is None else bias, norm.gain, norm.shrink, count, *rows, *_tap(rows, tap), scratch,
+        SHAPE=shape, TILES=tiles, BIAS=bias is not None, TAP=tap is not None, OVERLAP=overlaps,
+        num_warps=tiles.num_warps, **options,
+    )  # fmt: skip
+
+
+def gated_product_ref(
+    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor, scratch: SplitScratch | None = None
+) -> None:
+    """Write ``silu(gate) * up`` [rows, intermediate]; ``weight`` [2 * intermediate, hidden], gate first."""
+    both = (rows.scaled @ weight.t()).float() * rows.factor(norm)
+    if bias is not None:
+        both += bias.float()
+    gate, up = both.chunk(2, -1)
+    out.copy_(F.silu(gate) * up)
+
+
+def gated_product(
+    rows: NormedRows, norm: Norm, weight: Tensor, bias: Tensor | None, out: Tensor,
+    scratch: SplitScratch | None = None, tiles: ProductTiles | None = None,
+) -> None:  # fmt: skip
+    """Run `gated_product_ref` as one launch."""
+    assert scratch is not None
+    count = len(out)
+    shape = product_shape(*weight.shape, weight.dtype)
+    tiles = tiles or product_tiles(shape, count, True, weight.itemsize)
+    overlaps, options = overlapping(out.device)
+    blocks = triton.cdiv(shape.size // 2, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
+    kernels.gated_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
+        rows.scaled, weight, weight if bias is None else bias, _factor(rows, norm), count, out, scratch, SHAPE=shape,
+        TILES=tiles, GROUPS=_groups(shape.depth), BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps,
+        **options,
+    )  # fmt: skip
+
+
+def head_product_ref(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor) -> None:
+    """Write logits [rows, vocab]; ``weight`` [vocab, hidden]."""
+    out.copy_((rows.scaled @ weight.t()).float() * rows.factor(norm))
+
+
+def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tiles: ProductTiles | None = None) -> None:
+    """Run `head_product_ref` as one launch."""
+    count = len(out)
+    # A vocabulary gives every multiprocessor work: one part.
+    shape = ProductShape(*weight.shape, 1, weight.shape[1], product_shape(1, 1, weight.dtype).precision)
+    tiles = tiles or product_tiles(shape, count, False, weight.itemsize)
+    overlaps, options = overlapping(out.device)
+    blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
+    kernels.head_product_kernel[(blocks, 1)](
+        rows.scaled, weight, _factor(rows, norm), count, out, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
+        OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
+    )  # fmt: skip
+
+
+def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
+    return FactorArgs(rows.squares, norm.eps, 1.0 / norm.shrink)
+
+
+def _groups(hidden: int) -> int:
+    return max(2, triton.next_power_of_2(num_groups(hidden)))
+
+
+def _tap(rows: NormedRows, tap: Tensor | None) -> tuple[Tensor, int]:
+    return (rows.residual, 0) if tap is None else (tap, tap.stride(0))

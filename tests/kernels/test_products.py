@@ -1,0 +1,171 @@
+"""The products of a layer against their twins; and each row's bits in every tile, alone and among others."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from eagle_slim.runtime.target.kernels import products
+from eagle_slim.runtime.target.kernels.product_kernels import ProductTiles
+from eagle_slim.runtime.target.kernels.products import HeadRows, Norm, NormedRows
+from torch import Tensor
+
+from kernels.tolerances import OP_ATOL
+
+SIXTEEN = [
+    ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(64, 64, 64, 8, 3, ahead=256),
+    ProductTiles(64, 64, 128, 8, 3, walks=True), ProductTiles(128, 64, 64, 8, 3),
+    ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(64, 64, 32, 4, 2, walks=True),
+]  # fmt: skip
+THIRTY_TWO = [
+    ProductTiles(64, 32, 16, 4, 2),
+    ProductTiles(64, 32, 32, 4, 2),
+    ProductTiles(64, 32, 32, 4, 1, walks=True),
+]
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, random."""
+
+    norm: Norm
+    qkv: Tensor
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+    head: Tensor
+    bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None
+    heads: tuple[int, int, int]
+
+
+def layer_of(
+    dtype: torch.dtype, device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
+) -> Layer:
+    """Of ``heads``: query heads, key heads, head_dim."""
+    torch.manual_seed(hidden + middle)
+    num_heads, kv_heads, head_dim = heads
+
+    def draw(*shape: int) -> Tensor:
+        return (torch.randn(shape, device=device) / shape[-1] ** 0.5).to(dtype)
+
+    widths = (num_heads + 2 * kv_heads) * head_dim, num_heads * head_dim
+    gains = (torch.rand(2, head_dim, device=device).to(dtype) + 0.5).unbind() if has_extras else None
+    return Layer(
+        Norm.of((torch.rand(hidden, device=device) * 3).to(dtype), 1e-5), draw(widths[0], hidden),
+        draw(hidden, widths[1]), draw(2 * middle, hidden), draw(hidden, middle), draw(150, hidden),
+        draw(1, max(*widths, 2 * middle, hidden))[0] if has_extras else None, gains, heads,
+    )  # fmt: skip
+
+
+def run_layer(layer: Layer, x: Tensor, is_twin: bool, tiles: ProductTiles | None = None) -> dict[str, Tensor]:
+    """All operations for rows ``x`` [rows, hidden], each fed with what the one before gave."""
+    rows, hidden = x.shape
+    num_heads, kv_heads, head_dim = layer.heads
+    device, dtype = x.device, x.dtype
+    suffix = "_ref" if is_twin else ""
+    chosen = {} if is_twin or tiles is None else {"tiles": tiles}
+
+    def call(name: str, *args: object, **options: object) -> None:
+        getattr(products, name + suffix)(*args, **options)
+
+    def empty(width: int, **options: torch.dtype) -> Tensor:
+        return torch.full((rows, width), float("nan"), device=device, **{"dtype": dtype, **options})
+
+    normed = NormedRows(empty(hidden), empty(hidden), empty(products.num_groups(hidden), dtype=torch.float32))
+    keys, values = (torch.zeros(2, kv_heads, rows + 3, head_dim, dtype=dtype, device=device) for _ in range(2))
+    ints = torch.arange(rows, dtype=torch.int32, device=device)
+    angles = (torch.arange(rows + 9, device=device)[:, None] * 0.3 + torch.arange(head_dim // 2, device=device)).float()
+    out = HeadRows(angles.cos(), angles.sin(), ints + 5, ints[:1] + 1, ints, empty(num_heads * head_dim))
+    weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    tiled = [
+        products.tiled_heads(num_heads + 2 * kv_heads, head_dim),
+        *(products.tiled_size(len(w)) for w in weights[1:]),
+    ]
+    shapes = [products.product_shape(*w.shape, dtype) for w in weights]
+    scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), 256, x.device)
+    bias = None if layer.bias is None else [layer.bias[: len(w)] for w in weights]
+    qkv_bias, o_bias, gate_bias, down_bias = bias or [None] * 4
+    tap, gated, features, logits = empty(2 * hidden), empty(layer.down.shape[1]), empty(hidden), empty(150)
+    call("embed", x, ints, layer.norm, normed, tap[:, :hidden])
+    call("qkv_product", normed, layer.norm, layer.qkv, qkv_bias, layer.head_norms, out, keys, values, scratch, **chosen)
+    call("add_product", out.query, layer.o, o_bias, layer.norm, normed, tap[:, hidden:], scratch, **chosen)
+    call("gated_product", normed, layer.norm, layer.gate_up, gate_bias, gated, scratch, **chosen)
+    call("add_product", gated, layer.down, down_bias, layer.norm, normed, None, scratch, **chosen)
+    call("norm_rows", normed, layer.norm, features)
+    call("head_product", normed, layer.norm, layer.head, logits, **chosen)
+    found = {
+        "query": out.query, "keys": keys[1].transpose(0, 1)[:rows], "values": values[1].transpose(0, 1)[:rows],
+        "tap": tap, "gated": gated, "residual": normed.residual, "scaled": normed.scaled, "squares": normed.squares,
+        "features": features, "logits": logits,
+    }  # fmt: skip
+    return {name: value.flatten(1) for name, value in found.items()}
+
+
+CASES = [
+    (96, (3, 1, 32), 80, True), (576, (9, 3, 64), 1536, False), (512, (2, 2, 256), 48, True),
+    (256, (4, 4, 80), 200, True), (192, (4, 2, 16), 72, False), (4096, (32, 8, 128), 14336, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("hidden", "heads", "middle", "has_extras"), [CASES[0], CASES[4]])
+def test_kernels_are_their_twins(
+    device: str, dtype: torch.dtype, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
+) -> None:
+    layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
+    x = torch.randn(5, hidden, device=device).to(dtype)
+    wanted = run_layer(layer, x, True)
+    for tiles in (None, (THIRTY_TWO if dtype == torch.float32 else SIXTEEN)[-1]):
+        found = run_layer(layer, x, False, tiles)
+        for name, value in wanted.items():
+            error = (found[name].float() - value.float()).abs().max() / value.float().abs().max()
+            assert float(error) < 2 * OP_ATOL[dtype], (name, tiles)
+
+
+def test_parts_of_long_products(device: str) -> None:
+    """K in parts, added by the program that is done last, or by one program after another."""
+    layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 24, False)
+    assert products.product_shape(*layer.qkv.shape, torch.float16).splits == 4
+    x = torch.randn(3, 4096, device=device).half()
+    wanted = run_layer(layer, x, True)
+    for tiles in (None, SIXTEEN[-1]):
+        found = run_layer(layer, x, False, tiles)
+        torch.testing.assert_close(found["query"], wanted["query"], rtol=1e-2, atol=1e-2)
+
+
+def test_a_residual_times_a_gain_fits_half_precision(device: str) -> None:
+    """As in massive activations; beyond 65,504 there would be infinities."""
+    x = torch.full((2, 64), 3.0e4, device=device).half()
+    x[1] = 1.0e-3
+    norm = Norm.of(torch.full((64,), 7.0, device=device).half(), 1e-5)
+    assert norm.shrink == 0.125
+    rows = NormedRows(torch.empty_like(x), torch.empty_like(x), torch.empty(2, 1, device=device))
+    out = torch.empty_like(x)
+    products.embed(x, torch.arange(2, dtype=torch.int32, device=device), norm, rows)
+    products.norm_rows(rows, norm, out)
+    wanted = 7 * x.double() / (x.double().pow(2).mean(1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(out.double(), wanted, rtol=2e-3, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("hidden", "heads", "middle", "has_extras"), CASES)
+def test_a_row_has_its_bits_in_every_tile(
+    device: str, dtype: torch.dtype, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
+) -> None:
+    layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
+    x = torch.randn(300, hidden, device=device).to(dtype)
+    # Rows are told by their positions, so rows of another place are compared where no position is read.
+    whole = run_layer(layer, x, False)
+    for count in (1, 16, 60, 130, 300):
+        for tiles in (None, *(THIRTY_TWO if dtype == torch.float32 else SIXTEEN)):
+            if tiles is not None and not tiles.walks and count > 250:
+                continue
+            found = run_layer(layer, x[:count], False, tiles)
+            for name, value in found.items():
+                assert torch.equal(value, whole[name][:count]), (name, count, tiles)
+    for row in (1, 8, 37, 299):
+        alone, moved = run_layer(layer, x[row : row + 1], False), run_layer(layer, x.roll(5 - row, 0)[:60], False)
+        assert torch.equal(alone["values"][0], whole["values"][row]), row
+        assert torch.equal(moved["values"][5], whole["values"][row]), row
