@@ -200,7 +200,7 @@ class _Session:
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
         if self.check:
-            _check(self.model, ids, output, self.options)
+            _check(self.model, prompt, ids, output, self.options)
 
     def chat(self) -> None:
         """Talk until /quit or the end of input; Ctrl-C ends an answer, and between two of them the session."""
@@ -294,17 +294,22 @@ def figures(stats: GenerationStats) -> str:
 
 
 def _check(
-    model: SpeculativeModel, prompt: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
+    model: SpeculativeModel, prompt: str, ids: Sequence[int] | str, output: GenerationOutput, options: dict[str, Any]
 ) -> None:
     """Decode plainly and compare. Raises `EagleSlimError` at the first token that differs."""
+    from .requests.exactness import difference, exactness, first_difference
+
     options = {**options, "seed": output.seed or 0}
-    plain = model.generate(prompt, speculative=False, **options)
+    plain = model.generate(ids, speculative=False, **options)
     ours, own = output.token_ids[0], plain.token_ids[0]
     kind = "sampling with the same seed" if options.get("temperature") else "greedy decoding"
-    if ours == own:
-        note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s)")
+    place, proof = first_difference(ours, own), exactness(output.stats)
+    if place is None:
+        because = "" if proof is None else f"; {proof}"
+        note(f"check: all {len(own)} tokens equal plain {kind} ({plain.stats.tokens_per_s:.1f} tokens/s){because}")
         return
-    place = next((i for i, (a, b) in enumerate(zip(ours, own, strict=False)) if a != b), min(len(ours), len(own)))
+    if proof is not None:
+        raise difference(f"check: the answer to {prompt[:60]!r}", ours, own, place, proof)
     message = f"check: token {place} differs from plain {kind}"
     if str(model.target.dtype) != "torch.float32":
         message += ". Below float32 a forward over a tree and one over a token round differently: try --dtype float32"

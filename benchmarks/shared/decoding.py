@@ -18,18 +18,20 @@ from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
+from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder, Phase
 from eagle_slim.runtime.step.kernels.acceptance import list_active
 from eagle_slim.runtime.step.kernels.choice_kernels import ChoiceRules
-from eagle_slim.runtime.target.cache import KVCache
+from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, chunk_rows
+from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.choose import Choice
 from eagle_slim.runtime.target.fused import FusedTarget
 from eagle_slim.runtime.target.kernels.tree_attention import tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel, default_tap_layers
 from eagle_slim.runtime.tree import Trees
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.shared.drawn_verdicts import DrawnDecoder
 from benchmarks.shared.timing import time_queued_us
@@ -173,6 +175,19 @@ def phase_times(
         fill(decoder, num_active, prefix)
         samples.append(time_queued_us(partial(decoder.step, num_active, rules), device, times))
     return row | {"step_ms": statistics.median(samples) / 1e3}
+
+
+def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
+    """Logits [prompt, target_vocab] of a prompt that is run as one chunk."""
+    device, num_rows = target.device, len(prompt)
+    target.reserve_positions(num_rows)
+    box, lengths = PromptBox.allocate(num_rows, device), torch.zeros(1, dtype=torch.int32, device=device)
+    box.numbers[1] = num_rows
+    box.tokens.copy_(torch.tensor(prompt))
+    rows, bufs = ChunkRows.allocate(num_rows, lengths), target.new_buffers(1, num_rows, num_rows)
+    Ops.for_device(device)(chunk_rows)(box, rows)
+    target.forward(rows.forward, KVCache(target, 1, num_rows + 1), bufs)
+    return bufs.logits
 
 
 def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:

@@ -44,6 +44,8 @@ class Answer:
     texts: tuple[str, ...]
     missed: tuple[int, ...] = ()
     """By prompt answered, tokens that the draft vocabulary did not hold; empty for plain decoding."""
+    is_exact: bool = False
+    """Whether the target promises that drafting changes no token; then none was changed."""
 
     @property
     def num_missed(self) -> int:
@@ -78,6 +80,7 @@ class Answer:
             tuple(tuple(row) for row in value["token_ids"]),
             tuple(value["texts"]),
             tuple(value["missed"]),
+            value["is_exact"],
         )
 
 

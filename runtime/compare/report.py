@@ -42,6 +42,8 @@ class Row(AcceptedLengths):
     """None where no step was made: every answer ended with its first token."""
     speedup: Estimate | None = None
     """How many times faster than plain decoding."""
+    is_exact: bool = False
+    """Whether the target promised, for every answer, that drafting changes no token."""
 
     @property
     def label(self) -> str:
@@ -79,6 +81,7 @@ class Row(AcceptedLengths):
             "num_prompts": self.num_prompts,
             "num_answers": self.num_answers,
             "num_identical": self.num_identical,
+            "is_exact": self.is_exact,
             "num_new_tokens": self.num_new_tokens,
             "num_passes": self.num_passes,
             "num_accepted_tokens": self.num_accepted_tokens,
@@ -204,6 +207,7 @@ def _rows(
             total_s=sum(answer.total_s for answer in own),
             measured=found.get(label),
             speedup=speedup,
+            is_exact=bool(own) and all(answer.is_exact for answer in own),
         )
 
 

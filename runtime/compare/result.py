@@ -77,7 +77,8 @@ class Comparison:
         """Return an aligned table, the advice and the remarks.
 
         Ranges are 95% intervals over prompts. Times are in milliseconds a step; ``missed`` is the share of tokens that
-        the draft vocabulary does not hold; ``exact``: answers equal to plain decoding's, of all. "-": not measured.
+        the draft vocabulary does not hold; ``exact``: answers equal to plain decoding's, of all; "equal" where the
+        target promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
         lines = list(_cells(self.report))
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -141,7 +142,7 @@ def _cells(report: CompareReport) -> Iterator[list[str]]:
             _with_range(row.speedup, 2),
             *([f"{seconds * 1e3:.1f}" for seconds in times] or ["-"] * 4),
             str(row.num_passes) if row.num_answers else "-",
-            f"{row.num_identical}/{row.num_answers}" if row.num_answers else "-",
+            "equal" if row.is_exact else f"{row.num_identical}/{row.num_answers}" if row.num_answers else "-",
         ]
 
 

@@ -2,8 +2,8 @@
 
 Runs are interleaved: every candidate answers a prompt before the next prompt begins, so that a machine that slows down
 or warms up does so for all. Every answer is compared with plain decoding of the same prompt (greedy, or sampled with
-the same seed), and the report says how many were identical: all of them in fp32. Times are of this device and do not
-carry over to another.
+the same seed), and the report says how many were identical: all of them in fp32. Where the target promises it in every
+type (`requests.exactness`), one that differs is an error. Times are of this device and do not carry over to another.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from ..errors import PromptError
 from ..miss_log import MissLog, vocabulary_name
 from ..model import SpeculativeModel
+from ..requests.exactness import difference, exactness, first_difference
 from ..requests.output import GenerationOutput
 from .answers import Answer, AnswerKey, AnswerLog
 from .candidates import PLAIN, Candidate, Say, find_candidates, rank_heads
@@ -56,6 +57,7 @@ def compare(
 
     Raises:
         UsageError: the options fit neither models nor prompts, or the file holds answers of another comparison.
+        EagleSlimError: an answer differs from plain decoding's where the target promises that none does.
         PromptError: a prompt has no room in the context; for a first turn this is found before anything is measured.
         KeyboardInterrupt: Ctrl-C before the first answer.
         VocabularyError, TokenizerError: the counts or the token map cannot be used for these heads.
@@ -125,6 +127,8 @@ class _Run:
                 if answer is None:
                     output = self._generate(candidate, ids, key, asked)
                     answer = _answer(key, output, plain, category)
+                    if plain is not None and answer.is_exact:
+                        _prove(answer, plain, asked, exactness(output.stats))
                     if self.log is not None:
                         self.log.append(answer)
                 self.answers.append(answer)
@@ -186,7 +190,17 @@ def _answer(key: AnswerKey, output: GenerationOutput, plain: Answer | None, cate
         tokens,
         tuple(text or "" for text in output.text),
         () if plain is None else tuple(result.stats.num_missed for result in output.results),
+        exactness(stats) is not None,
     )
+
+
+def _prove(answer: Answer, plain: Answer, asked: Sequence[int], proof: str | None) -> None:
+    """Raise `EagleSlimError` at the first answer that differs from plain decoding's."""
+    for place, ours, own in zip(asked, answer.token_ids, plain.token_ids, strict=True):
+        first, key = first_difference(ours, own), answer.key
+        if first is not None:
+            how = f"{key.candidate}, {key.mode}, {key.batch} at a time"
+            raise difference(f"{how}: turn {key.turn + 1} of prompt {place}", ours, own, first, str(proof))
 
 
 def log_of_answers(log: MissLog, plan: Plan, answers: Sequence[Answer]) -> MissLog:

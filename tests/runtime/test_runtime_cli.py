@@ -18,6 +18,7 @@ from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
 from eagle_slim.runtime.options_cli import load_heads
+from eagle_slim.runtime.requests import exactness
 from eagle_slim.runtime.requests.streaming import StopTextStreamer
 from eagle_slim.vocab_tools import TokenCounts, load_tokenizer
 from support.conversion import BY_ID, convert
@@ -104,6 +105,31 @@ def test_one_answer_with_check(generate: Run) -> None:
     assert "12 tokens in" in err or "ended by eos" in err
     for figure in ("tokens per target pass", "draft", "verify", "equal plain greedy decoding"):
         assert figure in err
+
+
+def test_a_check_that_is_a_proof(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("--prompt", "hello", "--max-new-tokens", "6", "--ignore-eos", "--check")
+    monkeypatch.setattr(exactness, "exactness", lambda stats: "rows are exact (sums v1)")
+    ended = generate(*args)
+    assert ended.code == 0
+    assert "check: all 6 tokens equal plain greedy decoding" in ended.err
+    assert "rows are exact (sums v1)" in ended.err
+    plain = SpeculativeModel.generate
+
+    def spoiled(self: SpeculativeModel, *args: Any, **options: Any) -> Any:
+        output = plain(self, *args, **options)
+        if options.get("speculative", True):
+            output.results[0].token_ids[4] = 7
+        return output
+
+    monkeypatch.setattr(SpeculativeModel, "generate", spoiled)
+    ended = generate(*args)
+    assert ended.code == 1
+    assert "the answer to 'hello' differs from plain decoding at token 4: 7 instead of" in ended.err
+    monkeypatch.setattr(exactness, "exactness", lambda stats: None)
+    ended = generate(*args)
+    assert ended.code == 1
+    assert "check: token 4 differs from plain greedy decoding." in ended.err
 
 
 def test_json_from_stdin_and_a_smaller_vocabulary(generate: Run) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare
+from eagle_slim.runtime.compare import CompareOptions, Comparison, Prompt, compare, run
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
 from eagle_slim.runtime.compare.candidates import PLAIN, CoverageCurve
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.errors import PromptError, UsageError
+from eagle_slim.runtime.errors import EagleSlimError, PromptError, UsageError
 from eagle_slim.runtime.requests.stats import GenerationStats
 from eagle_slim.runtime.settings import SamplingConfig, TreeConfig
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -53,6 +53,33 @@ def test_coverage_of_answers() -> None:
     assert all(share == 0.25 for size, share in zip(late.sizes, late.covered, strict=True) if size < 300)
     assert all(share == 0.75 for size, share in zip(late.sizes, late.covered, strict=True) if 300 <= size < 600)
     assert late.covered[-1] == 1.0
+
+
+def test_where_the_target_promises_it_a_difference_is_an_error(
+    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [Prompt(("one two",)), Prompt(("three", "four"))]
+    monkeypatch.setattr(run, "exactness", lambda stats: "rows are exact (sums v1)")
+    result = compare(model, prompts, greedy())
+    assert all(row.is_exact and row.num_identical == row.num_answers for row in result.report.rows)
+    exact = [line.split()[-1] for line in result.to_text().split("\n\n")[0].splitlines()]
+    assert exact == ["exact", "equal", "equal"]
+    assert {row["is_exact"] for row in result.to_json()["rows"]} == {True}
+    assert all(Answer.from_json(answer.to_json()).is_exact for answer in result.answers)
+    made = SpeculativeModel.generate
+
+    def spoiled(*args: Any, **options: Any) -> Any:
+        output = made(*args, **options)
+        if options.get("speculative"):
+            output.results[0].token_ids[3:] = []
+        return output
+
+    monkeypatch.setattr(SpeculativeModel, "generate", spoiled)
+    with raises(EagleSlimError, token=3, found="its end"):
+        compare(model, prompts, greedy())
+    monkeypatch.setattr(run, "exactness", lambda stats: None)
+    row = compare(model, prompts, greedy()).report.rows[1]
+    assert (row.is_exact, row.num_identical, row.num_answers) == (False, 0, 3)
 
 
 def test_a_comparison_measures_what_generate_gives(model: SpeculativeModel) -> None:

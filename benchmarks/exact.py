@@ -1,0 +1,270 @@
+"""Is every answer that of plain decoding, bit for bit, whatever drafts it and whatever runs beside it?
+
+    python -m benchmarks.exact [--tokens 200000] [--seconds 600] [--out benchmarks/results/DATE-h200-exact.json]
+    python -m benchmarks.exact --seed 0 --episode 17     # one episode again, as a difference names it
+    python -m benchmarks.exact --quality [--out benchmarks/results/DATE-h200-quality.json]
+
+The built-in target and head. An episode is a tree (5 to 128 nodes, a chain, one of a random shape, or none: plain
+decoding of several sequences) over a draft vocabulary, with a cache of its own that its calls let grow: one sequence,
+several, 16, and more than there are slots, so that slots are taken over and ever fewer are active; then the next turn
+of one of these, after rows that a slot still holds. Questions are chats, and real text and random ids that end at
+multiples of 64, 256 and 512 or one beside; greedy and sampled, each with its seed; with and without an end. Every
+answer is compared with plain decoding of that question alone. An episode depends on ``--seed`` and its number only.
+
+``--quality``: KL divergence from a float32 forward over real text (`shared.quality`), ours beside transformers' own.
+Exit status 1 where a token differs, nothing was compared, or the divergence is more than 2% above transformers'.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare.prompt_file import load_prompts
+from eagle_slim.runtime.drafter.tuning.arguments import whole_from
+from eagle_slim.runtime.requests.exactness import exactness, first_difference
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step.decoder import BUCKETS
+
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import compile_ahead
+from benchmarks.shared.quality import TOLERANCE, measure_quality
+from benchmarks.shared.timing import machine
+
+ROOT = Path(__file__).parents[1]
+RULES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "stop strings": {"ignore_eos": True, "stop": ["\n\n\n", " because"]},
+    "top_p": {"temperature": 0.7, "top_p": 0.9},
+    "top_k": {"temperature": 1.0, "top_k": 40, "ignore_eos": True},
+}
+TREES = (
+    TreeConfig(5, 10, 60), TreeConfig(5, 10, 16), TreeConfig(5, 1, 6), TreeConfig(3, 10, 5), TreeConfig(7, 10, 128),
+)  # fmt: skip
+NEW = 192
+"""Most new tokens of an answer."""
+SHORT = 700
+CALLS = ((1, SHORT), (16, SHORT), (0, 2100), (48, 2100), (32, 8192), (1, 8192))
+"""Of an episode: how many questions, 0 for 2 to 15 of them, and how long a prompt may be, which lets the cache grow."""
+MOST_DIFFERENCES = 10
+
+
+class Question(NamedTuple):
+    """All that fixes an answer; ``kind`` is where the prompt comes from."""
+
+    kind: str
+    prompt: tuple[int, ...]
+    rules: str
+    seed: int
+
+
+class Pool:
+    """Questions by rules, and the answers of plain decoding of each alone."""
+
+    def __init__(self, model: SpeculativeModel, chats: Sequence[Sequence[int]], text: Sequence[int], seed: int,
+                 count: int, new_tokens: int = NEW) -> None:  # fmt: skip
+        self.model, self.new_tokens = model.with_tree(model.drafter.tree), new_tokens
+        self._answers: dict[Question, list[int]] = {}
+        rng, longest = random.Random(seed), (model.max_model_len or 8192) - 1
+        ends = [m + beside for size in (64, 256, 512) for m in range(size, longest, size) for beside in (-1, 0, 1)]
+        ends = [1, 2, 3, *(end for end in ends if end <= min(longest, len(text)))]
+        short = [end for end in ends if end <= SHORT]
+        self.questions: dict[str, list[Question]] = {rules: [] for rules in RULES}
+        for number in range(count):
+            kind, end = ("chat", "text", "random", "long")[number % 4], rng.choice(short)
+            if kind == "chat":
+                prompt = list(rng.choice(chats))
+            elif kind == "random":
+                prompt = [rng.randrange(model.target.vocab_size) for _ in range(end)]
+            else:
+                # All of them begin alike, so that one may take over another's rows.
+                prompt = list(text[: rng.choice(ends) if kind == "long" else end])
+            rules = list(RULES)[number // 4 % len(RULES)]
+            self.questions[rules].append(Question(kind, tuple(prompt), rules, rng.randrange(1 << 31)))
+
+    def draw(self, rng: random.Random, count: int, longest: int) -> list[Question]:
+        """Some questions of the same rules, perhaps one of them twice; no prompt is longer than ``longest``."""
+        fitting = [[q for q in each if len(q.prompt) <= longest] for each in self.questions.values()]
+        return rng.choices(rng.choice([each for each in fitting if each]), k=count)
+
+    def next_turn(self, question: Question, rng: random.Random) -> Question:
+        """The question with its answer, or a part of it, and more behind."""
+        answer = self.answer(question)
+        cut = answer[: rng.randint(len(answer) // 2, len(answer))]
+        prompt = (*question.prompt, *cut, *question.prompt[: rng.randint(1, 70)])
+        return question._replace(kind="next turn", prompt=prompt[: (self.model.max_model_len or 8192) - 1])
+
+    def answer(self, question: Question) -> list[int]:
+        """Plain decoding of a question alone: `new_tokens`, or what comes before its end."""
+        if question not in self._answers:
+            self._answers[question] = generate(self.model, [question], self.new_tokens, speculative=False).token_ids[0]
+        return self._answers[question]
+
+
+def generate(model: SpeculativeModel, questions: Sequence[Question], new_tokens: int, **options: Any) -> Any:
+    """Answer questions of the same rules in one call."""
+    prompts, seeds = [list(q.prompt) for q in questions], [q.seed for q in questions]
+    return model.generate(prompts, seeds=seeds, max_new_tokens=new_tokens, **RULES[questions[0].rules], **options)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What answers in an episode: ``tree`` None decodes plainly."""
+
+    rows: str
+    tree: TreeConfig | None
+
+    @property
+    def name(self) -> str:
+        """What the counts call it."""
+        if self.tree is None:
+            return "plain"
+        return f"depth {self.tree.depth}, top_k {self.tree.top_k}, {self.tree.total_tokens} nodes"
+
+
+class Fuzz:
+    """Runs episodes, and counts what was compared; ``models`` by what their draft vocabulary is called."""
+
+    def __init__(self, models: Mapping[str, SpeculativeModel], pool: Pool, trees: Sequence[TreeConfig], seed: int,
+                 calls: Sequence[tuple[int, int]] = CALLS) -> None:  # fmt: skip
+        self.models, self.pool, self.seed, self.calls = models, pool, seed, calls
+        drafted = [Variant(rows, tree) for tree in trees for rows in models]
+        self.variants = [*drafted, Variant(next(iter(models)), None)]
+        self.tokens = self.reused = self.differing = 0
+        self.counts: Counter[str] = Counter()
+        self.differences: list[dict[str, Any]] = []
+        self.paths: set[str] = set()
+        self.exactness: set[str] = set()
+
+    def run(self, is_over: Callable[[], bool], episode: int | None = None) -> None:
+        """Run episodes from the first on until it is over, or one of them whole."""
+        number = episode or 0
+        while not is_over():
+            self.run_episode(number, is_over if episode is None else lambda: False)
+            number += 1
+            if episode is not None:
+                break
+
+    def run_episode(self, number: int, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Run the calls of one episode."""
+        rng = random.Random(f"{self.seed}/{number}")
+        variant = self.variants[number % len(self.variants)]
+        base = self.models[variant.rows]
+        # Another model is another cache, empty and small.
+        model = base.with_tree(variant.tree or base.drafter.tree)
+        for place, (count, longest) in enumerate(self.calls):
+            questions = self.pool.draw(rng, count or rng.randint(2, 15), longest)
+            slots = 16 if rng.random() < 0.5 else rng.randint(1, 16)
+            where = {"seed": self.seed, "episode": number, "call": place, "rows": variant.rows, "tree": variant.name}
+            reuse, new = rng.random() < 0.5, rng.choice((1, *[self.pool.new_tokens] * 4))
+            self._call(model, variant, questions, where, max_slots=slots, reuse_prefix=reuse, new_tokens=new)
+            if count == 1:
+                self._call(model, variant, [self.pool.next_turn(questions[0], rng)], where, max_slots=slots,
+                           reuse_prefix=True, new_tokens=self.pool.new_tokens)  # fmt: skip
+            if is_over():
+                break
+
+    def _call(self, model: SpeculativeModel, variant: Variant, questions: Sequence[Question], where: dict[str, Any],
+              **options: Any) -> None:  # fmt: skip
+        wanted = [self.pool.answer(question)[: options["new_tokens"]] for question in questions]
+        output = generate(model, questions, **options, speculative=variant.tree is not None)
+        self.reused += output.stats.num_reused_tokens
+        self.paths.add(output.stats.path)
+        self.exactness.add(str(exactness(output.stats)))
+        side_by_side = min(len(questions), options["max_slots"])
+        for place, (question, own, found) in enumerate(zip(questions, wanted, output.token_ids, strict=True)):
+            first = first_difference(found, own)
+            compared = len(own) if first is None else first + 1
+            self.tokens += compared
+            kinds = [variant.name, f"{variant.rows} rows", f"{side_by_side} at once", question.rules, question.kind,
+                     f"reuse_prefix {options['reuse_prefix']}"]  # fmt: skip
+            self.counts.update(dict.fromkeys(kinds, compared))
+            if first is None:
+                continue
+            self.differing += 1
+            self.counts.update({f"{kind}: answers that differ": 1 for kind in kinds})
+            if len(self.differences) < MOST_DIFFERENCES:
+                beside = [{"kind": q.kind, "prompt_tokens": len(q.prompt), "seed": q.seed} for q in questions]
+                self.differences.append({
+                    **where, **options, "place": place, **question._asdict(), "options": RULES[question.rules],
+                    "token": first, "plain": own[first : first + 1], "found": found[first : first + 1],
+                    "beside": beside,
+                })  # fmt: skip
+
+    def result(self) -> dict[str, Any]:
+        """What was compared, by kind of case; each kind is of all tokens."""
+        return {
+            "seed": self.seed, "tokens": self.tokens, "answers_that_differ": self.differing,
+            "reused_prompt_tokens": self.reused, "tokens_by_kind": dict(sorted(self.counts.items())),
+            "differences": self.differences, "exactness": sorted(self.exactness),
+            "paths": sorted(self.paths),
+        }  # fmt: skip
+
+
+def random_tree(rng: random.Random) -> TreeConfig:
+    """A tree of a random shape, up to 128 nodes."""
+    depth, top_k = rng.randint(1, 8), rng.randint(2, 12)
+    return TreeConfig(depth, top_k, rng.randint(2, min(128, TreeConfig(depth, top_k, 2).num_candidates + 1)))
+
+
+def read_text(folder: Path = ROOT) -> str:
+    """The pages of this repository, one after the other: real text that every clone carries."""
+    pages = sorted([*folder.glob("*.md"), *folder.glob("docs/**/*.md"), *folder.glob("convert/*.md")])
+    return "\n\n".join(page.read_text("utf-8") for page in pages)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    command = Command("exact", __doc__)
+    command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after so many were compared")
+    command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, compilation apart")
+    command.add_argument("--questions", type=whole_from(16), default=96, help="each is decoded plainly once")
+    command.add_argument("--sizes", default="full,4096", help="draft vocabularies")
+    command.add_argument("--random-trees", type=whole_from(0), default=1, help="trees of random shapes beside the rest")
+    command.add_argument("--seed", type=whole_from(0), default=0)
+    command.add_argument("--episode", type=whole_from(0), help="run this one alone, whole")
+    command.add_argument("--quality", action="store_true", help="measure the divergence from float32 instead")
+    args = command.parse_args(argv)
+    device = command.gpu()
+    model = SpeculativeModel.from_pretrained(dtype=torch.bfloat16, device=device, total_tokens=60)
+    tokenizer, result = model.tokenizer, {"machine": machine(device)}
+    assert tokenizer is not None
+    text = tokenizer(read_text(), add_special_tokens=False)["input_ids"]
+    if args.quality:
+        result |= measure_quality(model, text)
+        write(result, args.out)
+        show(result["quality"])
+        sys.exit(0 if result["is_good"] else f"worse than transformers by more than {TOLERANCE - 1:.0%}")
+    prompts = [p for path in sorted((ROOT / "examples").glob("*prompts.jsonl")) for p in load_prompts(path)]
+    rng = random.Random(args.seed)
+    trees = [*TREES, *(random_tree(rng) for _ in range(args.random_trees))]
+    models = {s: model if s == "full" else model.with_draft_vocab(int(s)) for s in args.sizes.split(",")}
+    compile_ahead(
+        "smollm2-135m", [(t, slots, m.draft_vocab) for t in trees for m in models.values() for slots in BUCKETS], device
+    )
+    pool = Pool(model, [model.encode_chat(p.turns[0]) for p in prompts], text, args.seed, args.questions)
+    fuzz, start = Fuzz(models, pool, trees, args.seed), time.perf_counter()
+
+    def is_over() -> bool:
+        took_s = time.perf_counter() - start
+        write(result | {"seconds": took_s} | fuzz.result(), args.out)
+        return bool(fuzz.tokens >= args.tokens or took_s >= args.seconds)
+
+    fuzz.run(is_over, args.episode)
+    is_over()
+    show({name: value for name, value in fuzz.result().items() if name != "differences"})
+    for difference in fuzz.differences:
+        print({name: value for name, value in difference.items() if name not in ("prompt", "beside")}, flush=True)
+    sys.exit(0 if fuzz.tokens and not fuzz.differing else 1)
+
+
+if __name__ == "__main__":
+    main()

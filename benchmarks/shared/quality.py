@@ -1,0 +1,87 @@
+"""How far a 16-bit forward is from a float32 one of the same weights, over real text: ours beside transformers' own.
+
+Ours twice: the forward of a prompt, and whole steps over trees, in which a logits processor has the text chosen, token
+by token, and each token is chosen by the logits of the node before it. All are compared at the same positions.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from torch import Tensor
+
+from benchmarks.shared.decoding import prompt_logits
+
+WINDOW, OPENING, BATCH = 512, 8, 16
+"""Tokens of a piece of text; of these the prompt of the steps over trees; pieces side by side there."""
+NUM_TOKENS = 20_000
+TOLERANCE = 1.02
+
+
+@torch.inference_mode()
+def measure_quality(model: SpeculativeModel, text: Sequence[int], num_tokens: int = NUM_TOKENS,
+                    window: int = WINDOW) -> dict[str, Any]:  # fmt: skip
+    """Mean KL divergence and share of equal argmax of each forward, over at least ``num_tokens`` tokens of ``text``.
+
+    ``is_good``: neither of ours is worse than transformers' by more than `TOLERANCE`. Raises ValueError for too little
+    text, and where pieces begin alike.
+    """
+    own: Any = model.target.model
+    precise = type(own)(copy.deepcopy(own.config)).float().to(model.device).eval()
+    precise.load_state_dict({name: tensor.float() for name, tensor in own.state_dict().items()})
+    scored = window - OPENING
+    count = -(-num_tokens // scored)
+    pieces = [list(text[place : place + window]) for place in range(0, len(text) - window + 1, window)][:count]
+    if len(pieces) < count or len({tuple(piece[:OPENING]) for piece in pieces}) < count:
+        raise ValueError(f"{count} pieces of {window} tokens that begin differently are needed, got {len(pieces)}")
+    sums: dict[str, list[Tensor]] = {name: [] for name in ("transformers", "prompt", "trees")}
+    path = ""
+    for first in range(0, count, BATCH):
+        group = pieces[first : first + BATCH]
+        output = decode_as_trees(model, group)
+        path = output.stats.path
+        for piece, result in zip(group, output.results, strict=True):
+            ids = torch.tensor([piece], device=model.device)
+            where = slice(OPENING - 1, window - 1)
+            wanted = precise(ids).logits[0, where]
+            found = {
+                "transformers": own(ids).logits[0, where],
+                "prompt": prompt_logits(model.target.runs, piece)[where],
+            }
+            for name, logits in (found | {"trees": result.logits}).items():
+                sums[name].append(torch.stack(list(distances(wanted, logits.to(model.device)))))
+    means = {name: (torch.stack(each).sum(0) / (count * scored)).tolist() for name, each in sums.items()}
+    quality = {name: {"kl_divergence": kl, "equal_argmax": equal} for name, (kl, equal) in means.items()}
+    kl, equal = means["transformers"]
+    is_good = all(means[name][0] <= kl * TOLERANCE and means[name][1] * TOLERANCE >= equal for name in means)
+    return {"tokens": count * scored, "path": path, "quality": quality, "is_good": is_good}
+
+
+def distances(wanted: Tensor, found: Tensor) -> Iterator[Tensor]:
+    """Sums over positions of the KL divergence and of equal argmax; logits [positions, vocab], float64 results."""
+    true, other = wanted.double().log_softmax(-1), found.double().log_softmax(-1)
+    yield (true.exp() * (true - other)).sum()
+    yield (wanted.argmax(-1) == found.argmax(-1)).sum().double()
+
+
+def decode_as_trees(model: SpeculativeModel, pieces: Sequence[Sequence[int]]) -> Any:
+    """Decode pieces of text side by side, as if the target chose each next token of them; with the target's logits."""
+    by_opening = {tuple(piece[:OPENING]): piece for piece in pieces}
+
+    def choose_text(ids: Tensor, scores: Tensor) -> Tensor:
+        piece = by_opening[tuple(ids[0, :OPENING].tolist())]
+        # A draft may go on where the text ends.
+        token = piece[min(ids.shape[1], len(piece) - 1)]
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token], device=scores.device), 0.0)
+
+    output = model.generate(
+        [list(piece[:OPENING]) for piece in pieces], max_new_tokens=len(pieces[0]) - OPENING, ignore_eos=True,
+        logits_processor=[choose_text], output_logits=True,
+    )  # fmt: skip
+    if output.token_ids != [list(piece[OPENING:]) for piece in pieces]:
+        raise AssertionError("the steps did not follow the text")
+    return output
