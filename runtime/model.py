@@ -474,7 +474,9 @@ class SpeculativeModel:
         path = self._path(rules, size)
         if loop.went_plain:
             size, path, tree = replace(size, num_nodes=0), f"{path}, then plain decoding ({loop.went_plain})", None
-        stats = replace(stats, num_nodes=size.num_nodes, path=path)
+        # Processors that are not ours may look at more than a row.
+        exactness = self.target.exactness if rules.host_reason is None else None
+        stats = replace(stats, num_nodes=size.num_nodes, path=path, exactness=exactness)
         if streamer is not None:
             streamer.end()
         if tree is not None:
@@ -492,7 +494,8 @@ class SpeculativeModel:
         if rules.host_reason is not None and self._decoders.has_graphs:
             steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
         tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
-        return f"{steps}; target {self.target.backend}; {self.drafting}; {tree} ({size.reason})"
+        rows = self.target.exactness or "rows exact in float32 alone"
+        return f"{steps}; target {self.target.backend}, {rows}; {self.drafting}; {tree} ({size.reason})"
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any

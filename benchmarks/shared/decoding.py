@@ -27,7 +27,7 @@ from eagle_slim.runtime.step.kernels.prompt_chunks import ChunkRows, PromptBox, 
 from eagle_slim.runtime.target.cache import KVCache, Target
 from eagle_slim.runtime.target.choose import Choice
 from eagle_slim.runtime.target.fused import FusedTarget
-from eagle_slim.runtime.target.kernels.tree_attention import tree_attention
+from eagle_slim.runtime.target.kernels.attention import tree_attention
 from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows, tree_rows
 from eagle_slim.runtime.target.wrapper import TargetModel, default_tap_layers
 from eagle_slim.runtime.tree import Trees
@@ -184,7 +184,7 @@ def prompt_logits(target: Target, prompt: Sequence[int]) -> Tensor:
     box, lengths = PromptBox.allocate(num_rows, device), torch.zeros(1, dtype=torch.int32, device=device)
     box.numbers[1] = num_rows
     box.tokens.copy_(torch.tensor(prompt))
-    rows, bufs = ChunkRows.allocate(num_rows, lengths), target.new_buffers(1, num_rows, num_rows)
+    rows, bufs = ChunkRows.allocate(num_rows, lengths), target.new_buffers(1, num_rows, num_rows, num_rows + 1)
     Ops.for_device(device)(chunk_rows)(box, rows)
     target.forward(rows.forward, KVCache(target, 1, num_rows + 1), bufs)
     return bufs.logits
@@ -200,13 +200,13 @@ def attention_of_layers(decoder: Decoder, prefix: int) -> Callable[[], None]:
     rows, first = ForwardRows.allocate(1, nodes, lengths), torch.zeros_like(lengths)
     trees = Trees(first, first + 1, tree.draft_tokens, tree.parents, tree.tree_position_ids)
     decoder.ops(tree_rows)(trees, rows)
-    bufs = target.new_buffers(1, nodes, nodes)
-    bufs.qkv.normal_()
+    bufs = target.new_buffers(1, nodes, nodes, decoder.cache.capacity)
+    bufs.query.normal_()
 
     def run() -> None:
         for keys, values in decoder.cache.layers:
             target.ops(tree_attention)(
-                bufs.qkv, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
+                bufs.query, keys, values, rows.attention, target.scale, None, bufs.attended, bufs.scratch
             )
 
     return run

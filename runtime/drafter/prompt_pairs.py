@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import Ops
-from .kernels.pair_rows import add_norm, rotate_append
 from .buffers import Buffers
+from .kernels.pair_rows import add_norm, rotate_append
 from .weights import HeadWeights
 
 

@@ -13,7 +13,7 @@ def exactness(stats: GenerationStats) -> str | None:
 
     None where it does not: then they are equal in float32, and below it a near-tie can round differently.
     """
-    return getattr(stats, "exactness", None)
+    return stats.exactness
 
 
 def first_difference(found: Sequence[int], own: Sequence[int]) -> int | None:

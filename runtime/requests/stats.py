@@ -128,6 +128,9 @@ class GenerationStats(AcceptedLengths):
     """Calls whose drafter had to derive them: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
     path: str = ""
     """What ran: loop, target and drafter, each with the reason."""
+    exactness: str | None = None
+    """Why every token is the one that decoding its prompt alone and plainly gives; None where nothing promises that
+    below float32."""
     steps: tuple[StepTimes, ...] = ()
     """Times of each step; a step is one pass of every sequence that runs in it."""
 

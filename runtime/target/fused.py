@@ -88,6 +88,7 @@ class FusedTarget:
         self.layers = [_fuse_layer(layer, eps) for layer in decoder.layers]
         self.ops = ops or Ops.for_device(self.device)
         self._rotary = decoder.rotary_emb
+        self._old_tables: list[tuple[Tensor, Tensor]] = []
         self.cos, self.sin = self._tables(1)
 
     @property
@@ -126,13 +127,15 @@ class FusedTarget:
         if self.ops.use_kernels:
             layer, heads = self.layers[0], self.num_heads + 2 * self.num_kv_heads
             sizes = tiled_heads(heads, self.head_dim), *(tiled_size(w.shape[0]) for w in (layer.o, layer.gate_up))
-            shapes = [product_shape(*w.shape, self.dtype) for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+            shapes = [product_shape(w) for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
             bufs.splits = split_scratch(list(zip(shapes, (*sizes, sizes[1]), strict=True)), rows, self.device)
         return bufs
 
     def reserve_positions(self, num_positions: int) -> None:
-        """Have rotary tables for positions below ``num_positions``; graphs captured before hold the old tables."""
+        """Have rotary tables for positions below ``num_positions``."""
         if self.cos.shape[0] < num_positions:
+            # Graphs of other caches may still read the old ones.
+            self._old_tables.append((self.cos, self.sin))
             self.cos, self.sin = self._tables(num_positions)
 
     def _tables(self, num_positions: int) -> tuple[Tensor, Tensor]:

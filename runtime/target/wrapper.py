@@ -23,6 +23,7 @@ from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .choose import Choice
 from .contexts import CacheContext, ShapeProbe
 from .fused import FusedTarget
+from .kernels.products import SUMS_VERSION
 from .kernels.tree_rows import ForwardRows
 from .lock import guard, lock_of
 
@@ -180,6 +181,12 @@ class TargetModel:
             torch.cuda.current_stream().wait_stream(stream)
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 self.forward(rows, cache, bufs)
+
+    @property
+    def exactness(self) -> str | None:
+        """Why a row's bits depend on that row alone; None where they do not, or where nothing shows it."""
+        is_exact = isinstance(self.runs, FusedTarget) and self.runs.ops.use_kernels
+        return f"rows are exact (sums {SUMS_VERSION})" if is_exact else None
 
     def new_buffers(self, places: int, nodes: int, logit_rows: int, capacity: int) -> ForwardBuffers:
         """See `Target.new_buffers`."""

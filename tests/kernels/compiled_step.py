@@ -110,7 +110,7 @@ def run_all(compiler: Compiler) -> None:
     prompt_chunks.chunk_rows(box, chunk)
     prompt_chunks.end_chunk(box, CHUNK, state)
     capped = {"softcap": 50.0, "sinks": torch.zeros(HEADS, **bf16)}
-    for variant, places, nodes, attention, window, options in (
+    for variant, places, nodes, attends, window, options in (
         ("tree", SLOTS, NODES, forward.attention, None, {}),
         ("tree, window", SLOTS, NODES, forward.attention, 4096, {}),
         ("tree, window, capped, sinks", SLOTS, NODES, forward.attention, 4096, capped),
@@ -121,7 +121,7 @@ def run_all(compiler: Compiler) -> None:
         out = torch.zeros(places * nodes, HEADS * HEAD_DIM, **bf16)
         query = torch.zeros(places * nodes, width, **bf16)
         scratch = AttentionScratch.allocate(places, nodes, [(HEADS, KV_HEADS, HEAD_DIM)], 1024, torch.device("cpu"))
-        tree_attention(query, keys[0], keys[0], attention, 0.1, window, out, scratch, **options)
+        tree_attention(query, keys[0], keys[0], attends, 0.1, window, out, scratch, **options)
     multiply(compiler, state.lengths, keys[0])
     compiler.variant = ""
     choices = torch.zeros(SLOTS, NODES, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Attention against its twin: trees, chains and chunks, windows, main parts kept and merged, poisoned rows, odd sizes."""
+"""Attention against its twin: trees, chunks, windows, main parts kept and merged, poisoned rows, odd sizes."""
 
 from __future__ import annotations
 

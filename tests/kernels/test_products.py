@@ -9,9 +9,8 @@ import torch
 from eagle_slim.runtime.target.kernels import products
 from eagle_slim.runtime.target.kernels.product_kernels import ProductTiles
 from eagle_slim.runtime.target.kernels.products import HeadRows, Norm, NormedRows
-from torch import Tensor
-
 from kernels.tolerances import OP_ATOL
+from torch import Tensor
 
 SIXTEEN = [
     ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(64, 64, 64, 8, 3, ahead=256),
@@ -82,7 +81,7 @@ def run_layer(layer: Layer, x: Tensor, is_twin: bool, tiles: ProductTiles | None
         products.tiled_heads(num_heads + 2 * kv_heads, head_dim),
         *(products.tiled_size(len(w)) for w in weights[1:]),
     ]
-    shapes = [products.product_shape(*w.shape, dtype) for w in weights]
+    shapes = [products.product_shape(w) for w in weights]
     scratch = products.split_scratch(list(zip(shapes, tiled, strict=True)), 256, x.device)
     bias = None if layer.bias is None else [layer.bias[: len(w)] for w in weights]
     qkv_bias, o_bias, gate_bias, down_bias = bias or [None] * 4
@@ -126,7 +125,7 @@ def test_kernels_are_their_twins(
 def test_parts_of_long_products(device: str) -> None:
     """K in parts, added by the program that is done last, or by one program after another."""
     layer = layer_of(torch.float16, device, 4096, (2, 1, 16), 24, False)
-    assert products.product_shape(*layer.qkv.shape, torch.float16).splits == 4
+    assert products.product_shape(layer.qkv).splits == 4
     x = torch.randn(3, 4096, device=device).half()
     wanted = run_layer(layer, x, True)
     for tiles in (None, SIXTEEN[-1]):

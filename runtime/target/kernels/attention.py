@@ -26,7 +26,6 @@ from . import attention_kernels as kernels
 from .attention_kernels import BLOCK, MAIN_ROWS, REACH, TAIL_ROWS
 from .machine import num_processors, overlapping
 
-
 _MOST_AHEAD = 20 << 20
 """Bytes of the next weight that are asked for while attention runs: what an L2 holds beside the keys."""
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from .machine import let_next_begin, prefetch, wait_for_previous
 
@@ -193,10 +192,10 @@ def _ask_for(next_ptr, lines):
 
 @triton.jit(do_not_specialize=["parts", "next_lines"])
 def main_kernel(
-    q_ptr, key_ptr, value_ptr, rows, scratch, numbers, parts, next_ptr, next_lines, SHAPE: tl.constexpr, WALKS: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    q_ptr, key_ptr, value_ptr, rows, scratch, numbers, parts, next_ptr, next_lines, SHAPE: tl.constexpr,
+    WALKS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Main parts of `ROWS` query rows of a key head: of some splits, each left in the scratch, or of all (``WALKS``)."""
+    """Main parts of ``ROWS`` query rows of a key head: of some splits, each left in the scratch, or of all (WALKS)."""
     let_next_begin(OVERLAP)
     BLOCK_D: tl.constexpr = SHAPE.block_d
     kv_head = tl.program_id(0) % SHAPE.kv_heads
@@ -271,7 +270,7 @@ def tail_kernel(
     q_ptr, key_ptr, value_ptr, rows, scratch, sink_ptr, out_ptr, numbers, parts, SHAPE: tl.constexpr,
     WALKS: tl.constexpr, ROWS: tl.constexpr, IN_TILE: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Tails of `ROWS` query rows of a key head, of IN_TILE nodes; then the merge with their main parts, and the result.
+    """Tails of ``ROWS`` query rows of a key head, of IN_TILE nodes; then the merge with main parts, and the result.
 
     Rows of nodes that are not in use, and of empty places, become 0.
     """

@@ -253,6 +253,7 @@ def embed_kernel(
     table_ptr, token_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap,
     SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, TAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Rows of a table become the residual."""
     # Not launched to overlap: it waits for all before it by itself.
     let_next_begin(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -272,6 +273,7 @@ def norm_kernel(
     scaled_ptr, factor, rows, out_ptr, stride_out, SIZE: tl.constexpr, GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """What the norm gives, for heads that read it."""
     let_next_begin(OVERLAP)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -289,6 +291,7 @@ def add_product_kernel(
     x_ptr, w_ptr, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap, scratch,
     SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """The residual gains a product."""
     let_next_begin(OVERLAP)
     block, tile, part = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
@@ -328,9 +331,8 @@ def add_product_kernel(
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-        if not TILES.walks:
-            if SHAPE.splits > 1:
-                acc = _add_parts(scratch, counter, acc, 0, 1, SHAPE)
+        if not TILES.walks and SHAPE.splits > 1:
+            acc = _add_parts(scratch, counter, acc, 0, 1, SHAPE)
         if BIAS:
             acc += bias[:, None]
         put_residual(
@@ -344,6 +346,7 @@ def head_product_kernel(
     x_ptr, w_ptr, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Logits."""
     let_next_begin(OVERLAP)
     block, tile, _ = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
@@ -422,10 +425,9 @@ def _product_of_two(
 @triton.jit
 def _parts_of_two(scratch, one, two, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """The sums of both blocks' parts."""
-    if not TILES.walks:
-        if SHAPE.splits > 1:
-            one = _add_parts(scratch, tl.program_id(0), one, 0, 2, SHAPE)
-            two = _add_parts(scratch, tl.program_id(0), two, 1, 2, SHAPE)
+    if not TILES.walks and SHAPE.splits > 1:
+        one = _add_parts(scratch, tl.program_id(0), one, 0, 2, SHAPE)
+        two = _add_parts(scratch, tl.program_id(0), two, 1, 2, SHAPE)
     return one, two
 
 
@@ -434,6 +436,7 @@ def gated_product_kernel(
     x_ptr, w_ptr, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
     GROUPS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """SwiGLU of a product."""
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
     block, tile, part = _place(rows, SHAPE, TILES)
@@ -461,6 +464,7 @@ def qkv_product_kernel(
     x_ptr, w_ptr, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
     HEADS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Queries, and keys and values in the cache."""
     let_next_begin(OVERLAP)
     HALF: tl.constexpr = HEADS.head_dim // 2
     BLOCK: tl.constexpr = HEADS.half_block

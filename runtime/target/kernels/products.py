@@ -85,17 +85,22 @@ def num_groups(hidden: int) -> int:
     return -(-hidden // SQUARES_GROUP)
 
 
-def product_shape(size: int, depth: int, dtype: torch.dtype) -> ProductShape:
+def product_shape(weight: Tensor) -> ProductShape:
     """What decides the bits of a product with a weight [size, depth]: constants of its shape and type.
 
     K is cut where one part would leave multiprocessors without work; small matrices are done before their parts could
     be added.
     """
+    size, depth = weight.shape
     splits = 1
     while splits < 4 and depth >= 2048 * splits and size // 64 * splits < 192:
         splits *= 2
     part = -(-depth // splits // _SPLIT_UNIT) * _SPLIT_UNIT
-    return ProductShape(size, depth, -(-depth // part), part, "ieee" if dtype == torch.float32 else "tf32")
+    return ProductShape(size, depth, -(-depth // part), part, _precision(weight))
+
+
+def _precision(weight: Tensor) -> str:
+    return "ieee" if weight.dtype == torch.float32 else "tf32"
 
 
 def product_tiles(shape: ProductShape, rows: int, is_pair: bool, itemsize: int) -> ProductTiles:
@@ -140,7 +145,7 @@ def tiled_heads(num_heads: int, head_dim: int) -> int:
 
 
 def _half_block(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim // 2))
+    return max(16, 1 << (head_dim // 2 - 1).bit_length())
 
 
 def embed_ref(table: Tensor, tokens: Tensor, norm: Norm, rows: NormedRows, tap: Tensor | None = None) -> None:
@@ -232,7 +237,7 @@ def qkv_product(
     count = len(rows.scaled)
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
-    shape = product_shape(*weight.shape, weight.dtype)
+    shape = product_shape(weight)
     tiles = tiles or product_tiles(shape, count, True, weight.itemsize)
     half_block = _half_block(head_dim)
     # A whole half of a head at least.
@@ -275,7 +280,7 @@ def add_product(
     """Run `add_product_ref` as one launch."""
     assert scratch is not None
     count = len(x)
-    shape = product_shape(*weight.shape, weight.dtype)
+    shape = product_shape(weight)
     tiles = tiles or product_tiles(shape, count, False, weight.itemsize)
     overlaps, options = overlapping(x.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
@@ -304,7 +309,7 @@ def gated_product(
     """Run `gated_product_ref` as one launch."""
     assert scratch is not None
     count = len(out)
-    shape = product_shape(*weight.shape, weight.dtype)
+    shape = product_shape(weight)
     tiles = tiles or product_tiles(shape, count, True, weight.itemsize)
     overlaps, options = overlapping(out.device)
     blocks = triton.cdiv(shape.size // 2, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
@@ -324,7 +329,8 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     """Run `head_product_ref` as one launch."""
     count = len(out)
     # A vocabulary gives every multiprocessor work: one part.
-    shape = ProductShape(*weight.shape, 1, weight.shape[1], product_shape(1, 1, weight.dtype).precision)
+    size, depth = weight.shape
+    shape = ProductShape(size, depth, 1, depth, _precision(weight))
     tiles = tiles or product_tiles(shape, count, False, weight.itemsize)
     overlaps, options = overlapping(out.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
@@ -339,7 +345,7 @@ def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
 
 
 def _groups(hidden: int) -> int:
-    return max(2, triton.next_power_of_2(num_groups(hidden)))
+    return max(2, 1 << (num_groups(hidden) - 1).bit_length())
 
 
 def _tap(rows: NormedRows, tap: Tensor | None) -> tuple[Tensor, int]:
