@@ -10,6 +10,8 @@ import pytest
 from engines.artifacts import OracleFiles
 from support.programs import skip_or_fail
 
+from benchmarks.shared.llama_cpp import MissingProgramError, build
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker in item.iter_markers("engine"):
@@ -22,6 +24,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def oracle_files(tmp_path_factory: pytest.TempPathFactory) -> OracleFiles:
     folder: Path = tmp_path_factory.mktemp("oracle")
     return OracleFiles(folder)
+
+
+@pytest.fixture(scope="session")
+def llama_cpp() -> Path:
+    """llama.cpp's program, built where it is not there yet."""
+    try:
+        return build()
+    except MissingProgramError as error:
+        skip_or_fail(str(error))
 
 
 _FIGURES: dict[str, str] = {}

