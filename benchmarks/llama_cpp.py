@@ -48,7 +48,7 @@ def make_heads(folder: Path, sizes: Sequence[str], kinds: Sequence[str]) -> dict
 def one_round(
     program: Path, prompts: Sequence[str], heads: dict[str, Path | None], order: Sequence[str], depth: int, new: int
 ) -> dict[str, Figures]:
-    """Answer every question with every head: per head, milliseconds a token, what was accepted, and answers as plain."""
+    """Answer every question with every head: milliseconds a token, what was accepted, and answers as plain ones."""
     sums = ("s", "clock_s", "tokens", "passes", "as_plain")
     found: dict[str, Figures] = {name: dict.fromkeys(sums, 0.0) for name in heads}
     for prompt in prompts:
