@@ -1,9 +1,8 @@
-"""The slim EAGLE-3 head as one GGUF file for llama.cpp: its keys, its tensors under llama.cpp's names, and its map.
+"""The slim head as one GGUF file for llama.cpp: its keys, its tensors under llama.cpp's names, and its map.
 
 Made of the artifact's own config.json and model.safetensors, tensor by tensor, so the same artifact gives the same
 bytes. The map becomes absolute ids: for rows of the ids (1, 4, 5), (1, 3, 3) in safetensors and (1, 4, 5) here.
-Rows of q_proj and k_proj change places, as llama.cpp rotates neighbouring pairs (`sources.builtin.unpermute_rows`).
-Source: `src/models/eagle3.cpp` in llama.cpp; https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+Names and keys are those of `gguf_layout.py`. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import numpy as np
 
 from ..errors import ArtifactError, MismatchError
 from ..head.draft_head import DraftHead
-from ..sources.builtin import LAYER_TENSORS
 from ..weights import names
 from ..weights.checksums import sha256_file
 from ..weights.dtypes import first_nonfinite_row, rounded
 from ..weights.stream import Bytes
 from ..weights.writer import TensorPlan, array_plan, write_tensors
+from .gguf_layout import GgufLayout, gguf_layout
 
 if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 """Element type of the matrices; norms are float32, the map is int64."""
 
-_ARCHITECTURE = "eagle3"
 _ALIGNMENT = 32
 # Q8_0: 32 int8 and their float16 scale.
 _BLOCK, _BLOCK_BYTES = 32, 34
@@ -41,20 +39,8 @@ _BLOCK, _BLOCK_BYTES = 32, 34
 _FILE_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 # GGUF's `ggml_type`.
 _TENSOR_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "I64": 27, "BF16": 30}
+_MASK_KEY = "tokenizer.ggml.mask_token_id"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_NAMES = {
-    names.FC: "fc.weight",
-    "input_norm.weight": "enc.output_norm.weight",
-    "norm.weight": "output_norm.weight",
-    names.LM_HEAD: "output.weight",
-    names.EMBEDDING: "token_embd.weight",
-    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    **{f"midlayer.{name}.weight": f"blk.0.{stored}.weight" for stored, name in LAYER_TENSORS.items()},
-}
-_ROTATED = {
-    "midlayer.self_attn.q_proj.weight": "num_attention_heads",
-    "midlayer.self_attn.k_proj.weight": "num_key_value_heads",
-}
 
 
 @dataclass(frozen=True)
@@ -105,7 +91,7 @@ def check_widths(head: DraftHead, kind: GgufType) -> None:
 
 
 def write_gguf(folder: Path, head: DraftHead, kind: GgufType, choice: GgufChoice, name: str) -> dict[str, Any]:
-    """Write the GGUF file of an EAGLE-3 artifact and return its entry for the manifest.
+    """Write the GGUF file of an artifact and return its entry for the manifest.
 
     Args:
         folder: where the file goes.
@@ -126,8 +112,9 @@ def write_gguf(folder: Path, head: DraftHead, kind: GgufType, choice: GgufChoice
 
 def gguf_plans(head: DraftHead, kind: GgufType) -> list[TensorPlan]:
     """The tensors of the file, in its order: shapes [rows, columns], as safetensors has them."""
-    plans = [_plan(head, name, kind) for name in head.tensors]
-    if (factors := _rope_factors(head.config)) is not None:
+    layout = gguf_layout(head)
+    plans = [_plan(head, name, kind, layout) for name in head.tensors]
+    if (factors := _rope_factors(layout.rope)) is not None:
         plans.append(array_plan("rope_freqs.weight", factors))
     if head.draft_ids_to_target is not None:
         plans.append(array_plan("d2t", head.draft_ids_to_target))
@@ -151,15 +138,22 @@ def check_gguf(path: Path, head: DraftHead, kind: GgufType, taps: Sequence[int] 
     try:
         reader = gguf.GGUFReader(path)
         found = {tensor.name: tensor for tensor in reader.tensors}
-        said = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("tokenizer")}
+        said = {
+            key: field.contents()
+            for key, field in reader.fields.items()
+            if key == _MASK_KEY or not key.startswith("tokenizer")
+        }
         num_tokens = len(reader.fields["tokenizer.ggml.tokens"].data)
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ArtifactError.at(path, f"cannot be read as GGUF ({error}).\nWrite it again.") from error
     plans = gguf_plans(head, kind)
     problems = []
-    expected: dict[str, Any] = {"general.architecture": _ARCHITECTURE, **_numbers(head)}
+    layout = gguf_layout(head)
+    expected: dict[str, Any] = {"general.architecture": layout.architecture, **layout.keys}
+    if layout.mask_id is not None:
+        expected[_MASK_KEY] = layout.mask_id
     if taps is not None:
-        expected["eagle3.target_layers"] = list(taps)
+        expected[layout.taps_key()] = list(taps)
     for key, value in expected.items():
         if not np.array_equal(np.asarray(said.get(key)), np.asarray(value)):
             problems.append(f"{key} is {said.get(key)!r}, expected {value!r}")
@@ -195,20 +189,19 @@ def gguf_bytes(tensors: Sequence[TensorPlan], kind: GgufType) -> int:
     )
 
 
-def _plan(head: DraftHead, name: str, kind: GgufType) -> TensorPlan:
+def _plan(head: DraftHead, name: str, kind: GgufType, layout: GgufLayout) -> TensorPlan:
     info = head.tensors.info(name)
     wanted = kind.upper() if len(info.shape) == 2 else "F32"
     rows = None
-    if name in _ROTATED:
-        num_heads = head.config[_ROTATED[name]]
-        rows = np.arange(info.shape[0]).reshape(num_heads, 2, -1).swapaxes(1, 2).reshape(-1)
+    if name in layout.rotated:
+        rows = np.arange(info.shape[0]).reshape(layout.rotated[name], 2, -1).swapaxes(1, 2).reshape(-1)
 
     def chunks() -> Generator[Bytes, None, str]:
         for piece in head.tensors.source.pieces(info.name, rows):
             yield _encoded(piece, info.dtype, wanted, f"{head.location}: {name}")
         return ""
 
-    return _GgufPlan(_NAMES[name], wanted, info.shape, chunks)
+    return _GgufPlan(layout.names[name], wanted, info.shape, chunks)
 
 
 def _encoded(rows: Bytes, dtype: str, wanted: str, where: str) -> Bytes:
@@ -232,24 +225,25 @@ def _start(head: DraftHead, kind: GgufType, choice: GgufChoice, name: str, plans
     import gguf
     from gguf.gguf_writer import WriterState
 
-    writer = gguf.GGUFWriter(None, _ARCHITECTURE)
+    layout = gguf_layout(head)
+    writer = gguf.GGUFWriter(None, layout.architecture)
     writer.add_name(name)
     writer.add_file_type(_FILE_TYPES[kind.upper()])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    for key, value in _numbers(head).items():
+    for key, value in layout.keys.items():
         add = writer.add_bool if isinstance(value, bool) else writer.add_float32
         if isinstance(value, int) and not isinstance(value, bool):
             add = writer.add_uint32
         add(key, value)
-    scaling = head.config.get("rope_scaling") or {}
+    scaling = layout.rope.get("rope_scaling") or {}
     if (scaling.get("rope_type") or scaling.get("type")) == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(scaling["factor"]))
     # As int32, like llama.cpp's own converter.
-    writer.add_key_value(
-        f"{_ARCHITECTURE}.target_layers", list(choice.taps), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32
-    )
+    writer.add_key_value(layout.taps_key(), list(choice.taps), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32)
     _add_tokenizer(writer, choice.tokenizer, head.target_vocab)
+    if layout.mask_id is not None:
+        writer.add_mask_token_id(layout.mask_id)
     for plan in plans:
         kind_of_tensor = gguf.GGMLQuantizationType(_TENSOR_TYPES[plan.dtype])
         writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), plan.size_bytes, kind_of_tensor)
@@ -262,29 +256,6 @@ def _start(head: DraftHead, kind: GgufType, choice: GgufChoice, name: str, plans
     return start.getvalue()
 
 
-def _numbers(head: DraftHead) -> dict[str, int | float | bool]:
-    """The keys of the architecture that are single values."""
-    config = head.config
-    found: dict[str, int | float | bool] = {
-        "vocab_size": head.target_vocab,
-        "context_length": int(config.get("max_position_embeddings") or 2048),
-        "embedding_length": head.hidden_size,
-        "block_count": 1,
-        "feed_forward_length": int(config["intermediate_size"]),
-        "attention.head_count": int(config["num_attention_heads"]),
-        "attention.head_count_kv": int(config["num_key_value_heads"]),
-        "attention.key_length": int(config["head_dim"]),
-        "attention.value_length": int(config["head_dim"]),
-        "attention.layer_norm_rms_epsilon": float(np.float32(config["rms_norm_eps"])),
-        "rope.dimension_count": int(config["head_dim"]),
-        "rope.freq_base": float(np.float32(config["rope_theta"])),
-        "target_hidden_size": head.target_hidden_size,
-        "norm_before_residual": bool(config.get("norm_before_residual")),
-        "norm_before_fc": "input_norm.weight" in head.tensors,
-    }
-    return {f"{_ARCHITECTURE}.{key}": value for key, value in found.items()}
-
-
 def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
     """What each frequency is divided by, float32 [head_dim / 2], with Llama-3's scaling; None without.
 
@@ -293,13 +264,16 @@ def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
     scaling = config.get("rope_scaling") or {}
     if (scaling.get("rope_type") or scaling.get("type")) != "llama3":
         return None
-    half = np.arange(0, config["head_dim"], 2, dtype=np.float64) / config["head_dim"]
+    head_dim = config["head_dim"]
+    rotated = int(head_dim * (config.get("partial_rotary_factor") or 1))
+    half = np.arange(0, rotated, 2, dtype=np.float64) / rotated
     turns = scaling["original_max_position_embeddings"] / (2 * math.pi * float(config["rope_theta"]) ** half)
     low, high, factor = (float(scaling[key]) for key in ("low_freq_factor", "high_freq_factor", "factor"))
     # 1 from `high` turns within the original context on, `factor` up to `low`, and smoothly between them.
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     factors: NDArray[np.float32] = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
-    return factors
+    # llama.cpp wants one for each pair of a head, whether it rotates or not.
+    return np.pad(factors, (0, head_dim // 2 - len(factors)), constant_values=1)
 
 
 def _add_tokenizer(writer: Any, tokenizer: LoadedTokenizer, target_vocab: int) -> None:

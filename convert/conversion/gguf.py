@@ -13,6 +13,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 
 from ..artifact.artifact import Artifact
 from ..artifact.gguf_file import GgufChoice, GgufType, check_widths, gguf_name, write_gguf
+from ..artifact.gguf_layout import gguf_layout
 from ..atomic import atomic_directory
 from ..engines.facts import HeadFacts
 from ..engines.registry import check_engine
@@ -44,7 +45,7 @@ def choose_gguf(
 
     Raises:
         UnsupportedHeadError: it cannot, with the reason.
-        MismatchError: a type does not divide the rows of a matrix.
+        MismatchError: a type does not divide the rows of a matrix, or config.json of a DFlash draft says too little.
         UsageError: the target or its tokenizer is not known.
     """
     layers = None if target is None else target.num_layers
@@ -67,6 +68,8 @@ def choose_gguf(
             option="--gguf",
         )
     taps = head.tap_layers
+    if head.kind == "dflash":
+        _check_dflash(head, target)
     if taps is None:
         if layers is None:
             raise UsageError(
@@ -76,6 +79,26 @@ def choose_gguf(
             )
         taps = (2, layers // 2, layers - 3)
     return GgufChoice(types, taps, tokenizer)
+
+
+def _check_dflash(head: DraftHead, target: targets.Target | None) -> None:
+    """Refuse what is seen only when the file is laid out, before anything is written."""
+    gguf_layout(head)
+    if head.tap_layers is None:
+        raise MismatchError.at(
+            head.location,
+            "target_layer_ids: expected the captured layers, found none.\nWrite them into config.json.",
+            key="target_layer_ids",
+        )
+    family = "" if target is None else str(target.config.get("model_type"))
+    if family.startswith("gemma"):
+        raise UnsupportedHeadError.at(
+            head.location,
+            f"no GGUF can be written: the embedding of {family}, which the draft borrows, is scaled, and that is not "
+            "written for llama.cpp.\nServe the draft with vLLM.",
+            option="--gguf",
+            found=family,
+        )
 
 
 def gguf_writer(choice: GgufChoice, name: str) -> Callable[[Path], Entries]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..head import config as head_config
+from ..head.dflash import whole_config
 from ..head.draft_head import DraftHead
 from ..weights import names
 
@@ -19,7 +20,7 @@ class HeadFacts:
 
     Attributes:
         kind: "eagle3", "eagle" for EAGLE-1/2, or "dflash".
-        config: config.json as the engine will read it.
+        config: config.json as the engine will read it; of a DFlash draft all of it in one level.
         tensor_names: canonical names, `d2t` and `t2d` apart.
         draft_vocab: rows of the LM head that is served (EAGLE-1/2: ids in the token map).
         target_vocab: V.
@@ -53,9 +54,11 @@ class HeadFacts:
         num_taps = 0
         if head.kind == "eagle3" and names.FC in head.tensors:
             num_taps = head.tensors.shape(names.FC)[1] // head.target_hidden_size
+        config = head.config if config is None else config
         return cls(
             kind=head.kind,
-            config=head.config if config is None else config,
+            # Of a DFlash draft `head.config` has a part only, and speculators' form two levels.
+            config=whole_config(head.source_config) if head.kind == "dflash" else config,
             tensor_names=frozenset(head.tensors),
             draft_vocab=head.draft_vocab if draft_vocab is None else draft_vocab,
             target_vocab=head.target_vocab,
@@ -121,6 +124,11 @@ class HeadFacts:
     def rope_kind(self) -> str | None:
         """Kind of RoPE scaling, or None without one."""
         rope = self.config.get("rope_scaling")
+        if self.kind == "dflash":
+            # As published: in either key of transformers, whose "default" is none, with base and sections beside it.
+            rope = rope or self.config.get("rope_parameters")
+            if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) == "default":
+                return "of each type of layer" if any(isinstance(part, Mapping) for part in rope.values()) else None
         return str(rope.get("rope_type") or rope.get("type") or "unnamed") if isinstance(rope, Mapping) else None
 
     @property

@@ -81,6 +81,23 @@ def _has_any(tensors: Mapping[names.HeadKind, tuple[str, ...]], head: HeadFacts)
     return any(name in head.tensor_names for name in tensors[head.kind])
 
 
+def _own_config(head: HeadFacts) -> Mapping[str, object]:
+    own = head.config.get("dflash_config")
+    return own if isinstance(own, Mapping) else {}
+
+
+def _has_windowed_layers(head: HeadFacts) -> bool:
+    types = head.config.get("layer_types")
+    return bool(_own_config(head).get("use_swa")) or (isinstance(types, list) and "sliding_attention" in types)
+
+
+def _has_unwritten_arithmetic(head: HeadFacts) -> bool:
+    """Of a DFlash draft: values or embeddings that are scaled, rotation of neighbouring pairs."""
+    both = (_own_config(head), head.config)
+    scaled = any(part.get(key) for part in both for key in ("attention_value_scale", "input_embedding_scale"))
+    return scaled or any(head.config.get(key) is False for key in ("is_neox_style", "rope_is_neox_style"))
+
+
 CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "given": lambda head: True,
     "another class": lambda head: head.architecture not in ("LlamaForCausalLMEagle3", None),
@@ -101,6 +118,14 @@ CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "used fc.bias": lambda head: head.nonzero_fc_bias,
     "attention biases": lambda head: _has_any(names.ATTENTION_BIASES, head),
     "MLP biases": lambda head: _has_any(names.MLP_BIASES, head),
+    "biases of layers": lambda head: any(map(re.compile(r"layers\..*_proj\.bias").fullmatch, head.tensor_names)),
+    "attention sinks": lambda head: any(name.endswith("attention_sink_bias") for name in head.tensor_names),
+    "windowed layers": _has_windowed_layers,
+    "unwritten arithmetic": _has_unwritten_arithmetic,
+    "another width": lambda head: head.config.get("target_hidden_size") not in (None, head.config.get("hidden_size")),
+    "bare confidence": lambda head: (
+        names.CONFIDENCE in head.tensor_names and not head.config.get("confidence_head_with_markov")
+    ),
     "norms before fc": lambda head: any(
         name == "input_norm.weight" or names.is_fc_norm(name) for name in head.tensor_names
     ),

@@ -23,7 +23,8 @@ FC_BIAS = "fc.bias"
 MAPS = ("d2t", "t2d")
 MARKOV_IN = "markov_head.markov_w1.weight"
 MARKOV_OUT = "markov_head.markov_w2.weight"
-"""DSpark: [target_vocab, rank] of the token before, and [draft_vocab, rank], whose rows go with the LM head's."""
+CONFIDENCE = "confidence_head.proj.weight"
+"""DSpark: [target_vocab, rank] of the token before, [draft_vocab, rank], whose rows go with the LM head's; [1, n]."""
 
 _ATTENTION = tuple(f"self_attn.{projection}_proj.weight" for projection in "qkvo")
 _MLP = ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight")

@@ -54,6 +54,7 @@ class OracleFiles:
             "dflash": oracle.build_dflash,
             "dflash_speculators": lambda folder: oracle.build_dflash(folder, "speculators"),
             "dflash_mapped": lambda folder: oracle.build_dflash(folder, "speculators", 640),
+            "dspark": lambda folder: oracle.build_dflash(folder, "dspark"),
             "eagle1": oracle.build_eagle1_head,
             "eagle1_biased": lambda folder: oracle.build_eagle1_head(folder, is_biased=True),
         }

@@ -161,8 +161,6 @@ def test_what_is_no_plain_draft_is_refused_by_name(tmp_path: Path, target: Path)
         convert(folder, draft_vocab="full", target=target, out=tmp_path / "full")
     with refused(UsageError, "--for"):
         convert(folder, draft_vocab=300, target=target, flavour="lmdeploy", out=tmp_path / "flavour", vocabulary=BY_ID)
-    with refused(UnsupportedHeadError, "no GGUF", "DFlash"):
-        convert(folder, draft_vocab=300, target=target, gguf=("auto",), out=tmp_path / "gguf", vocabulary=BY_ID)
     (folder / "mask_embedding.pt").write_bytes(b"")
     with refused(UnsupportedHeadError, "mask_embedding.pt"):
         open_head(folder)
