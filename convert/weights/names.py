@@ -91,13 +91,15 @@ OTHER_DRAFTS = {
         _WHOLE + 'in vLLM ("method": "dspark") or llama.cpp (--spec-type draft-dspark)',
     ),
     # SGLang's `init_lm_head` cuts the target's LM head (`speculative/eagle_worker_v2.py`), but `models/qwen3_5_mtp.py`
-    # ignores what it is given where that is the embedding.
+    # ignores what it is given where that is the embedding. None of vLLM's `*mtp*.py` reads `draft_vocab_size` or `d2t`.
+    # llama.cpp expects a `nextn.shared_head_head` for the whole vocabulary in all of `src/models/`, and reads `d2t` in
+    # `eagle3.cpp` and `dflash.cpp` alone.
     "mtp": (
         "a multi-token-prediction (MTP) layer",
         _WHOLE
-        + 'with its target in vLLM ("method": "mtp") or llama.cpp (--spec-type draft-mtp), or, where the LM head '
-        "is not tied, with fewer rows in SGLang 0.5.23 (--speculative-algorithm NEXTN --speculative-token-map "
-        "freq_N.pt, by eagle-vocab export)",
+        + 'with its target and all rows in vLLM 0.32.0 ("method": "mtp") or llama.cpp b11434 (--spec-type draft-mtp), '
+        "or, where the LM head is not tied, with fewer rows in SGLang 0.5.23 (--speculative-algorithm NEXTN "
+        "--speculative-token-map freq_N.pt, by eagle-vocab export)",
     ),
     "model": (
         "a whole language model",
