@@ -5,9 +5,9 @@
 SmolLM2's GGUF answers questions of `examples/prompts.jsonl`, greedily, on one thread: plainly, and with chains of
 drafts from each head, all in turn for each question of each round, each round beginning with another. Timed is the
 decoding, by processor time, which what else runs on the machine disturbs least: that of the whole process less that of
-one which stops after the first pass. The program's own clock stands beside it. Ratios are of the same round; the median
-of rounds and their least and greatest are given, and how many answers are those of plain decoding. llama.cpp is built
-where it is not in the cache, by `shared/llama_cpp.py`.
+one which stops after the first pass. The program's own clock stands beside it. Milliseconds are of all answers
+together, ratios of the same question in the same round: their median and quartiles. Counted are answers that are those
+of plain decoding. llama.cpp is built where it is not in the cache, by `shared/llama_cpp.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,53 +45,55 @@ def make_heads(folder: Path, sizes: Sequence[str], kinds: Sequence[str]) -> dict
     return heads
 
 
-def one_round(
-    program: Path, prompts: Sequence[str], heads: dict[str, Path | None], order: Sequence[str], depth: int, new: int
+def answer_in_turn(
+    program: Path, prompt: str, heads: dict[str, Path | None], order: Sequence[str], depth: int, new: int
 ) -> dict[str, Figures]:
-    """Answer every question with every head: milliseconds a token, what was accepted, and answers as plain ones."""
-    sums = ("s", "clock_s", "tokens", "passes", "as_plain")
-    found: dict[str, Figures] = {name: dict.fromkeys(sums, 0.0) for name in heads}
-    for prompt in prompts:
-        texts = {}
-        for name in order:
-            first = generate(program, prompt, heads[name], depth=depth, num_tokens=0)
-            whole = generate(program, prompt, heads[name], depth=depth, num_tokens=new)
-            figures = found[name]
-            figures["s"] += whole.processor_s - first.processor_s
-            figures["clock_s"] += whole.decode_s - first.decode_s
-            figures["tokens"] += whole.num_tokens - first.num_tokens
-            figures["passes"] += whole.num_passes - first.num_passes
-            texts[name] = whole.text
-        for name, text in texts.items():
-            # An accepted draft may end a few tokens later.
-            length = min(len(text), len(texts["plain"]))
-            found[name]["as_plain"] += text[:length] == texts["plain"][:length]
-    return {
-        name: {
-            "ms_per_token": figures["s"] / figures["tokens"] * 1e3,
-            "clock_ms_per_token": figures["clock_s"] / figures["tokens"] * 1e3,
-            "accepted_length": figures["tokens"] / figures["passes"],
-            "as_plain": figures["as_plain"],
+    """Answer a question with every head: seconds, tokens and passes after the first pass, and whether as plainly."""
+    found: dict[str, Figures] = {}
+    texts = {}
+    for name in order:
+        first = generate(program, prompt, heads[name], depth=depth, num_tokens=0)
+        whole = generate(program, prompt, heads[name], depth=depth, num_tokens=new)
+        texts[name] = whole.text
+        found[name] = {
+            "processor_s": whole.processor_s - first.processor_s,
+            "clock_s": whole.decode_s - first.decode_s,
+            "tokens": whole.num_tokens - first.num_tokens,
+            "passes": whole.num_passes - first.num_passes,
         }
-        for name, figures in found.items()
-    }
+    for name, text in texts.items():
+        # Accepted drafts may end an answer a few tokens later.
+        length = min(len(text), len(texts["plain"]))
+        found[name]["as_plain"] = text[:length] == texts["plain"][:length]
+    return found
 
 
-def summary(rounds: Sequence[dict[str, Figures]], baselines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each head: medians over the rounds, and speed against each baseline that the rounds have.
-
-    A baseline is "plain", or a size, which means the head of that size and the row's own type.
-    """
-    for name in rounds[0]:
-        row: dict[str, Any] = {"head": name}
-        row |= {key: statistics.median(each[name][key] for each in rounds) for key in rounds[0][name]}
+def summary(answers: Sequence[dict[str, Figures]]) -> list[dict[str, Any]]:
+    """A row for each head: of all answers together, and speed against plain decoding and the first head of its type."""
+    heads = list(answers[0])
+    baselines = ("plain", heads[1].split()[0])
+    rows = []
+    for name in heads:
+        total = {key: sum(each[name][key] for each in answers) for key in answers[0][name]}
+        row: dict[str, Any] = {
+            "head": name,
+            "ms_per_token": total["processor_s"] / total["tokens"] * 1e3,
+            "clock_ms_per_token": total["clock_s"] / total["tokens"] * 1e3,
+            "accepted_length": total["tokens"] / total["passes"],
+            "as_plain": f"{total['as_plain']:.0f} of {len(answers)}",
+        }
         for baseline in baselines:
             other = baseline if baseline == "plain" else f"{baseline} {name.split()[-1]}"
-            if other != name and other in rounds[0]:
-                ratios = [each[other]["ms_per_token"] / each[name]["ms_per_token"] for each in rounds]
-                row[f"speed / {baseline}"] = statistics.median(ratios)
-                row[f"range / {baseline}"] = [min(ratios), max(ratios)]
-        yield row
+            if other != name and other in heads:
+                ratios = [_tokens_per_s(each[name]) / _tokens_per_s(each[other]) for each in answers]
+                low, middle, high = statistics.quantiles(ratios, method="inclusive") if ratios[1:] else ratios * 3
+                row |= {f"speed / {baseline}": middle, f"quartiles / {baseline}": [low, high]}
+        rows.append(row)
+    return rows
+
+
+def _tokens_per_s(figures: Figures) -> float:
+    return figures["tokens"] / figures["processor_s"]
 
 
 def processor() -> str:
@@ -117,15 +119,17 @@ def main(argv: list[str] | None = None) -> None:
     program = build()
     about = {**machine(torch.device("cpu")), "device": processor(), "llama.cpp": f"b{pinned()[1].split('.')[0]}"}
     setup = {key: getattr(args, key) for key in ("prompts", "new", "depth")}
-    rounds: list[dict[str, Figures]] = []
+    answers: list[dict[str, Figures]] = []
     with tempfile.TemporaryDirectory() as folder:
         heads = make_heads(Path(folder), sizes, kinds)
         prompts, names = chat_prompts(args.prompts), list(heads)
         for number in range(args.rounds):
             start = number % len(names)
-            rounds.append(one_round(program, prompts, heads, names[start:] + names[:start], args.depth, args.new))
-            rows = list(summary(rounds, ("plain", sizes[0])))
-            write({"machine": about, "setup": setup, "rows": rows, "rounds": rounds}, args.out)
+            order = names[start:] + names[:start]
+            for prompt in prompts:
+                answers.append(answer_in_turn(program, prompt, heads, order, args.depth, args.new))
+            rows = summary(answers)
+            write({"machine": about, "setup": setup, "rows": rows, "answers": answers}, args.out)
     for row in rows:
         show(row)
 

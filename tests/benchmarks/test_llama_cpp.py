@@ -36,14 +36,14 @@ def test_a_round_and_its_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [head for head, _ in calls[:6:2]] == [None, "full.gguf", "small.gguf"]
     assert [head for head, _ in calls[12:18:2]] == ["full.gguf", "small.gguf", None]
     result = json.loads(out.read_text())
-    assert len(result["rounds"]) == 2
+    assert len(result["answers"]) == 4
     plain, full, small = result["rows"]
     assert plain["ms_per_token"] == pytest.approx(100 * 1.25)
-    assert full["ms_per_token"] == full["clock_ms_per_token"] == pytest.approx(200 / 3 * 1.25)
+    assert [full["ms_per_token"], full["clock_ms_per_token"]] == pytest.approx([200 / 3 * 1.25] * 2)
     assert (plain["accepted_length"], small["accepted_length"]) == (1, 3)
     assert small["speed / full"] == pytest.approx(4 / 3)
-    assert small["range / plain"] == pytest.approx([2, 2])
-    assert (full["as_plain"], small["as_plain"]) == (2, 0)
+    assert small["quartiles / plain"] == pytest.approx([2, 2])
+    assert (full["as_plain"], small["as_plain"]) == ("4 of 4", "0 of 4")
     assert "speed / full" not in plain
     assert "speed / full" not in full
 
