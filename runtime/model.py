@@ -495,7 +495,7 @@ class SpeculativeModel:
             steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
         tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
         rows = self.target.exactness or "rows exact in float32 alone"
-        return f"{steps}; target {self.target.backend}, {rows}; {self.drafting}; {tree} ({size.reason})"
+        return f"{steps}; target {self.target.backend}; {rows}; {self.drafting}; {tree} ({size.reason})"
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
