@@ -13,15 +13,11 @@ from kernels.tolerances import OP_ATOL
 from torch import Tensor
 
 SIXTEEN = [
-    ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(64, 64, 64, 8, 3, ahead=256),
-    ProductTiles(64, 64, 128, 8, 3, walks=True), ProductTiles(128, 64, 64, 8, 3),
+    ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(128, 64, 64, 8, 3, ahead=256),
     ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(64, 64, 32, 4, 2, walks=True),
+    ProductTiles(128, 64, 256, 8, 3, walks=True), ProductTiles(128, 64, 16, 4, 3),
 ]  # fmt: skip
-THIRTY_TWO = [
-    ProductTiles(64, 32, 16, 4, 2),
-    ProductTiles(64, 32, 32, 4, 2),
-    ProductTiles(64, 32, 32, 4, 1, walks=True),
-]
+THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, walks=True)]
 
 
 class Layer(NamedTuple):
