@@ -184,7 +184,7 @@ def test_small(device: str, kind: str) -> None:
 @torch.inference_mode()
 def test_every_cut(device: str, kind: str, dtype: torch.dtype, length: int, sizes: dict[str, Any]) -> None:
     text = decode(kind, dtype, device, length, **sizes)
-    for start, size in ((0, length), (0, 512), (0, 64), (0, 256), (0, 33), (63, 128), (130, 5), (256, 17), (97, 60)):
+    for start, size in ((0, length), (0, 64), (0, 33), (63, 128), (130, 5), (97, 60)):
         check_chunks(text, start, size)
     borders = [1, 7, 63, 64, 65, 95, 96, 97, 127, 128, 129, 159, 160, 191, 255, 256, 257]
     borders += [383, 384, 447, 511, 512, 513, 543, 544, 600]

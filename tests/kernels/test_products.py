@@ -15,7 +15,7 @@ from torch import Tensor
 SIXTEEN = [
     ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(128, 64, 64, 8, 3, ahead=256),
     ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(64, 64, 32, 4, 2, walks=True),
-    ProductTiles(128, 64, 256, 8, 3, walks=True), ProductTiles(128, 64, 16, 4, 3),
+    ProductTiles(128, 64, 16, 4, 3),
 ]  # fmt: skip
 THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, walks=True)]
 
@@ -144,16 +144,21 @@ def test_a_residual_times_a_gain_fits_half_precision(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("hidden", "heads", "middle", "has_extras"), CASES)
+@pytest.mark.parametrize(
+    ("hidden", "heads", "middle", "has_extras", "dtype"),
+    [
+        *((*case, torch.bfloat16) for case in CASES), (*CASES[2], torch.float16), (*CASES[0], torch.float32),
+        (*CASES[2], torch.float32),
+    ],
+)  # fmt: skip
 def test_a_row_has_its_bits_in_every_tile(
-    device: str, dtype: torch.dtype, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool
+    device: str, hidden: int, heads: tuple[int, int, int], middle: int, has_extras: bool, dtype: torch.dtype
 ) -> None:
     layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
     x = torch.randn(300, hidden, device=device).to(dtype)
     # Rows are told by their positions, so rows of another place are compared where no position is read.
     whole = run_layer(layer, x, False)
-    for count in (1, 16, 60, 130, 300):
+    for count in (1, 60, 130, 300):
         for tiles in (None, *(THIRTY_TWO if dtype == torch.float32 else SIXTEEN)):
             if tiles is not None and not tiles.walks and count > 250:
                 continue

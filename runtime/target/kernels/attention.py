@@ -202,12 +202,13 @@ def tree_attention(
     tiles = tiles or attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
     parts = num_states(capacity, tiles)
     shape = kernels.AttentionShape(
-        nodes, group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
-        1 if rows.paths is None else rows.paths.shape[2], rows.paths is None, window is not None, softcap is not None,
+        group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), rows.paths is None, window is not None,
+        softcap is not None,
         "ieee" if qkv.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     numbers = kernels.AttentionNumbers(
-        scale, softcap or 1.0, window or 0, qkv.stride(0), keys.stride(0), keys.stride(1)
+        scale, softcap or 1.0, window or 0, nodes, 1 if rows.paths is None else rows.paths.shape[2], qkv.stride(0),
+        keys.stride(0), keys.stride(1),
     )  # fmt: skip
     overlaps, options = overlapping(device)
     seen = rows if rows.paths is not None else rows._replace(paths=rows.slots)

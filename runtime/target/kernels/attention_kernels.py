@@ -40,11 +40,16 @@ MAIN_ROWS = 64
 
 
 class AttentionNumbers(NamedTuple):
-    """Numbers of a layer, and distances in elements: of queries' rows, and of slots and heads in the cache."""
+    """Numbers of a layer, distances in elements (of queries' rows, and of slots and heads in the cache), and sizes.
+
+    ``nodes``: rows of a place; ``path_width``: places of each one's path.
+    """
 
     scale: float
     softcap: float
     window: int
+    nodes: int
+    path_width: int
     stride_query: int
     stride_slot: int
     stride_head: int
@@ -54,12 +59,10 @@ class AttentionNumbers(NamedTuple):
 class AttentionShape:
     """What the kernels are compiled for; ``block_d``: ``head_dim`` to a power of two; ``is_path``: no branches."""
 
-    nodes: int
     group: int
     kv_heads: int
     head_dim: int
     block_d: int
-    path_width: int
     is_path: bool
     has_window: bool
     is_capped: bool
@@ -91,7 +94,7 @@ def _sharing(length, programs, numbers, SHAPE: tl.constexpr, WALKS: tl.constexpr
     Of one split where groups would leave multiprocessors without work. By the place's length, so that whoever writes
     states and whoever reads them agree.
     """
-    last = split_of(length + SHAPE.nodes) // _SPLITS
+    last = split_of(length + numbers.nodes) // _SPLITS
     first = 0
     if SHAPE.has_window:
         first = split_of(tl.maximum(length - numbers.window + 1, 0)) // _SPLITS
@@ -148,18 +151,18 @@ def _first_key(position, numbers, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def _positions(rows, place, node, in_use, length, SHAPE: tl.constexpr):
+def _positions(rows, place, node, in_use, length, numbers, SHAPE: tl.constexpr):
     """Where rows stand in their sequence."""
     if SHAPE.is_path:
         return length + node
     else:
-        return length + tl.load(rows.depths + place * SHAPE.nodes + node, mask=in_use, other=0)
+        return length + tl.load(rows.depths + place * numbers.nodes + node, mask=in_use, other=0)
 
 
 @triton.jit
 def _queries(q_ptr, place, node, head, in_use, numbers, SHAPE: tl.constexpr):
     d = tl.arange(0, SHAPE.block_d)
-    at = (place * SHAPE.nodes + node)[:, None] * numbers.stride_query + (head * SHAPE.head_dim)[:, None] + d[None, :]
+    at = (place * numbers.nodes + node)[:, None] * numbers.stride_query + (head * SHAPE.head_dim)[:, None] + d[None, :]
     return tl.load(q_ptr + at, mask=in_use[:, None] & (d < SHAPE.head_dim)[None, :], other=0.0)
 
 
@@ -189,10 +192,10 @@ def _split_state(
 
 
 @triton.jit
-def _put_state(scratch, part, place, node, head, in_use, best, total, acc, SHAPE: tl.constexpr):
+def _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHAPE: tl.constexpr):
     d = tl.arange(0, SHAPE.block_d)
     heads: tl.constexpr = SHAPE.group * SHAPE.kv_heads
-    to = (part * SHAPE.nodes + node) * heads + head
+    to = (part * numbers.nodes + node) * heads + head
     tl.store(
         scratch.out + to[:, None] * SHAPE.head_dim + d[None, :], acc,
         mask=in_use[:, None] & (d < SHAPE.head_dim)[None, :],
@@ -202,11 +205,11 @@ def _put_state(scratch, part, place, node, head, in_use, best, total, acc, SHAPE
 
 
 @triton.jit
-def _state(scratch, part, place, node, head, had, SHAPE: tl.constexpr):
+def _state(scratch, part, node, head, had, numbers, SHAPE: tl.constexpr):
     """What `_put_state` has left; nothing seen for rows that have none."""
     BLOCK_D: tl.constexpr = SHAPE.block_d
     d = tl.arange(0, BLOCK_D)
-    at = (part * SHAPE.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
+    at = (part * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
     best = tl.load(scratch.stats + at * 2, mask=had, other=_NONE)
     total = tl.load(scratch.stats + at * 2 + 1, mask=had, other=0.0)
     mask = had[:, None] & (d < SHAPE.head_dim)[None, :]
@@ -238,12 +241,12 @@ def main_kernel(
     # Rows are laid out before the pass begins, so they can be read before the kernel before has ended.
     slot = tl.load(rows.slots + place).to(tl.int64)
     length = tl.load(rows.lengths + tl.maximum(slot, 0))
-    count = tl.where(slot < 0, 0, tl.minimum(tl.load(rows.counts + place), SHAPE.nodes))
+    count = tl.where(slot < 0, 0, tl.minimum(tl.load(rows.counts + place), numbers.nodes))
     row = block * ROWS + tl.arange(0, ROWS)
     node = row // SHAPE.group
     head = kv_head * SHAPE.group + row % SHAPE.group
     in_use = node < count
-    position = _positions(rows, place, node, in_use, length, SHAPE)
+    position = _positions(rows, place, node, in_use, length, numbers, SHAPE)
     tail = tl.where(in_use, tail_start(position), 0)
     first_key = tl.where(in_use, _first_key(position, numbers, SHAPE), _FAR)
     end = tl.max(tail, 0)
@@ -268,18 +271,18 @@ def main_kernel(
                 best, total, acc = _merge(best, total, acc, best_2, total_2, acc_2)
             if WALKS:
                 had = tl.where(unit > first_split // width, tail, 0) > 0
-                best_2, total_2, acc_2 = _state(scratch, place, place, node, head, had, SHAPE)
+                best_2, total_2, acc_2 = _state(scratch, place, node, head, had, numbers, SHAPE)
                 best, total, acc = _merge(best_2, total_2, acc_2, best, total, acc)
-                _put_state(scratch, place, place, node, head, in_use, best, total, acc, SHAPE)
+                _put_state(scratch, place, node, head, in_use, best, total, acc, numbers, SHAPE)
                 # Other threads may read it.
                 tl.debug_barrier()
             else:
                 part = place * parts + unit - first_state
-                _put_state(scratch, part, place, node, head, in_use, best, total, acc, SHAPE)
+                _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHAPE)
 
 
 @triton.jit
-def _tail_keys(rows, place, begin, last, length, SHAPE: tl.constexpr):
+def _tail_keys(rows, place, begin, last, length, numbers, SHAPE: tl.constexpr):
     """Where the keys of a block lie in their head's rows, and which of them there are."""
     k = begin + tl.arange(0, _BLOCK)
     there = k <= last
@@ -287,7 +290,7 @@ def _tail_keys(rows, place, begin, last, length, SHAPE: tl.constexpr):
     if not SHAPE.is_path:
         # One node's own tail: its ancestors' rows lie behind the committed ones, in the tree's order.
         own = there & (k >= length)
-        path = (place * SHAPE.nodes + tl.program_id(0)) * SHAPE.path_width + k - length
+        path = (place * numbers.nodes + tl.program_id(0)) * numbers.path_width + k - length
         row = tl.where(own, length + tl.load(rows.paths + path, mask=own, other=0), k)
     return row.to(tl.int64) * SHAPE.head_dim, there
 
@@ -312,21 +315,21 @@ def tail_kernel(
     node = tl.program_id(0) * IN_TILE + row // PER_NODE
     of_group = tl.program_id(1) % GROUPS * PER_NODE + row % PER_NODE
     head = kv_head * SHAPE.group + of_group
-    there = (node < SHAPE.nodes) & (of_group < SHAPE.group)
+    there = (node < numbers.nodes) & (of_group < SHAPE.group)
     d = tl.arange(0, SHAPE.block_d)
     in_head = (d < HEAD_DIM)[None, :]
     slot = tl.load(rows.slots + place).to(tl.int64)
     length = tl.load(rows.lengths + tl.maximum(slot, 0))
     count = tl.where(slot < 0, 0, tl.load(rows.counts + place))
     in_use = there & (node < count)
-    position = _positions(rows, place, node, in_use, length, SHAPE)
+    position = _positions(rows, place, node, in_use, length, numbers, SHAPE)
     tail = tl.where(in_use, tail_start(position), 0)
     first_key = _first_key(position, numbers, SHAPE)
     # Two blocks hold the tails of all rows: a tail begins at most REACH + BLOCK - 1 keys back, and nodes are few.
     begin = tl.min(tl.where(in_use, tail, _FAR), 0)
     last = tl.max(tl.where(in_use, position, -1), 0)
-    offset_1, there_1 = _tail_keys(rows, place, begin, last, length, SHAPE)
-    offset_2, there_2 = _tail_keys(rows, place, begin + _BLOCK, last, length, SHAPE)
+    offset_1, there_1 = _tail_keys(rows, place, begin, last, length, numbers, SHAPE)
+    offset_2, there_2 = _tail_keys(rows, place, begin + _BLOCK, last, length, numbers, SHAPE)
     base = slot * numbers.stride_slot + kv_head * numbers.stride_head + d[None, :]
     wait_for_previous(OVERLAP)
     q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
@@ -354,7 +357,7 @@ def tail_kernel(
     end = tl.max(tail, 0)
     if end > 0:
         if WALKS:
-            best, total, acc = _state(scratch, place, place, node, head, in_use & (tail > 0), SHAPE)
+            best, total, acc = _state(scratch, place, node, head, in_use & (tail > 0), numbers, SHAPE)
         else:
             width, first_state = _sharing(length, programs, numbers, SHAPE, WALKS)
             first_unit = split_of(tl.minimum(tl.min(tl.where(in_use, first_key, _FAR), 0), end - 1)) // width
@@ -371,8 +374,8 @@ def tail_kernel(
                     had = in_use & (start < tail) & (middle > first_key)
                     has_next = in_use & (middle < tail) & (split_start((unit + 2) * width) > first_key)
                     part = place * parts + unit - first_state
-                    best_3, total_3, acc_3 = _state(scratch, part, place, node, head, had, SHAPE)
-                    best_4, total_4, acc_4 = _state(scratch, part + 1, place, node, head, has_next, SHAPE)
+                    best_3, total_3, acc_3 = _state(scratch, part, node, head, had, numbers, SHAPE)
+                    best_4, total_4, acc_4 = _state(scratch, part + 1, node, head, has_next, numbers, SHAPE)
                     best_1, total_1, acc_1 = _merge(best_1, total_1, acc_1, best_3, total_3, acc_3)
                     best_1, total_1, acc_1 = _merge(best_1, total_1, acc_1, best_4, total_4, acc_4)
                 best_3, total_3, acc_3 = _merge(best, total, acc, best_1, total_1, acc_1)
@@ -387,7 +390,7 @@ def tail_kernel(
         total = tl.fma(total, decay, tl.exp2(sink - largest) * 8388608.0)
         acc = acc * decay[:, None]
     result = tl.where(in_use[:, None], acc / (tl.where(in_use, total, 1.0) * 1.1920928955078125e-07)[:, None], 0.0)
-    to = (place * SHAPE.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
+    to = (place * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
     tl.store(
         out_ptr + to[:, None] * HEAD_DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
         mask=there[:, None] & in_head,

@@ -94,6 +94,7 @@ class HeadArgs(NamedTuple):
     value_rows: Tensor
     stride_slot: int
     stride_head: int
+    nodes: int
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,6 @@ class HeadShape:
     kv_heads: int
     head_dim: int
     half_block: int
-    nodes: int
     has_norms: bool
 
 
@@ -448,7 +448,7 @@ def qkv_product_kernel(
     # Written before the pass began, so they can be read before the kernel before has ended.
     position = tl.load(heads.positions + row, mask=inside, other=0).to(tl.int64)
     kv_row = tl.load(heads.kv_rows + row, mask=inside, other=-1).to(tl.int64)
-    slot = tl.load(heads.slots + row // HEADS.nodes, mask=inside, other=0).to(tl.int64)
+    slot = tl.load(heads.slots + row // heads.nodes, mask=inside, other=0).to(tl.int64)
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
     acc, is_last = _product(w, x_ptr, w_ptr, row, inside, w_row, w_inside, part, scratch, SHAPE, TILES)

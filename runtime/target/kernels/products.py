@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -101,11 +101,14 @@ def _precision(weight: Tensor) -> str:
     return "ieee" if weight.dtype == torch.float32 else "tf32"
 
 
-def product_tiles(shape: ProductShape, rows: int, is_pair: bool, itemsize: int, num_sms: int) -> ProductTiles:
-    """Choose tiles for some rows; ``is_pair``: pairs of the weight's rows share a tile.
+def product_tiles(
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], itemsize: int, num_sms: int
+) -> ProductTiles:
+    """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
     Measured on one H200 with whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
     """
+    is_pair = kind == "pairs"
     n = 128 if is_pair else 64
     if itemsize == 4:
         tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
@@ -120,7 +123,8 @@ def product_tiles(shape: ProductShape, rows: int, is_pair: bool, itemsize: int, 
         tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
     else:
         # As wide as registers allow: shared memory bounds the instructions of narrower ones.
-        tiles = ProductTiles(128, 64, 256 if rows > 128 and shape.splits == 1 else 128, 8, 3)
+        is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
+        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 3)
     count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
     return replace(tiles, walks=rows > 64 and (shape.splits == 1 or count >= _enough(num_sms)))
 
@@ -247,7 +251,7 @@ def qkv_product(
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, True, weight)
+    tiles = tiles or _tiles(shape, count, "pairs", weight)
     half_block = _half_block(head_dim)
     # A whole head at least.
     tiles = tiles if 2 * half_block <= tiles.block_n else _of_wide_heads(tiles, half_block)
@@ -256,13 +260,14 @@ def qkv_product(
     args = HeadArgs(
         weight if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
         out.kv_rows, out.query, keys, values, keys.stride(0), keys.stride(1),
+        count // len(out.slots),
     )  # fmt: skip
     in_tile = tiles.block_n // 2 // half_block
     blocks = triton.cdiv(heads + 2 * kv_heads, in_tile) * triton.cdiv(count, tiles.block_rows)
     kernels.qkv_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
         rows.scaled, weight, _factor(rows, norm), args, count, scratch, SHAPE=shape, TILES=tiles,
         GROUPS=_groups(shape.depth),
-        HEADS=HeadShape(heads, kv_heads, head_dim, half_block, count // len(out.slots), head_norms is not None),
+        HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
@@ -293,7 +298,7 @@ def add_product(
     assert scratch is not None
     count = len(x)
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, False, weight)
+    tiles = tiles or _tiles(shape, count, "sum", weight)
     overlaps, options = overlapping(x.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
     kernels.add_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
@@ -322,7 +327,7 @@ def gated_product(
     assert scratch is not None
     count = len(out)
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, True, weight)
+    tiles = tiles or _tiles(shape, count, "pairs", weight)
     overlaps, options = overlapping(out.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
     kernels.gated_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
@@ -343,7 +348,7 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
     shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    tiles = tiles or _tiles(shape, count, False, weight)
+    tiles = tiles or _tiles(shape, count, "logits", weight)
     overlaps, options = overlapping(out.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
     kernels.head_product_kernel[(blocks, 1)](
@@ -352,8 +357,10 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     )  # fmt: skip
 
 
-def _tiles(shape: ProductShape, rows: int, is_pair: bool, weight: Tensor) -> ProductTiles:
-    return product_tiles(shape, rows, is_pair, weight.itemsize, num_processors(weight.device))
+def _tiles(
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor
+) -> ProductTiles:  # fmt: skip
+    return product_tiles(shape, rows, kind, weight.itemsize, num_processors(weight.device))
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
