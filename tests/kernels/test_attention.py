@@ -23,8 +23,8 @@ from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
 
 SLOW = pytest.mark.slow
-SHARED = [AttentionTiles(programs) for programs in (1, 2, 8)]
-"""One program keeps a state of all, two keep states of groups, eight of splits."""
+SHARED = [AttentionTiles(programs) for programs in (1, 2, 16)]
+"""One program keeps a state of all, two keep states of groups, sixteen of splits."""
 
 
 ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 6, 2, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
@@ -137,6 +137,6 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
 
 
 def test_long_caches_and_many_rows_keep_few_states() -> None:
-    assert [attention_tiles(units, 132).programs for units in (8, 32, 256)] == [33, 8, 1]
-    states = [num_states(32768, attention_tiles(units, 132)) for units in (8, 32, 256)]
+    assert [attention_tiles(units, 132).programs for units in (8, 32, 512)] == [66, 16, 1]
+    states = [num_states(32768, attention_tiles(units, 132)) for units in (8, 32, 512)]
     assert states == [52, 33, 1]

@@ -112,17 +112,17 @@ def num_states(capacity: int, tiles: AttentionTiles) -> int:
     if tiles.walks:
         return 1
     splits = num_splits(capacity)
-    # States of splits: of fewer groups than 3 / 8 of the programs, and one on either side of a window.
-    return max(min(splits, GROUP * (-(-3 * tiles.programs // 8))), -(-splits // GROUP))
+    # States of splits: of fewer groups than 3 / 16 of the programs.
+    return max(min(splits, GROUP * (-(-3 * tiles.programs // 16))), -(-splits // GROUP))
 
 
 def attention_tiles(units: int, num_sms: int, is_wide: bool = False) -> AttentionTiles:
     """Choose for ``units``: blocks of query rows of all key heads and places.
 
-    Two programs for each multiprocessor. ``is_wide``: heads above 128 or float32, whose states need the registers of
-    more warps.
+    Four programs for each multiprocessor: not all of them find work. ``is_wide``: heads above 128 or float32, whose
+    states need the registers of more warps.
     """
-    tiles = AttentionTiles(max(1, 2 * num_sms // units))
+    tiles = AttentionTiles(max(1, 4 * num_sms // units))
     return replace(tiles, num_warps=8, num_stages=2, tail_warps=8) if is_wide else tiles
 
 

@@ -101,7 +101,7 @@ def _sharing(length, programs, numbers, SHAPE: tl.constexpr, WALKS: tl.constexpr
     if WALKS:
         return _SPLITS, first
     else:
-        width = tl.where(8 * (last - first + 1) < 3 * programs, 1, _SPLITS)
+        width = tl.where(16 * (last - first + 1) < 3 * programs, 1, _SPLITS)
         return width, first * (_SPLITS // width)
 
 

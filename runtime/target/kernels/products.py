@@ -124,7 +124,7 @@ def product_tiles(
     else:
         # As wide as registers allow: shared memory bounds the instructions of narrower ones.
         is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
-        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 3)
+        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if rows > 128 and kind != "logits" else 3)
     count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
     return replace(tiles, walks=rows > 64 and (shape.splits == 1 or count >= _enough(num_sms)))
 
