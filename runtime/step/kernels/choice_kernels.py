@@ -86,6 +86,10 @@ class ChoiceScratch(NamedTuple):
     num_listed: Tensor
     """int32 [rows]"""
 
+    def first(self, rows: int) -> ChoiceScratch:
+        """That of the first ``rows``."""
+        return ChoiceScratch(self.part, *(tensor[:rows] for tensor in self[1:]))
+
 
 @dataclass(frozen=True)
 class ChoiceRules:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
@@ -223,5 +227,33 @@ def test_after_warming_up_a_call_captures_nothing(tmp_path: Path) -> None:
     assert decoders._decoders == before
     assert output.stats.graph_bytes == decoders.graph_bytes
     assert output.stats.cache_bytes == first.cache_bytes
-    assert [len(decoder._graphs) for decoder in before.values()] == [5]
+    assert [len(graphs) for decoder in before.values() for graphs in decoder._graphs.values()] == [5]
     assert model.warmup(4, 300, speculative=False).num_graphs == 5
+
+
+def test_memory_after_300_calls_is_that_after_30(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random calls over more numbers of slots and rules than are kept: each is built and captured many times."""
+    monkeypatch.setattr(decoders, "MOST_DECODERS", 3)
+    monkeypatch.setattr(decoder, "MOST_RULES", 3)
+    model, prompts = pair(tmp_path, "llama")
+    sampled: dict[str, Any] = {"temperature": 0.8, "seed": 1}
+    rules = [{}, sampled, {**sampled, "top_p": 0.9}, {"repetition_penalty": 1.2}, {"suppress_tokens": [5]}]
+    kinds = list(product((1, 2, 4), (True, False), rules))
+    rng = random.Random(0)
+    used, found = [], []
+    for calls in (rng.sample(kinds, 30), rng.choices(kinds, k=270)):
+        for count, is_drafted, options in calls:
+            output = model.generate(prompts[:count], max_new_tokens=12, speculative=is_drafted, **options)
+            found.append(((count, rules.index(options)), output.token_ids))
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    answers = dict(found)
+    assert len(answers) == 15
+    assert all(token_ids == answers[kind] for kind, token_ids in found)
+    assert len(model._decoders._decoders) == 3
+    assert all(len(each._graphs) <= 3 for each in model._decoders._decoders.values())
+    # Half of what cuBLAS keeps for one more stream.
+    assert used[1] - used[0] < 16 << 20
