@@ -39,6 +39,7 @@ from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
+from .kernels.ngrams import Texts, bar_ngrams, keep_text
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -131,6 +132,8 @@ class Decoder:
         )  # fmt: skip
         choice = ChoiceState.allocate(num_slots, cache.capacity, target.vocab_size, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
+        tokens = torch.zeros((num_slots, cache.capacity), dtype=torch.int32, device=device)
+        self.texts = Texts(tokens, self.state.lengths)
         self.box = PromptBox.allocate(cache.capacity, device)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
@@ -209,6 +212,7 @@ class Decoder:
         """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
         plain = Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool)
         plain.state, plain.entering, plain.choice, plain.box = self.state, self.entering, self.choice, self.box
+        plain.texts = self.texts
         plain._roots = _Roots(self.state, is_path=True)
         return plain
 
@@ -334,8 +338,7 @@ class Decoder:
                 ops(commit_kv)(state, keys, values)
             if self.drafter is not None:
                 ops(commit_features)(state, bufs.features, nodes, self._first_row, self.drafter.features)
-            if rules.has_penalty:
-                ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
+            self._remember(state, rules)
             ops(list_active)(state)
 
         phases = (
@@ -355,7 +358,16 @@ class Decoder:
         if host is not None:
             host.choose(logits, trees, choices)
         else:
+            if rules.has_ngrams:
+                self.ops(bar_ngrams)(logits, trees, self.texts, self.choice.numbers)
             self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch.first(choices.numel()))
+
+    def _remember(self, state: SlotState, rules: ChoiceRules) -> None:
+        """Keep of the tokens that a walk has accepted what choices depend on."""
+        if rules.has_penalty:
+            self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
+        if rules.has_ngrams:
+            self.ops(keep_text)(state.new_tokens, state.active_slots, state.active_count, self.texts)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
@@ -385,8 +397,7 @@ class Decoder:
         def commit() -> None:
             if self.drafter is not None:
                 ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
-            if rules.has_penalty:
-                ops(mark_seen)(entering.new_tokens, entering.active_slots, entering.active_count, self.choice.seen)
+            self._remember(entering, rules)
 
         return (
             Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),

@@ -50,10 +50,15 @@ def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
         assert output.stats.num_empty_steps <= (len(prompts) if "max_slots" in options else 2)
 
 
-def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
+def greedy(model: SpeculativeModel, prompt: list[int], count: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt], device="cuda")
     output = model.target.model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
     )
     return output[0, len(prompt) :].tolist()
 
@@ -70,10 +75,25 @@ def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path) 
         assert "CUDA graphs" in output.stats.path
         assert output.token_ids == wanted.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
         assert output.stats.accepted_lengths == wanted.stats.accepted_lengths
-    on_host = few.generate(prompts, max_new_tokens=40, no_repeat_ngram_size=30)
-    assert "tokens chosen on the host (no_repeat_ngram_size" in on_host.stats.path
+    on_host = few.generate(prompts, max_new_tokens=40, logits_processor=[lambda _, scores: scores])
+    assert "tokens chosen on the host (function" in on_host.stats.path
     assert on_host.stats.accepted_lengths == wanted.stats.accepted_lengths
     assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
+
+
+def test_no_ngram_twice(tmp_path: Path) -> None:
+    """Barred within the graphs, in batches whose slots are taken again, greedy and sampled."""
+    model, prompts = pair(tmp_path, "llama")
+    output = model.generate(prompts, max_new_tokens=40, max_slots=3, no_repeat_ngram_size=2)
+    assert "on the host" not in output.stats.path
+    assert output.token_ids == [greedy(model, prompt, 40, no_repeat_ngram_size=2) for prompt in prompts]
+    on_host: dict[str, Any] = {"logits_processor": [lambda _, scores: scores]}
+    for sampling in ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 1}):
+        options = {"max_new_tokens": 300, "ignore_eos": True, "no_repeat_ngram_size": 3, **sampling}
+        wanted = model.generate(prompts, **options, **on_host)
+        assert "on the host" in wanted.stats.path
+        for more in ({}, {"speculative": False}):
+            assert model.generate(prompts, **options, **more).token_ids == wanted.token_ids
 
 
 @pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
