@@ -136,9 +136,10 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
 
 
 def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """Put rows [heads * head_dim, ...] of q or k in the order in which value i is rotated with value i + head_dim / 2.
+    """Put rows [heads * head_dim, ...] in the order in which value i is rotated with value i + head_dim / 2.
 
-    ``rotated``: of each head's values the first so many are, value i with value i + rotated / 2.
+    Rows of q, of k, or of their norms. ``rotated``: of each head's values the first so many are, value i with value
+    i + rotated / 2.
     """
     order = torch.arange(head_dim, device=rows.device)
     pairs = order[:rotated].view(2, -1), order[rotated:].view(2, -1)
