@@ -83,6 +83,10 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             found=head_dim,
         )
 
+    # transformers before 5 looks for longrope's beside the scaling alone.
+    length = "original_max_position_embeddings"
+    beside = {length: scaling[length]} if kind == "longrope" and length in scaling else {}
+
     def whole(frequencies: Tensor, factor: float) -> RotaryEmbedding:
         if rotated < head_dim and factor != 1.0:
             raise ValueError("it changes the size of what is rotated, which is a part")
@@ -99,6 +103,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
             rope_theta=config["rope_theta"],
             rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
+            **beside,
         )
         if kind in _BY_LENGTH:
 
