@@ -29,8 +29,6 @@ class PackedHead:
     """int32 [programs, head rows]: target id of each LM-head row."""
     embedding: Tensor
     norms: dict[str, Tensor]
-    head_norms: Tensor | None
-    """[2 * head_dim]: of the RMSNorms over each head, q's and then k's; None where there are none."""
     biases: Tensor
     """Of fc, qkv, o, gate, up and down, those that the head has, one after the other: `bias_layout`."""
     cos: Tensor
@@ -167,8 +165,8 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
             "post": w["post_attention_layernorm.weight"],
             "out": w.get("norm.weight", empty),
             "taps": torch.cat([w[name] for name in head.tap_norms]) if cfg.tap_norms else empty,
+            "heads": torch.cat(head.head_norms) if head.head_norms is not None else empty,
         },
-        head_norms=torch.cat(head.head_norms) if head.head_norms is not None else None,
         biases=torch.cat(biases) if biases else empty,
         cos=cos,
         sin=sin,

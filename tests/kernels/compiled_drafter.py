@@ -66,8 +66,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "head": HeadTensors(
             stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,
             norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
-            norm_heads=model if cfg.has_head_norms else "constexpr",
-            draft_vocab="i32", stride_embedding="i32",
+            norm_heads=model, draft_vocab="i32", stride_embedding="i32",
         ),
         "cache": KVCache(model, model, "i32", "i32"),
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
@@ -92,8 +91,6 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]
     by_index: dict[tuple[int, ...], Any] = {
         (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
     }
-    if not cfg.has_head_norms:
-        by_index[draft_kernel.arg_names.index("head"), HeadTensors._fields.index("norm_heads")] = None
     source = ASTSource(draft_kernel, types, by_index, aligned)
     compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
     report, sass = assembler_report(compiled.asm["ptx"], chip)

@@ -198,7 +198,7 @@ class HeadTensors(NamedTuple):
     cos: Any
     sin: Any
     norm_heads: Any
-    """[2 * head_dim]: of the RMSNorms over each head, q's and then k's; None without them."""
+    """[2 * head_dim]: of the RMSNorms over each head, q's and then k's."""
     draft_vocab: Any
     """LM-head rows in use."""
     stride_embedding: Any
