@@ -5,7 +5,8 @@
     print(output.text[0], output.stats.mean_accepted_length)
 
 Output is the target's own: greedy token for token, sampled in distribution and, for a seed, the same tokens that plain
-decoding with that seed gives. Both are exact in fp32; below it a near-tie can round differently.
+decoding with that seed gives. Both are exact in fp32, and in any type where `GenerationStats.exactness` says so (fused
+targets on a GPU); elsewhere a near-tie can round differently.
 """
 
 from __future__ import annotations
@@ -415,8 +416,8 @@ class SpeculativeModel:
             speculative: False decodes plainly, one token per pass: the same output, for comparison.
             reuse_prefix: take over what the slots still hold of earlier calls: tokens that a prompt shares with such a
                 sequence from the beginning on, as the next turn of a chat does, are not run again
-                (``stats.num_reused_tokens``). In float32 the answer is the same; below it a prompt cut differently can
-                round a near-tie differently.
+                (``stats.num_reused_tokens``). The answer is the same in float32 and where ``stats.exactness`` says so;
+                elsewhere a prompt cut differently can round a near-tie differently.
             time_phases: on a GPU, run a step phase by phase, so that `GenerationStats` tells draft and verify apart and
                 a profiler sees their names, a little slower than whole steps.
             options: what to generate; None leaves each as it is without it:
@@ -430,8 +431,8 @@ class SpeculativeModel:
                 seed: fixes every draw, together with the prompt's place in the call. None draws one from PyTorch's
                     generator, so that `torch.manual_seed` or transformers' `set_seed` fix it; the output tells it.
                 seeds: instead, a seed for each prompt, whose draws then depend on nothing else in the call: sampled
-                    alone and in a batch, a prompt gets the same answer (in float32; below it a near-tie can fall to
-                    either side). Alone, ``seeds=[s]`` is ``seed=s``.
+                    alone and in a batch, a prompt gets the same answer (in float32, and where ``stats.exactness``
+                    says so; elsewhere a near-tie can fall to either side). Alone, ``seeds=[s]`` is ``seed=s``.
                 stop: strings that end an answer, wherever tokens begin and end (``stop_strings`` in transformers).
                 stopping_criteria: transformers' criteria, or callables like them; asked for each prompt by itself,
                     without padding, and with None for scores.
@@ -495,7 +496,7 @@ class SpeculativeModel:
             steps = f"{steps}, tokens chosen on the host ({rules.host_reason})"
         tree = "plain decoding" if size.num_nodes == 1 else f"trees of {size.num_nodes} nodes"
         rows = self.target.exactness or "rows exact in float32 alone"
-        return f"{steps}; target {self.target.backend}, {rows}; {self.drafting}; {tree} ({size.reason})"
+        return f"{steps}; target {self.target.backend}; {rows}; {self.drafting}; {tree} ({size.reason})"
 
     def chat(
         self, messages: str | Messages | Sequence[Messages], sampling_params: Any = None, **options: Any
@@ -505,7 +506,8 @@ class SpeculativeModel:
         ``sampling_params``: vLLM's `SamplingParams`, or an object or mapping with its fields. ``options``: its fields
         by name (``max_tokens``, ``n``, ``logprobs``, ``stop_token_ids``, ...), or arguments of `generate`. With
         ``logprobs`` = k each result holds the log-probabilities of the k most probable ids and of its own at each
-        position, before penalties and temperature. Raises `UsageError` and `PromptError` as `encode_chat` and
+        position, before penalties and temperature. ``reuse_prefix`` is the default where it changes no answer: in
+        float32, and where rows are exact. Raises `UsageError` and `PromptError` as `encode_chat` and
         `generate` do.
         """
         is_one = isinstance(messages, str) or not messages or isinstance(messages[0], Mapping)
@@ -514,6 +516,7 @@ class SpeculativeModel:
         logprobs = keywords.pop("logprobs", None)
         if logprobs is not None:
             keywords["output_logits"] = True
+        keywords.setdefault("reuse_prefix", self.target.exactness is not None or self.target.dtype == torch.float32)
         output = self.generate([self.encode_chat(each) for each in conversations], **keywords)
         return output if logprobs is None else with_logprobs(output, read_count("logprobs", logprobs, 0))
 

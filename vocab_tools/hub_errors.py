@@ -19,6 +19,9 @@ BUSY = (408, 429, 500, 502, 503, 504)
 _ACCIDENTS = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectionError", "ChunkedEncodingError")
 GIVEN_UP = 599
 """Status, which no server sends, of what was asked for in vain as often as it is worth; its `given_up` says why."""
+_CONSISTENCY = "Consistency check failed"
+_BEYOND = 416
+"""Status of a range that begins beyond the end of a file."""
 NOT_ASKED = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 """Reasons that say: fetching is off."""
 _LOGIN = "Log in with `hf auth login`, or set HF_TOKEN."
@@ -60,6 +63,12 @@ class TooSlowError(Exception):
 def is_given_up(error: object) -> bool:
     """Whether an error says only that something, its cause, was given up."""
     return hasattr(error, "given_up")
+
+
+def came_otherwise(error: BaseException) -> bool:
+    """Whether a file of the cache came in another size than the Hub says, or what is there of it is too long."""
+    answer = getattr(error, "response", None)
+    return _CONSISTENCY in str(error) or getattr(answer, "status_code", None) == _BEYOND
 
 
 def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, purpose: str = "read") -> HubTrouble:
@@ -104,7 +113,7 @@ def trouble_of(error: BaseException, repo_id: str, revision: str | None = None, 
         return _no_connection(repo_id, cause)
     if isinstance(cause, errors.LocalTokenNotFoundError):
         return HubTrouble(f"{repo_id}: no token of the Hub is at hand", _LOGIN, name, facts)
-    if "Consistency check failed" in str(cause):
+    if _CONSISTENCY in str(cause):
         # What follows is advice to callers of the library.
         what = plain(str(cause).partition("\n")[0])
         advice = "It was cut off, or changed on the Hub meanwhile: run the same command again, which fetches it anew."

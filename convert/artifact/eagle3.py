@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+_ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def plan_tensors(
@@ -73,9 +73,10 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
     """A bias of zeros where the output projection lacks one: `attention_bias` is one switch for q, k, v and o.
 
     vLLM, SGLang and TensorRT-LLM leave it uninitialised where the file has none, as in heads with Qwen2's attention.
+    vLLM's Qwen3 layer, of heads with norms of q and k, has none.
     """
     name = names.ATTENTION_BIASES[head.kind][-1]
-    if not head.config.get("attention_bias") or name in head.tensors:
+    if head.has_head_norms or not head.config.get("attention_bias") or name in head.tensors:
         return []
     return [zeros_plan(name, head.dtype_name, head.hidden_size)]
 
@@ -83,12 +84,18 @@ def zero_output_bias(head: DraftHead) -> list[TensorPlan]:
 def slim_config(head: DraftHead, draft_vocab: int, flavour: str = "default") -> dict[str, Any]:
     """config.json of the slim head: the head's own values, with what every engine demands made explicit."""
     config = dict(head.config)
-    config["architectures"] = [flavoured_architecture("eagle3", flavour, ARCHITECTURE)]
-    config["model_type"] = "llama"
+    config |= layer_class(head.has_head_norms, flavour)
     config["draft_vocab_size"] = draft_vocab
     config["tie_word_embeddings"] = False
     config["torch_dtype"] = LONG_NAMES[head.dtype_name]
     return head_config.ordered_config(config)
+
+
+def layer_class(has_head_norms: bool, flavour: str) -> dict[str, Any]:
+    """The keys of config.json by which engines and transformers choose a class: `architectures` and `model_type`."""
+    if has_head_norms:
+        return {"architectures": [head_config.QWEN3_ARCHITECTURE], "model_type": "qwen3"}
+    return {"architectures": [flavoured_architecture("eagle3", flavour, _ARCHITECTURE)], "model_type": "llama"}
 
 
 def copy_plan(head: DraftHead, name: str) -> TensorPlan:

@@ -12,8 +12,7 @@ from eagle_slim.vocab_tools.vocabulary.draft_vocab import uncounted_warning
 from eagle_slim.vocab_tools.vocabulary.token_map import ids_from_d2t
 
 from ..artifact.artifact import freq_name
-from ..artifact.eagle3 import ARCHITECTURE
-from ..engines.registry import flavoured_architecture
+from ..artifact.eagle3 import layer_class
 from ..files import read_regular
 from ..head import config as head_config
 from ..weights import names
@@ -22,6 +21,7 @@ from ..weights.dtypes import FLOATS, LONG_NAMES, all_finite
 from .findings import Doubt, Findings, SkipCheck, join, refuse
 
 _MAPS = frozenset(names.MAPS)
+_HEAD_NORM = names.HEAD_NORMS["eagle3"][0]
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class RuleChecks:
 
     def config_keys(self) -> str:
         """Values that engines demand, and keys that mislead them."""
-        manifest, config = self.found.need_manifest(), self.found.need_config()
+        manifest, config, weights = self.found.need_manifest(), self.found.need_config(), self.found.weights
         problems = []
         if "bias" in config:
             problems.append(
@@ -159,8 +159,7 @@ class RuleChecks:
             )
         if manifest.kind == "eagle3":
             expected: dict[str, Any] = {
-                "architectures": [flavoured_architecture("eagle3", manifest.flavour, ARCHITECTURE)],
-                "model_type": "llama",
+                **({} if weights is None else layer_class(_HEAD_NORM in weights.tensors, manifest.flavour)),
                 "vocab_size": manifest.target_vocab,
                 "draft_vocab_size": manifest.draft_vocab,
                 "tie_word_embeddings": False,

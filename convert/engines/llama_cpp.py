@@ -7,7 +7,7 @@ from . import rules
 
 _NO_GGUF = "error if no GGUF: it reads GGUF alone, and there is none here; write one with eagle-convert DIR --gguf bf16"
 _BY_VLLM = "; serve it with vLLM"
-_BIASES = "have no place in its eagle3 architecture; " + rules.BY_VLLM_OR_OURS
+_NO_PLACE = "have no place in its eagle3 architecture; " + rules.BY_VLLM_OR_OURS
 
 ENGINE = rules.Engine(
     "llama.cpp",
@@ -18,8 +18,9 @@ ENGINE = rules.Engine(
         _NO_GGUF,
         "error if not three taps: fc takes {head.num_taps} captured layers, it captures exactly 3; "
         + rules.BY_VLLM_OR_SGLANG,
-        "error if attention biases: the biases of the attention " + _BIASES,
-        "error if MLP biases: the biases of the MLP " + _BIASES,
+        "error if attention biases: the biases of the attention " + _NO_PLACE,
+        "error if MLP biases: the biases of the MLP " + _NO_PLACE,
+        rules.HEAD_NORMS + _NO_PLACE,
         "error if norms of taps: a norm for each captured layer (fc_norm) is not known, only one over all of them; "
         + rules.BY_VLLM_OR_SGLANG,
         rules.ACTIVATION_UNREAD,

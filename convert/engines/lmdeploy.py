@@ -11,6 +11,7 @@ ENGINE = rules.Engine(
         "error if not Llama's class: architecture {head.architecture} raises RuntimeError; convert with --for lmdeploy",
         *rules.THREE_DEFAULT_TAPS,
         "error if norms before fc: the norms before fc raise KeyError; " + rules.BY_VLLM_OR_SGLANG,
+        rules.HEAD_NORMS + "are not known: their class raises RuntimeError, Llama's KeyError; " + rules.BY_VLLM_OR_OURS,
         "error if attention biases: the biases of the attention raise KeyError; serve it with vLLM",
         "error if MLP biases: the biases of the MLP raise KeyError; " + rules.BY_VLLM_OR_OURS,
         rules.ACTIVATION_UNREAD,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from ..head import config as head_config
+from ..head.config import QWEN3_ARCHITECTURE
 from ..weights import names
 from .facts import VOCAB_PADDING, HeadFacts
 
@@ -98,10 +99,14 @@ def _has_unwritten_arithmetic(head: HeadFacts) -> bool:
     return scaled or any(head.config.get(key) is False for key in ("is_neox_style", "rope_is_neox_style"))
 
 
+_BIASES_QWEN3_LACKS: Mapping[names.HeadKind, tuple[str, ...]] = {
+    kind: (biases[-1], *names.MLP_BIASES[kind]) for kind, biases in names.ATTENTION_BIASES.items()
+}
 CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "given": lambda head: True,
-    "another class": lambda head: head.architecture not in ("LlamaForCausalLMEagle3", None),
-    "not Llama's class": lambda head: head.architecture not in ("LlamaForCausalLM", None),
+    # Of the class of a head with norms of q and k a rule about these speaks.
+    "another class": lambda head: head.architecture not in ("LlamaForCausalLMEagle3", QWEN3_ARCHITECTURE, None),
+    "not Llama's class": lambda head: head.architecture not in ("LlamaForCausalLM", QWEN3_ARCHITECTURE, None),
     "class in Eagle": lambda head: (head.architecture or "").endswith("Eagle"),
     "class not in Eagle": lambda head: not (head.architecture or "Eagle").endswith("Eagle"),
     "z-lab's form": lambda head: "speculators_model_type" not in head.config,
@@ -126,6 +131,9 @@ CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "bare confidence": lambda head: (
         names.CONFIDENCE in head.tensor_names and not head.config.get("confidence_head_with_markov")
     ),
+    "norms of q and k": lambda head: _has_any(names.HEAD_NORMS, head),
+    "norms of q and k, biases": lambda head: _has_any(names.HEAD_NORMS, head) and _has_any(_BIASES_QWEN3_LACKS, head),
+    "norms of q and k, window": lambda head: _has_any(names.HEAD_NORMS, head) and head.sliding_window is not None,
     "norms before fc": lambda head: any(
         name == "input_norm.weight" or names.is_fc_norm(name) for name in head.tensor_names
     ),
@@ -199,4 +207,5 @@ NORMED_OUTPUT = (
     "error if normed output: norm_output is not known: a draft reads the hidden state before the norm, so later drafts "
     "are wrong; " + BY_VLLM_OR_SGLANG
 )
+HEAD_NORMS = "error if norms of q and k: the norms of q and k "
 PARTIAL_ROTATION = "error if partial rotation: partial_rotary_factor {head.config[partial_rotary_factor]} "

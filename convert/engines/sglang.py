@@ -14,6 +14,9 @@ ENGINE = rules.Engine(
     "the first drafted on an H200, the last's loader run on CPU",
     eagle3=(
         *_BOTH,
+        rules.HEAD_NORMS
+        + "raise ValueError, as it has no class for such a layer (Llama's drops them without a word); "
+        + rules.BY_VLLM_OR_OURS,
         "error if another class: architecture {head.architecture} is not one of its draft classes; "
         "convert without --for lmdeploy",
         "error if attention biases: the biases of q, k and v are dropped, so it drafts wrongly; serve it with vLLM",
@@ -26,6 +29,7 @@ ENGINE = rules.Engine(
     ),
     eagle=(
         *_BOTH,
+        rules.HEAD_NORMS + "are dropped, so it drafts wrongly; generate with eagle-generate",
         "error if class not in Eagle: architecture {head.architecture} is loaded as a plain decoder, not as a draft "
         "head; convert with --for sglang",
         "error if no fc.bias: fc.bias is missing and would stay random; convert the head, which adds a bias of zeros",

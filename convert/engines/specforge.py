@@ -14,6 +14,7 @@ ENGINE = rules.Engine(
         "error if another class: architecture {head.architecture} is not registered; convert without --for lmdeploy",
         "error if attention biases: the biases of the attention are not loaded; " + _TRAIN_THERE,
         "error if MLP biases: the biases of the MLP are not loaded; " + _TRAIN_THERE,
+        rules.HEAD_NORMS + "raise ValueError, as it has no class for such a layer; train the head with speculators",
         rules.EMBEDDING_UNREAD + _TRAIN_THERE,
         rules.PARTIAL_ROTATION + "is not read, so it rotates other values; " + _TRAIN_THERE,
         "error if norm before residual: norm_before_residual is " + _UNKNOWN,

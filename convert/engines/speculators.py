@@ -16,6 +16,8 @@ ENGINE = rules.Engine(
         "--algorithm-kwargs '{{\"eagle_aux_hidden_state_layer_ids\": [{head.taps_text}]}}'",
         f"{rules.PARTIAL_ROTATION}{_LOST}, so it rotates other values; add it to the transformer_layer_config that it "
         "writes",
+        rules.HEAD_NORMS + "are dropped by its converter, which writes a Llama layer; serve the artifact itself with "
+        "vLLM",
         f"warning if norm before residual: norm_before_residual {_LOST}; "
         "give it: --algorithm-kwargs '{{\"norm_before_residual\": true}}'",
         f"warning if window: the layer's sliding window {_LOST}; "

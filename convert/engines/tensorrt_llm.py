@@ -11,6 +11,7 @@ ENGINE = rules.Engine(
         "warning if another class: architecture {head.architecture} is known to the one-model path only; "
         "convert without --for lmdeploy",
         rules.ACTIVATION_UNREAD,
+        rules.HEAD_NORMS + "are not loaded, so it drafts wrongly; " + rules.BY_VLLM_OR_OURS,
         rules.EMBEDDING_UNREAD + rules.BY_VLLM_OR_OURS,
         rules.WINDOW_UNKNOWN + rules.BY_VLLM_OR_OURS,
         rules.RESIDUAL_OF_THE_NORM,

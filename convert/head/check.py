@@ -41,6 +41,16 @@ def settle_biases(tensors: LazyTensors, config: dict[str, Any], kind: names.Head
     _settle_biases(tensors, config, "mlp_bias", mlp, mlp, where)
 
 
+def check_head_norms(tensors: LazyTensors, kind: names.HeadKind, is_qwen3: bool, where: str) -> None:
+    """Raise CheckpointError for one of the norms of q and k alone, and for none where `is_qwen3` promises them."""
+    missing = [name for name in names.HEAD_NORMS[kind] if name not in tensors]
+    if len(missing) == 1 or (missing and is_qwen3):
+        why = "config.json says a Qwen3 layer" if len(missing) > 1 else "the other one of q and k is there"
+        raise CheckpointError.at(
+            where, f"{' and '.join(missing)} missing: {why}.\nFetch the complete head.", missing=missing
+        )
+
+
 def settle_eagle(tensors: LazyTensors, config: dict[str, Any], where: str) -> None:
     """Check an EAGLE-1/2 head's first layer against its configuration, and put what is settled into the latter."""
     hidden = config["hidden_size"]
@@ -206,6 +216,7 @@ def _layer_shapes(config: Mapping[str, Any], layer: str, inputs: int) -> Shapes:
     return {
         **{f"{layer}{name}.weight": shape for name, shape in matrices.items()},
         **{f"{layer}{name}.bias": shape[:1] for name, shape in matrices.items()},
+        **{f"{layer}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"},
         f"{layer}input_layernorm.weight": (hidden,),
         f"{layer}post_attention_layernorm.weight": (hidden,),
     }

@@ -15,6 +15,8 @@ from ..weights import names
 
 AUX_LAYER_KEY = "eagle_aux_hidden_state_layer_ids"
 EMBEDDING_TRAINED_KEY = "embed_requires_grad"
+QWEN3_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
+"""vLLM's class of EAGLE-3 heads whose layer is Qwen3's (`model_executor/models/qwen3_eagle3.py`)."""
 
 # Keys that must not reach the output: paths of the machine that trained the head, code references, and the EAGLE-1/2
 # flag `bias` that makes vLLM and SGLang build attention biases and leave them uninitialised.
@@ -131,6 +133,16 @@ def uses_aux_layers(config: Mapping[str, Any]) -> bool:
     """False for the rare EAGLE-3 head that reads only the target's last hidden state (`use_aux_hidden_state` false)."""
     nested = config.get("eagle_config")
     return not (isinstance(nested, Mapping) and nested.get("use_aux_hidden_state") is False)
+
+
+def says_qwen3(source: Mapping[str, Any]) -> bool:
+    """Whether a head's own configuration, flat or nested, has an EAGLE-3 layer with Qwen3's norms of q and k.
+
+    What vLLM goes by: the class, or in speculators' form the model type (`transformers_utils/configs/speculators`).
+    """
+    nested, found = source.get("transformer_layer_config"), source.get("architectures")
+    is_named = isinstance(found, list) and found[:1] == [QWEN3_ARCHITECTURE]
+    return is_named or (isinstance(nested, Mapping) and nested.get("model_type") == "qwen3")
 
 
 def sliding_window(config: Mapping[str, Any]) -> int | None:

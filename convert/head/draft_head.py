@@ -85,6 +85,11 @@ class DraftHead:
         return tuple(name for name in (names.MARKOV_OUT,) if name in self.tensors)
 
     @property
+    def has_head_norms(self) -> bool:
+        """Whether its attention normalises each head of q and k, as Qwen3's does."""
+        return self.kind != "dflash" and names.HEAD_NORMS[self.kind][0] in self.tensors
+
+    @property
     def has_own_embedding(self) -> bool:
         """Whether it reads tokens through an embedding of its own: of another width than the target's, or trained.
 

@@ -20,7 +20,7 @@ from ..weights import names
 from ..weights.checkpoint import Checkpoint, open_checkpoint
 from ..weights.paths import doubts_of_choice
 from . import config as head_config
-from .check import check_dtypes, settle_biases, settle_eagle, settle_eagle3, settle_taps
+from .check import check_dtypes, check_head_norms, settle_biases, settle_eagle, settle_eagle3, settle_taps
 from .dflash import open_dflash
 from .draft_head import DraftHead
 from .tensors import LazyTensors
@@ -107,6 +107,7 @@ def head_from_checkpoint(
         table.stored.setdefault(names.LM_HEAD, table.stored[names.EMBEDDING])
     tensors = LazyTensors(checkpoint, table.stored)
     check_dtypes(tensors, location)
+    check_head_norms(tensors, table.kind, head_config.says_qwen3(config), location)
     settle_biases(tensors, flat, table.kind, location)
     settle = _eagle if table.kind == "eagle" else _eagle3
     ids, taps, warnings = settle(tensors, flat, location, d2t_form, tap_layers)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import cast
 
-from eagle_slim.vocab_tools.hub_errors import at
+from eagle_slim.vocab_tools.hub_errors import at, came_otherwise
 
 from ..errors import CheckpointError, SourceError
 from ..weights.paths import list_names
@@ -159,4 +160,16 @@ def _cached(repo_id: str, revision: str | None, choose: Choose, hints: Sequence[
 def _download(repo_id: str, name: str, revision: str) -> str:
     from huggingface_hub import hf_hub_download
 
-    return ask(lambda: hf_hub_download(repo_id, name, revision=revision, library_name=LIBRARY_NAME), repo_id, revision)
+    download = partial(hf_hub_download, repo_id, name, revision=revision, library_name=LIBRARY_NAME)
+
+    def whole() -> str:
+        try:
+            return download()
+        except OSError as error:
+            if not came_otherwise(error):
+                raise
+            # Before 1.0 the library would go on from what it has of the file, at every further run.
+            notify_stderr(f"{repo_id}: {name} did not come as it is on the Hub; fetching it anew")
+            return download(force_download=True)
+
+    return ask(whole, repo_id, revision)

@@ -44,13 +44,18 @@ MLP_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
     kind: tuple(f"{layer}{name.removesuffix('weight')}bias" for name in _MLP) for kind, layer in _LAYERS.items()
 }
 """Biases of the (first) layer's gate, up and down projections."""
+HEAD_NORMS: Mapping[HeadKind, tuple[str, ...]] = {
+    kind: (f"{layer}self_attn.q_norm.weight", f"{layer}self_attn.k_norm.weight") for kind, layer in _LAYERS.items()
+}
+"""RMSNorms over each head of q and of k in the (first) layer, as Qwen3's attention has them: [head_dim] each."""
 _EAGLE3_OPTIONAL = (
-    FC, FC_BIAS, LM_HEAD, EMBEDDING, "input_norm.weight", *ATTENTION_BIASES["eagle3"], *MLP_BIASES["eagle3"], *MAPS,
+    FC, FC_BIAS, LM_HEAD, EMBEDDING, "input_norm.weight", *ATTENTION_BIASES["eagle3"], *MLP_BIASES["eagle3"],
+    *HEAD_NORMS["eagle3"], *MAPS,
 )  # fmt: skip
 _FC_NORM = re.compile(r"fc_norm\.\d+\.weight")
 _EAGLE_LAYER = re.compile(
     r"layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
-    r"|(input|post_attention)_layernorm\.weight)"
+    r"|(self_attn\.[qk]_norm|(input|post_attention)_layernorm)\.weight)"
 )
 
 # What only DFlash has outside its layers: the norm of the captured hidden states, which EAGLE-3 has inside its layer.
@@ -113,7 +118,6 @@ OTHER_DRAFTS = {
 # Marks of heads that resemble EAGLE and are something else, with the name to refuse them by.
 _FOREIGN = (
     (re.compile(r".*\.(kv_a_proj_with_mqa|kv_b_proj|q_a_proj|q_b_proj|kv_a_layernorm)\b.*"), "an MLA attention head"),
-    (re.compile(r".*\.(q_norm|k_norm)\.weight"), "a head with query/key norms (Qwen3 attention)"),
     (
         re.compile(
             r".*\.(weight_(scale|scale_inv|scale_2|global_scale|zero_point|packed|shape|g_idx)|qweight|qzeros|scales|g_idx"
@@ -175,7 +179,7 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
                 raise UnsupportedHeadError.at(
                     where,
                     f"tensor {name} marks {meaning}, which is not converted.\n"
-                    "Expected an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama decoder layer.",
+                    "Expected an unquantised EAGLE-3, EAGLE-1 or EAGLE-2 head with a Llama or Qwen3 decoder layer.",
                     tensor=name,
                     found=meaning,
                 )

@@ -57,6 +57,8 @@ class DrafterConfig:
     has_qkv_bias: bool = False
     has_o_bias: bool = False
     has_mlp_bias: bool = False
+    has_head_norms: bool = False
+    """RMSNorms over each head of q and of k."""
     activation: str = "silu"
     norm_before_residual: bool = False
     norm_output: bool = False
@@ -230,7 +232,8 @@ def head_dimensions(head: HeadWeights) -> dict[str, Any]:
         "feature_width": head.feature_width, "target_vocab": head.embedding.shape[0], "norm_eps": head.norm_eps,
         "dtype": head.dtype, "has_fc": has_fc, "has_fc_bias": has_fc and "fc.bias" in w,
         "has_qkv_bias": "self_attn.q_proj.bias" in w, "has_o_bias": "self_attn.o_proj.bias" in w,
-        "has_mlp_bias": "mlp.gate_proj.bias" in w, "activation": ACTIVATIONS.get(head.activation, head.activation),
+        "has_mlp_bias": "mlp.gate_proj.bias" in w, "has_head_norms": head.head_norms is not None,
+        "activation": ACTIVATIONS.get(head.activation, head.activation),
         "norm_before_residual": head.kind == "eagle3" and head.norm_before_residual,
         "norm_output": head.kind == "eagle3" and head.norm_output,
         "tap_norms": len(head.tap_norms) if has_fc and head.kind == "eagle3" else 0,

@@ -124,7 +124,7 @@ def kernel_arguments(
         "head": HeadTensors(
             packed.stream, packed.scales, packed.row_ids, packed.embedding, norms["in"], norms["hidden"],
             norms["post"], norms["out"], packed.biases, norms["taps"], packed.cos, packed.sin,
-            cfg.draft_vocab, packed.embedding.stride(0),
+            norms["heads"], cfg.draft_vocab, packed.embedding.stride(0),
         ),
         "cache": KVCache(bufs.keys, bufs.values, bufs.keys.stride(0), bufs.keys.stride(1)),
         "ws": Workspace(*(bufs.workspace[buffer.name] for buffer in BUFFERS)),

@@ -165,6 +165,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
             "post": w["post_attention_layernorm.weight"],
             "out": w.get("norm.weight", empty),
             "taps": torch.cat([w[name] for name in head.tap_norms]) if cfg.tap_norms else empty,
+            "heads": torch.cat(head.head_norms) if head.head_norms is not None else empty,
         },
         biases=torch.cat(biases) if biases else empty,
         cos=cos,

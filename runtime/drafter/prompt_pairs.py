@@ -40,7 +40,7 @@ def write_pairs(
         inputs = F.linear(torch.cat((embedded, features), -1), w["fc.weight"], w.get("fc.bias"))
     weight, bias = head.kv_projection
     ops(rotate_append)(
-        inputs @ weight, bias, None, 0.0, *tables, positions, slots, rows, bufs.keys, bufs.values
+        inputs @ weight, bias, head.head_norms, head.norm_eps, *tables, positions, slots, rows, bufs.keys, bufs.values
     )  # fmt: skip
 
 

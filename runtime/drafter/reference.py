@@ -8,7 +8,8 @@ at position n - 1 + l.
 EAGLE-3 (arXiv:2503.01840), one pass over a pair (h, e): at pass 0 ``h = fc(taps)``, later the parent's output;
 ``a = cat(norm(e), norm(h))``; ``y = h + attention(a)``; ``y = y + mlp(norm(y))``; logits are ``lm_head(norm(y))`` and
 y is the children's h. Where the head says so, taps pass an RMSNorm before ``fc`` (all of them together, or each its
-own), the residual of the attention is ``norm(h)``, and the children's h is ``norm(y)``.
+own), the residual of the attention is ``norm(h)``, and the children's h is ``norm(y)``. Where it has norms of q and k,
+each of their heads passes an RMSNorm before it is rotated (Qwen3, arXiv:2505.09388; transformers' `Qwen3Attention`).
 
 EAGLE-1/2 (arXiv:2401.15077, 2406.16858): ``a = fc(cat(e, h))`` at every pass, attention without a norm before it,
 residual from ``a``, and logits are the target's ``lm_head(y)`` with no norm.
@@ -225,10 +226,11 @@ class ReferenceDraft:
         return log_probs, self.joined.ids.gather(1, columns.flatten(1)).view_as(columns)
 
     def _heads(self, inputs: Tensor, projection: str, heads: int) -> Tensor:
-        """Project to [active, heads, nodes, head_dim]."""
+        """Project to [active, heads, nodes, head_dim], each head of q and k through its norm where there is one."""
         w, name = self.head.tensors, f"self_attn.{projection}_proj"
-        projected = F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias"))
-        return projected.view(*inputs.shape[:2], heads, -1).transpose(1, 2)
+        projected = F.linear(inputs, w[f"{name}.weight"], w.get(f"{name}.bias")).view(*inputs.shape[:2], heads, -1)
+        norm = w.get(f"self_attn.{projection}_norm.weight")
+        return (projected if norm is None else self._norm(projected, norm)).transpose(1, 2)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self.head.norm_eps)

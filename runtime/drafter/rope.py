@@ -83,6 +83,10 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             found=head_dim,
         )
 
+    # transformers before 5 looks for longrope's beside the scaling alone.
+    length = "original_max_position_embeddings"
+    beside = {length: scaling[length]} if kind == "longrope" and length in scaling else {}
+
     def whole(frequencies: Tensor, factor: float) -> RotaryEmbedding:
         if rotated < head_dim and factor != 1.0:
             raise ValueError("it changes the size of what is rotated, which is a part")
@@ -99,6 +103,7 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
             max_position_embeddings=config.get("max_position_embeddings") or 2048,
             rope_theta=config["rope_theta"],
             rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
+            **beside,
         )
         if kind in _BY_LENGTH:
 
@@ -136,9 +141,10 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
 
 
 def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
-    """Put rows [heads * head_dim, ...] of q or k in the order in which value i is rotated with value i + head_dim / 2.
+    """Put rows [heads * head_dim, ...] in the order in which value i is rotated with value i + head_dim / 2.
 
-    ``rotated``: of each head's values the first so many are, value i with value i + rotated / 2.
+    Rows of q, of k, or of their norms. ``rotated``: of each head's values the first so many are, value i with value
+    i + rotated / 2.
     """
     order = torch.arange(head_dim, device=rows.device)
     pairs = order[:rotated].view(2, -1), order[rotated:].view(2, -1)

@@ -32,8 +32,9 @@ class HeadWeights:
     """Everything a drafter computes with; matrices are [out, in] in one dtype on one device.
 
     ``tensors`` holds, without the layer's prefix: ``fc.weight``, ``fc.bias``, ``self_attn.{q,k,v,o}_proj.weight`` and
-    ``.bias``, ``mlp.{gate,up,down}_proj.weight`` and ``.bias``, ``input_layernorm.weight``, ``hidden_norm.weight``,
-    ``post_attention_layernorm.weight``, ``norm.weight``, ``input_norm.weight``, ``fc_norm.N.weight``: if there.
+    ``.bias``, ``self_attn.{q,k}_norm.weight`` [head_dim], ``mlp.{gate,up,down}_proj.weight`` and ``.bias``,
+    ``input_layernorm.weight``, ``hidden_norm.weight``, ``post_attention_layernorm.weight``, ``norm.weight``,
+    ``input_norm.weight``, ``fc_norm.N.weight``: if there.
     `open_head` has checked that they are there and fit each other. Raises `UsageError` for an embedding, an LM head or
     ids of another shape, and for tensors of another type or device.
     """
@@ -88,6 +89,12 @@ class HeadWeights:
             return ["input_norm.weight"]
         count = sum(name.startswith("fc_norm.") for name in self.tensors)
         return [f"fc_norm.{index}.weight" for index in range(count)]
+
+    @property
+    def head_norms(self) -> tuple[Tensor, Tensor] | None:
+        """Weights [head_dim] of the RMSNorms over each head of q and of k; None without them."""
+        q, k = (self.tensors.get(f"self_attn.{name}_norm.weight") for name in "qk")
+        return None if q is None or k is None else (q, k)
 
     @property
     def num_joining(self) -> int:
@@ -227,7 +234,7 @@ def load_head_weights(
     head_dim, rotated = int(config["head_dim"]), rotary_dim(config)
     if rotated < head_dim:
         for name in tensors:
-            if name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")):
+            if name.startswith(("self_attn.q_", "self_attn.k_")):
                 tensors[name] = rotated_first(tensors[name], head_dim, rotated)
     if head.kind == "eagle":
         # EAGLE-1/2 trains its only layer without this norm; some files carry it all the same.

@@ -143,7 +143,7 @@ def attention_shape(cfg: DrafterConfig, params: LaunchParams) -> AttentionShape:
     return AttentionShape(
         cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.top_k, MAX_DEPTH,
         heads_per_attention_unit(cfg.num_heads // cfg.num_kv_heads, cfg.head_dim), params.block_keys, cfg.num_slots,
-        params.part_keys, window=cfg.sliding_window or 0,
+        params.part_keys, window=cfg.sliding_window or 0, head_norms=cfg.has_head_norms, norm_eps=cfg.norm_eps,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ..drafter.buffers import Buffers
 from ..drafter.drafter import Drafter
 from ..drafter.launch import DraftFunction, check_finished, prefill_drafter
 from ..errors import UsageError
+from ..ops import side_stream
 from ..settings import TreeConfig
 from ..tree import DraftTree
 
@@ -118,14 +119,11 @@ class Session:
 
     def _capture(self) -> Callable[[], None]:
         """Record a draft; it runs once before, which changes nothing: the same inputs give the same tree."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._draft()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with side_stream() as stream:
             self._draft()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._draft()
         return graph.replay
 
     def read_tree(self, sampling: bool) -> UpstreamTree:

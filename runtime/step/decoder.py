@@ -16,11 +16,10 @@ PyTorch twins.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +28,18 @@ from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
-from ..ops import Ops
+from ..ops import Ops, side_stream
 from ..settings import MAX_NEW_TOKENS
 from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
+from .graphs import GraphPool, Run, recall
 from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
 from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
+from .kernels.ngrams import Texts, bar_ngrams, keep_text
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
 
 BUCKETS = (1, 2, 4, 8, 16)
@@ -47,8 +48,8 @@ CHUNKS = (64, 512)
 """Rows of a prompt's forward: the smallest that holds what is left of it, else the largest."""
 LARGEST_EAGER_CHUNK = 1024
 """Rows of a prompt's forward at most where it is not captured: then each is as large as what is left."""
-
-Run = Callable[[], None]
+MOST_RULES = 8
+"""Rules of choice that a decoder keeps graphs for: those used last."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,7 @@ class Decoder:
     """State, buffers and steps for up to ``num_slots`` sequences of ``cache.capacity`` rows each.
 
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
-    be held by a graph. ``pool``: memory that the graphs share with those of other decoders, as graphs leave nothing in
-    it from one replay to the next; None is a pool of its own.
+    be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Decoder:
         drafter: BufferedDrafter | None,
         num_slots: int,
         waits: bool = False,
-        pool: Any = None,
+        pool: GraphPool | None = None,
     ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
@@ -132,6 +132,8 @@ class Decoder:
         )  # fmt: skip
         choice = ChoiceState.allocate(num_slots, cache.capacity, target.vocab_size, device)
         self.choice = choice._replace(num_generated=self.state.num_generated)
+        tokens = torch.zeros((num_slots, cache.capacity), dtype=torch.int32, device=device)
+        self.texts = Texts(tokens, self.state.lengths)
         self.box = PromptBox.allocate(cache.capacity, device)
         self._first_row = torch.zeros(1, dtype=torch.int32, device=device)
         self._bufs = target.new_buffers(num_slots, self.nodes, num_slots * self.nodes, cache.capacity)
@@ -141,9 +143,8 @@ class Decoder:
         """What may join each slot's draft vocabulary; None where it stays as it is."""
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, _Chunk] = {}
-        self._scratch: dict[tuple[int, int], ChoiceScratch] = {}
-        self._graphs: dict[object, Run] = {}
-        self._pool = torch.cuda.graph_pool_handle() if pool is None and device.type == "cuda" else pool
+        self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
+        self._pool = GraphPool() if pool is None and device.type == "cuda" else pool
         self.graph_bytes = 0
         """Memory that capturing graphs has taken."""
 
@@ -165,13 +166,13 @@ class Decoder:
         ``host`` chooses tokens on the host, in the place of the kernels.
         """
         places = self._places_for(num_active)
-        self._run_phases(("step", places, rules), self._phases(places, rules, host))
+        self._run_phases(("step", places), rules, self._phases(places, rules, host))
 
     def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
         """Give the phases of one step, each to be run by the caller in order."""
         places = self._places_for(num_active)
         for phase in self._phases(places, rules, host):
-            yield Phase(phase.name, partial(self._run_phases, (phase.name, places, rules), [phase]))
+            yield Phase(phase.name, partial(self._run_phases, (phase.name, places), rules, [phase]))
 
     def _places_for(self, num_active: int) -> int:
         """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
@@ -202,7 +203,7 @@ class Decoder:
         left = num_tokens
         while left > 0:
             nodes = chunk_of(left) if self.ops.use_kernels else min(left, LARGEST_EAGER_CHUNK)
-            self._run_phases(("chunk", nodes, rules), self._chunk_phases(nodes, rules, host))
+            self._run_phases(("chunk", nodes), rules, self._chunk_phases(nodes, rules, host))
             left -= nodes
         self.ops(list_active)(self.state)
 
@@ -211,6 +212,7 @@ class Decoder:
         """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
         plain = Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool)
         plain.state, plain.entering, plain.choice, plain.box = self.state, self.entering, self.choice, self.box
+        plain.texts = self.texts
         plain._roots = _Roots(self.state, is_path=True)
         return plain
 
@@ -236,29 +238,30 @@ class Decoder:
         runs: dict[object, Run] = {}
         for places in BUCKETS:
             if places <= bucket_of(num_active):
-                runs |= self._captures(("step", places, rules), self._phases(places, rules, None))
+                runs |= self._captures(("step", places), self._phases(places, rules, None))
         for nodes in CHUNKS:
-            runs |= self._captures(("chunk", nodes, rules), self._chunk_phases(nodes, rules, None))
-        missing = {key: run for key, run in runs.items() if key not in self._graphs}
+            runs |= self._captures(("chunk", nodes), self._chunk_phases(nodes, rules, None))
+        kept = self._graphs_for(rules)
+        missing = {key: run for key, run in runs.items() if key not in kept}
         if not missing:
             return WarmUp()
         started, bytes_before = time.perf_counter(), self.graph_bytes
         self._practise([*missing.values(), self._gather_rows])
         compiled = time.perf_counter()
         for key, run in missing.items():
-            self._graphs[key] = self._record(run)
+            kept[key] = self._record(run)
         captured = time.perf_counter()
         return WarmUp(compiled - started, captured - compiled, len(missing), self.graph_bytes - bytes_before)
 
-    def _run_phases(self, key: tuple[object, ...], phases: Sequence[Phase]) -> None:
+    def _run_phases(self, key: tuple[object, ...], rules: ChoiceRules, phases: Sequence[Phase]) -> None:
         """Run phases, as one graph where none waits, else each from its own where it can be captured."""
         runs = self._captures(key, phases) if self.has_graphs else {}
         if len(runs) == 1 and key in runs:
-            self._graph(key, runs[key])()
+            self._graph(key, rules, runs[key])()
             return
         for phase in phases:
             own = (*key, phase.name)
-            run = self._graph(own, runs[own]) if own in runs else phase.run
+            run = self._graph(own, rules, runs[own]) if own in runs else phase.run
             run()
 
     @staticmethod
@@ -268,29 +271,29 @@ class Decoder:
             return {(*key, phase.name): phase.run for phase in phases if not phase.waits}
         return {key: partial(_run_all, phases)}
 
-    def _graph(self, key: object, run: Run) -> Run:
-        if key not in self._graphs:
+    def _graphs_for(self, rules: ChoiceRules) -> dict[object, Run]:
+        return recall(self._graphs, rules, MOST_RULES, dict)
+
+    def _graph(self, key: object, rules: ChoiceRules, run: Run) -> Run:
+        kept = self._graphs_for(rules)
+        if key not in kept:
             self._practise([run])
-            self._graphs[key] = self._record(run)
-        return self._graphs[key]
+            kept[key] = self._record(run)
+        return kept[key]
 
     def _practise(self, runs: Iterable[Run]) -> None:
         """Run work over no slots, to compile kernels and create handles: a capture could not."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with self._no_slots(), torch.cuda.stream(stream):
+        with self._no_slots(), side_stream():
             for run in runs:
                 run()
-        torch.cuda.current_stream().wait_stream(stream)
 
     def _record(self, run: Run) -> Run:
         """Capture work that has run before into a graph."""
+        assert self._pool is not None
         before = torch.cuda.mem_get_info()[0]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
+        replay = self._pool.capture(run)
         self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
-        return graph.replay
+        return replay
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
@@ -335,8 +338,7 @@ class Decoder:
                 ops(commit_kv)(state, keys, values)
             if self.drafter is not None:
                 ops(commit_features)(state, bufs.features, nodes, self._first_row, self.drafter.features)
-            if rules.has_penalty:
-                ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
+            self._remember(state, rules)
             ops(list_active)(state)
 
         phases = (
@@ -356,7 +358,16 @@ class Decoder:
         if host is not None:
             host.choose(logits, trees, choices)
         else:
-            self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch_for(*choices.shape))
+            if rules.has_ngrams:
+                self.ops(bar_ngrams)(logits, trees, self.texts, self.choice.numbers)
+            self.ops(choose_tokens)(logits, trees, rules, self.choice, choices, self._scratch.first(choices.numel()))
+
+    def _remember(self, state: SlotState, rules: ChoiceRules) -> None:
+        """Keep of the tokens that a walk has accepted what choices depend on."""
+        if rules.has_penalty:
+            self.ops(mark_seen)(state.new_tokens, state.active_slots, state.active_count, self.choice.seen)
+        if rules.has_ngrams:
+            self.ops(keep_text)(state.new_tokens, state.active_slots, state.active_count, self.texts)
 
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
@@ -386,8 +397,7 @@ class Decoder:
         def commit() -> None:
             if self.drafter is not None:
                 ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
-            if rules.has_penalty:
-                ops(mark_seen)(entering.new_tokens, entering.active_slots, entering.active_count, self.choice.seen)
+            self._remember(entering, rules)
 
         return (
             Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
@@ -405,11 +415,10 @@ class Decoder:
         root = torch.full((self.num_slots, 1), -1, dtype=torch.int64, device=self.target.device)
         return root, root, torch.zeros_like(root)
 
-    def _scratch_for(self, places: int, nodes: int) -> ChoiceScratch:
-        key = (places, nodes)
-        if key not in self._scratch:
-            self._scratch[key] = choice_scratch(places, nodes, self.target.vocab_size, self.target.device)
-        return self._scratch[key]
+    @cached_property
+    def _scratch(self) -> ChoiceScratch:
+        """For as many rows as a step can have, of which each takes the first."""
+        return choice_scratch(self.num_slots, self.nodes, self.target.vocab_size, self.target.device)
 
     @property
     def _error(self) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +14,17 @@ from ..settings import TreeConfig
 from ..target.cache import KVCache
 from ..target.wrapper import TargetModel
 from .decoder import BUCKETS, Decoder, WarmUp, bucket_of
+from .graphs import GraphPool, recall
 from .kept_rows import KeptRows, capacity_for
 from .kernels.choice_kernels import ChoiceRules
 from .pace import Pace
 
+MOST_DECODERS = 12
+"""Numbers of slots and trees that decoders are kept for: those used last."""
+
 
 class Decoders:
-    """Builds `Decoder`s and keeps them with their graphs, as long as the cache is large enough.
+    """Builds `Decoder`s and keeps `MOST_DECODERS` of them with their graphs, as long as the cache is large enough.
 
     Their trees have the depth and the top_k of the drafter's, and no more nodes.
     """
@@ -32,7 +36,7 @@ class Decoders:
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
         self._decoders: dict[tuple[int, TreeConfig | None], Decoder] = {}
-        self._pool = self._new_pool()
+        self._pool = GraphPool() if self.has_graphs else None
         self.kept: list[KeptRows] = []
         """What each slot of the cache still holds of the sequence that was in it last."""
         self.paces: dict[int, Pace] = {}
@@ -67,10 +71,6 @@ class Decoders:
         """Device memory that capturing the graphs has taken, those of all decoders."""
         return sum(decoder.graph_bytes for decoder in self._decoders.values())
 
-    def _new_pool(self) -> Any:
-        """A handle of memory that the graphs of all decoders share; None where there are no graphs."""
-        return torch.cuda.graph_pool_handle() if self.has_graphs else None
-
     def forget(self) -> None:
         """Forget what the slots still hold."""
         self.kept = [KeptRows()] * len(self.kept)
@@ -92,20 +92,12 @@ class Decoders:
             capacity = capacity_for(max(needed, 0 if cache is None else cache.capacity))
             # The old one goes before the new one comes, so that there is room.
             self._decoders.clear()
-            # PyTorch takes no more graphs into a pool whose graphs have all gone.
-            self._pool = self._new_pool()
             self._cache = cache = self._draft_cache = None
-            self._cache = KVCache(self.target, slots, capacity)
+            # Before the cache, whose being here tells that all of it was done.
             self.kept = [KeptRows()] * slots
             self.target.reserve_positions(capacity + widest)
-        key = (num_slots, tree)
-        if key not in self._decoders:
-            assert self._cache is not None
-            drafter = None if tree is None else self._drafter(tree, num_slots, self._cache)
-            self._decoders[key] = Decoder(
-                self.target, self._cache.first(num_slots), drafter, num_slots, self.eager_reason is not None, self._pool
-            )
-        return self._decoders[key]
+            self._cache = cache = KVCache(self.target, slots, capacity)
+        return recall(self._decoders, (num_slots, tree), MOST_DECODERS, partial(self._build, num_slots, tree, cache))
 
     @torch.inference_mode()
     def warm_up(self, num_sequences: int, max_tokens: int, tree: TreeConfig | None, rules: ChoiceRules) -> WarmUp:
@@ -117,6 +109,11 @@ class Decoders:
             decoder.clear_()
             found = decoder.warm_up(rules, num_slots)
         return replace(found, cache_bytes=self.cache_bytes)
+
+    def _build(self, num_slots: int, tree: TreeConfig | None, cache: KVCache) -> Decoder:
+        drafter = None if tree is None else self._drafter(tree, num_slots, cache)
+        waits = self.eager_reason is not None
+        return Decoder(self.target, cache.first(num_slots), drafter, num_slots, waits, self._pool)
 
     def _drafter(self, tree: TreeConfig, num_slots: int, cache: KVCache) -> BufferedDrafter:
         drafter = self.drafter.like(self.drafter.weights, tree)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..errors import PairingError, UnsupportedModelError
+from ..ops import current, side_stream
 from . import attention
 from .cache import ForwardBuffers, KVCache, LayerShape, Target
 from .choose import Choice
@@ -173,13 +174,10 @@ class TargetModel:
     def _try_capture(self) -> None:
         lengths = torch.zeros(1, dtype=torch.int32, device=self.device)
         rows, bufs = ForwardRows.allocate(1, 1, lengths), self.new_buffers(1, 1, 1, 16)
-        cache, stream = KVCache(self, 1, 16), torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.inference_mode(), torch.cuda.device(self.device):
-            with torch.cuda.stream(stream):
-                self.forward(rows, cache, bufs)
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        cache, graph = KVCache(self, 1, 16), torch.cuda.CUDAGraph()
+        with torch.inference_mode(), current(self.device), side_stream() as stream:
+            self.forward(rows, cache, bufs)
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.forward(rows, cache, bufs)
 
     @property

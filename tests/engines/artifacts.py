@@ -20,6 +20,7 @@ TAPS = (1, 3, 6)
 """Tap layers of the head that does not use the default ones."""
 
 FREQUENCY_ORDER = Spelling("layers.0.", order="frequency", map_dtype=torch.int32, with_t2d=False)
+LAYERS_0 = Spelling("layers.0.")
 BIN_FILE = Spelling("model.layers.0.", file="pytorch_model.bin", architecture="LlamaForCausalLM")
 
 
@@ -51,6 +52,7 @@ class OracleFiles:
             "other_taps": lambda folder: oracle.build_eagle3_head(folder, taps=TAPS),
             "biased": lambda folder: oracle.build_eagle3_head(folder, is_biased=True),
             "trained_embedding": lambda folder: oracle.build_eagle3_head(folder, has_trained_embedding=True),
+            "head_norms": lambda folder: oracle.build_eagle3_head(folder, trained, LAYERS_0, has_head_norms=True),
             "dflash": oracle.build_dflash,
             "dflash_speculators": lambda folder: oracle.build_dflash(folder, "speculators"),
             "dflash_mapped": lambda folder: oracle.build_dflash(folder, "speculators", 640),

@@ -33,6 +33,10 @@ _WINDOW = {"layer_types": ["sliding_attention"], "sliding_window": 2048}
 _TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}
 _BIASED = frozenset({names.FC, names.ATTENTION_BIASES["eagle3"][0]})
 _MLP_BIASED = frozenset({names.FC, names.MLP_BIASES["eagle3"][0]})
+QWEN3 = with_config(
+    replace(EAGLE3, tensor_names=frozenset({names.FC, *names.HEAD_NORMS["eagle3"]})),
+    architectures=["Eagle3Qwen3ForCausalLM"], model_type="qwen3",
+)  # fmt: skip
 HEADS: dict[str, HeadFacts] = {
     "EAGLE-3 with a reduced vocabulary": EAGLE3,
     "… with its full vocabulary (`--draft-vocab full`)": replace(EAGLE3, draft_vocab=2048),
@@ -61,6 +65,9 @@ HEADS: dict[str, HeadFacts] = {
     "`norm_output`": with_config(EAGLE3, norm_output=True),
     "biases in the attention": replace(EAGLE3, tensor_names=_BIASED),
     "biases in the MLP": replace(EAGLE3, tensor_names=_MLP_BIASED),
+    "norms of q and k (Qwen3's layer)": QWEN3,
+    "… with biases of its output projection or MLP": replace(QWEN3, tensor_names=QWEN3.tensor_names | _MLP_BIASED),
+    "… in an EAGLE-1/2 head": replace(EAGLE1, tensor_names=EAGLE1.tensor_names | frozenset(names.HEAD_NORMS["eagle"])),
     "an embedding that was trained (`embed_requires_grad`)": with_config(
         replace(EAGLE3, tensor_names=frozenset({names.FC, names.EMBEDDING})), embed_requires_grad=True
     ),

@@ -12,6 +12,7 @@ only if all of these are:
 * **hidden state and embedding**: the head outputs ``e + 4 (R f - e)`` with ``e`` the embedding's code (through an
   attention that looks at its own position) and ``f`` the feature's, so a draft survives only if the two agree;
 * **attention and MLP**: the MLP doubles the output that the next step's residual takes away again;
+* **norms of q and k**, where the head has any: without them the attention looks at all positions alike;
 * **biases**, where the head has any: each takes away what another adds, or stands for a weight.
 
 All weights are small integers or powers of two, exact in bf16 and fp16. Nothing is random beyond a fixed seed.
@@ -275,6 +276,15 @@ def with_biases(tensors: dict[str, torch.Tensor], layer: str) -> dict[str, torch
     )
 
 
+def with_head_norms(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same EAGLE-3 head with norms of q and k, which make the same of projections of a sixteenth."""
+    changed = {}
+    for name in "qk":
+        changed[f"midlayer.self_attn.{name}_proj.weight"] = tensors[f"midlayer.self_attn.{name}_proj.weight"] / 16
+        changed[f"midlayer.self_attn.{name}_norm.weight"] = torch.full((HIDDEN // HEADS,), 4.0)
+    return tensors | changed
+
+
 def build_eagle3_head(
     folder: Path,
     ids: Sequence[int] | None = None,
@@ -284,6 +294,7 @@ def build_eagle3_head(
     dtype: torch.dtype = torch.bfloat16,
     is_biased: bool = False,
     has_trained_embedding: bool = False,
+    has_head_norms: bool = False,
 ) -> Path:
     """Write an EAGLE-3 head: full vocabulary (``ids=None``) or over ``ids``, in a given spelling.
 
@@ -294,6 +305,8 @@ def build_eagle3_head(
     tensors = eagle3_tensors(taps or DEFAULT_TAPS, sign=-1.0 if own_lm_head else 1.0)
     if is_biased:
         tensors = with_biases(tensors, "midlayer.")
+    if has_head_norms:
+        tensors = with_head_norms(tensors)
     if has_trained_embedding:
         # The other way round, and read so: with the target's it drafts wrongly.
         tensors["embed_tokens.weight"] = -codes()

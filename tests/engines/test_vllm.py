@@ -33,6 +33,7 @@ CASES = {
     "tap layers 1, 3, 6, to 640": ("other_taps", 640, "--tap-layers", ",".join(map(str, TAPS))),
     "biases of attention and MLP, to 640": ("biased", 640),
     "an embedding that was trained, to 640": ("trained_embedding", 640),
+    "norms of q and k, map, to 320": ("head_norms", 320),
     "EAGLE-1, unchanged head": ("eagle1", 320),
     "EAGLE-1 with biases of attention and MLP": ("eagle1_biased", 320),
 }

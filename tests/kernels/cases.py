@@ -40,7 +40,7 @@ def groups_of(**split: int) -> Callable[[LaunchParams], LaunchParams]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "each tap normed": {
         "tap_norms": 3, "norm_before_residual": True, "norm_output": True, "o_bias": True, "mlp_bias": True,
-        "activation": "gelu", "sliding_window": 4,
+        "head_norms": True, "activation": "gelu", "sliding_window": 4,
     },
     "all taps normed": {"tap_norms": 1, "norm_output": True, "activation": "gelu_pytorch_tanh"},
 }  # fmt: skip
@@ -65,6 +65,9 @@ CASES = {
     ),
     "all taps normed": Case(
         6, (2, 3, 15), [9, 4], [2, 5], [1, 0], options={**OPTIONS["all taps normed"], "sliding_window": 2}
+    ),
+    "eagle, norms of heads": Case(
+        5, (2, 3, 15), [70, 4], [2, 16], head={"kind": "eagle", "head_dim": 20}, options={"head_norms": True}
     ),
     "eagle, fp8": Case(4, (2, 3, 15), [9, 4], [2, 5], head={"kind": "eagle"}, fp8=True),
 }  # fmt: skip

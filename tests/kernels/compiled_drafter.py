@@ -43,7 +43,7 @@ SMOLLM2 = replace(
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "has_qkv_bias": True, "has_o_bias": True, "has_mlp_bias": True, "activation": "gelu", "norm_before_residual": True,
-    "norm_output": True, "tap_norms": 3, "sliding_window": 512,
+    "norm_output": True, "tap_norms": 3, "sliding_window": 512, "has_head_norms": True,
 }  # fmt: skip
 """Everything that an EAGLE-3 head may have besides."""
 
@@ -66,7 +66,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "head": HeadTensors(
             stream=weight, scales="*fp32", row_ids="*i32", embedding=model, norm_in=model, norm_hidden=model,
             norm_post=model, norm_out=model, biases=model, norm_taps=model, cos="*fp32", sin="*fp32",
-            draft_vocab="i32", stride_embedding="i32",
+            norm_heads=model, draft_vocab="i32", stride_embedding="i32",
         ),
         "cache": KVCache(model, model, "i32", "i32"),
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
@@ -88,7 +88,9 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     constants |= {} if cfg.tail_rows else {"tails": None}
-    by_index = {(draft_kernel.arg_names.index(name),): value for name, value in constants.items()}
+    by_index: dict[tuple[int, ...], Any] = {
+        (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
+    }
     source = ASTSource(draft_kernel, types, by_index, aligned)
     compiled = to_ptx(source, chip, {**compile_options(params), "launch_cooperative_grid": True})
     report, sass = assembler_report(compiled.asm["ptx"], chip)

@@ -188,13 +188,13 @@ def lm_head_topk(
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr, cache, rope, chain_ptr, parts, prefix_ptr, num_new_ptr, level, SHAPE: tl.constexpr
+    qkv_ptr, norm_ptr, cache, rope, chain_ptr, parts, prefix_ptr, num_new_ptr, level, SHAPE: tl.constexpr
 ):  # fmt: skip
     group = tl.program_id(0)
     num_parts = tl.num_programs(1)
     slot, unit = unit_of(group, tl.program_id(1), num_parts, SHAPE)
     attend_unit(
-        qkv_ptr + slot * ROWS * SHAPE.qkv_size, cache_at(cache, slot.to(tl.int64), unit.kv_head), rope,
+        qkv_ptr + slot * ROWS * SHAPE.qkv_size, norm_ptr, cache_at(cache, slot.to(tl.int64), unit.kv_head), rope,
         chain_ptr + slot * ROWS * SHAPE.max_depth, parts_at(parts, group.to(tl.int64) * num_parts, SHAPE), unit,
         tl.load(prefix_ptr + slot), tl.load(num_new_ptr + slot), level + slot * 0, SHAPE, True,
     )  # fmt: skip
@@ -214,7 +214,7 @@ def _merge_parts_kernel(parts, out_ptr, num_parts, SHAPE: tl.constexpr):
 def ancestor_attention(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
     prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int,
-    num_parts: int = 1, block_t: int = 64, window: int | None = None,
+    num_parts: int = 1, block_t: int = 64, window: int | None = None, norms: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Attend one pass of drafted nodes, and append their keys and values to the cache.
 
@@ -225,6 +225,7 @@ def ancestor_attention(
     shape = AttentionShape(
         heads, kv_heads, head_dim, top_k, chain.shape[-1], heads_per_attention_unit(heads // kv_heads, head_dim),
         block_t, slots, max_parts=max(2, triton.next_power_of_2(num_parts)), window=window or 0,
+        head_norms=norms is not None, norm_eps=eps,
     )  # fmt: skip
     groups = slots * shape.groups
     out = torch.empty(slots, 16, heads * head_dim, dtype=keys.dtype, device=qkv.device)
@@ -234,7 +235,7 @@ def ancestor_attention(
     )
     cached = KVCache(keys, values, keys.stride(0), keys.stride(1))
     _attention_kernel[(groups, num_parts)](
-        qkv, cached, Rope(cos, sin), chain, parts, prefix, num_new, level, shape, num_warps=8
+        qkv, norms, cached, Rope(cos, sin), chain, parts, prefix, num_new, level, shape, num_warps=8
     )
     nodes = 1 if level == 0 else top_k
     _merge_parts_kernel[(slots, nodes, heads)](parts, out, num_parts, shape, num_warps=4)

@@ -83,6 +83,22 @@ def test_equals_the_definition(
         )  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("level", [0, 1, 3])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 20), (3, 3, 64), (6, 1, 96)])
+def test_norms_of_queries_and_keys(level: int, heads: int, kv_heads: int, head_dim: int, device: str) -> None:
+    given = setup(2, heads, kv_heads, head_dim, 3, level, torch.float32, device)
+    # Of any size, which the norms take away; the smallest is not far above eps.
+    given["qkv"] *= torch.logspace(-3, 2, 16, device=device)[None, :, None]  # type: ignore[operator]
+    given["norms"], given["eps"] = torch.rand(2, head_dim, device=device) + 0.5, 1e-6
+    twin = {name: value.cpu().clone() if isinstance(value, Tensor) else value for name, value in given.items()}
+    nodes, atol = 1 if level == 0 else 3, OP_ATOL[torch.float32]
+    out = ancestor_attention(**given, num_parts=3, block_t=16)[:, :nodes]  # type: ignore[arg-type]
+    wanted = ancestor_attention_ref(**twin)[:, :nodes]  # type: ignore[arg-type]
+    torch.testing.assert_close(out.cpu(), wanted, rtol=1e-5, atol=atol)
+    keys: Tensor = given["keys"]  # type: ignore[assignment]
+    torch.testing.assert_close(keys.cpu(), twin["keys"], rtol=0, atol=atol, equal_nan=True)
+
+
 def test_a_node_sees_its_ancestors_only(device: str) -> None:
     """The worked example: slots 0 1 | 2 3 hold A B | C E; G, with chain [0, 2], sees A and C, never B or E."""
     given = setup(1, 2, 1, 16, 2, 3, torch.float32, device)

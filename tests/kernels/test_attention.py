@@ -12,6 +12,7 @@ from eagle_slim.runtime.target.kernels.attention import (
     AttentionTiles,
     attention_tiles,
     num_splits,
+    num_states,
     tree_attention,
     tree_attention_ref,
 )
@@ -22,10 +23,12 @@ from kernels.test_step_kernels import fields_of, random_parents
 from kernels.tolerances import OP_ATOL
 
 SLOW = pytest.mark.slow
-KEPT, WALKED = AttentionTiles(programs=2, walks=False), AttentionTiles(programs=1, walks=True)
+SHARED = [AttentionTiles(programs) for programs in (1, 2, 16)]
+"""One program keeps a state of all, two keep states of groups, sixteen of splits."""
 
 
 ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 6, 2, 24, [33, 90, 140]), (70, 2, 1, 16, [20, 0, 300])
+FAR = (2, 2, 1, 16, [1700, 0, 640])
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,8 @@ ONE, FEW, MANY = (1, 4, 2, 16, [200, 0, 3]), (7, 6, 2, 24, [33, 90, 140]), (70, 
         (FEW, torch.float32, None),
         (FEW, torch.float16, 5),
         (FEW, torch.float32, 40),
+        (FAR, torch.float32, None),
+        pytest.param(FAR, torch.float32, 900, marks=SLOW),
         pytest.param(MANY, torch.float32, None, marks=SLOW),
         pytest.param(MANY, torch.float16, 40, marks=SLOW),
     ],
@@ -94,18 +99,19 @@ def check(
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
     found, wanted = (qkv.new_full((len(qkv), heads * head_dim), float("nan")) for _ in range(2))
-    scratch = AttentionScratch.allocate(
-        rows.places, rows.nodes, [(heads, kv_heads, head_dim)], keys.shape[2], torch.device(device)
-    )  # fmt: skip
     tree_attention_ref(qkv, keys, values, rows.attention, 0.3, window, wanted, None, softcap, sinks)
     results = []
-    for tiles in (KEPT, WALKED):
-        for tensor in (found, *scratch):
-            tensor.fill_(float("nan"))
+    for tiles in SHARED:
+        states = num_states(keys.shape[2], tiles) * len(qkv) * heads
+        scratch = AttentionScratch(
+            *(torch.full((states * size,), float("nan"), device=device) for size in (head_dim, 2))
+        )
+        found.fill_(float("nan"))
         tree_attention(qkv, keys, values, rows.attention, 0.3, window, found, scratch, softcap, sinks, tiles=tiles)
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=OP_ATOL[dtype])
         results.append(found.clone())
-    assert torch.equal(*results)
+    for other in results[1:]:
+        assert torch.equal(other, results[0])
 
 
 @triton.jit
@@ -123,7 +129,7 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
     _splits_kernel[(1,)](out, COUNT=count)
     split, start, stop = out.cpu()
     assert sorted(set(start.tolist())) == [
-        0, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168
+        *range(0, 512, 128), *range(512, 8192, 256)
     ]  # fmt: skip
     key = torch.arange(count)
     assert bool(((start <= key) & (key < stop)).all())
@@ -131,6 +137,6 @@ def test_splits_lie_at_absolute_places(device: str) -> None:
 
 
 def test_long_caches_and_many_rows_keep_few_states() -> None:
-    assert attention_tiles(8, 132) == AttentionTiles(33, walks=False)
-    assert attention_tiles(32, 132) == AttentionTiles(8, walks=False)
-    assert attention_tiles(256, 132).walks
+    assert [attention_tiles(units, 132).programs for units in (8, 32, 512)] == [66, 16, 1]
+    states = [num_states(32768, attention_tiles(units, 132)) for units in (8, 32, 512)]
+    assert states == [52, 33, 1]

@@ -173,6 +173,7 @@ def test_heads_whose_tensors_do_not_fit(changed: dict[str, object], facts: Facts
      ({"norm_eps": 1e-6}, {}, {"field": "norm_eps"}),
      ({"has_qkv_bias": True}, {}, {"field": "has_qkv_bias", "found": False}),
      ({"norm_output": True}, {}, {"field": "norm_output", "found": False}),
+     ({"has_head_norms": True}, {}, {"field": "has_head_norms", "found": False}),
      ({"target_vocab": 299}, {}, {"field": "target_vocab"}),
      ({}, {"dtype": torch.float16}, {"field": "dtype", "found": torch.float16}),
      ({}, {"hidden": 32}, {"field": "hidden", "found": 32, "expected": 64}),

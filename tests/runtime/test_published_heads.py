@@ -49,6 +49,7 @@ def biases(layer: str, **sizes: int) -> dict[str, Tensor]:
 
 MLP = {"gate": 48, "up": 48, "down": HIDDEN}
 TAP_NORMS = {f"fc_norm.{index}.weight": line(HIDDEN, 0.5 + index, 1.5) for index in range(3)}
+HEAD_NORMS = {f"midlayer.self_attn.{name}_norm.weight": line(8, 0.5, end) for name, end in (("q", 6), ("k", 3))}
 AUX_NORMS = {f"fc_norm.{index}.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
 
 
@@ -88,6 +89,13 @@ FORMS = {
         },
         {"midlayer.": "layers.0."}, is_nested=True,
         frequencies=[1e6 ** (-2 * pair / 4) / 2 for pair in range(2)],
+    ),
+    "speculators, Qwen3's layer": Form(
+        {
+            "model_type": "qwen3", "draft_ids": sorted(IDS), "fc_norm": True, "partial_rotary_factor": 0.5,
+            "extra": {**HEAD_NORMS, **TAP_NORMS},
+        },
+        {"midlayer.": "layers.0."}, is_nested=True, frequencies=[1e4 ** (-2 * pair / 4) for pair in range(2)],
     ),
     "SGLang, tap norms by their older names": Form(
         {

@@ -83,9 +83,13 @@ def with_options(
     tap_norms: int = 0,
     o_bias: bool = False,
     mlp_bias: bool = False,
+    head_norms: bool = False,
     **fields: Any,
 ) -> HeadWeights:
-    """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`."""
+    """Give a head options: RMSNorms before fc (1: ``input_norm``), random biases, and other fields of `HeadWeights`.
+
+    ``head_norms``: RMSNorms over each head of q and of k.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def vector(size: int, mean: float, spread: float) -> torch.Tensor:
@@ -95,6 +99,8 @@ def with_options(
     for index in range(tap_norms):
         name = "input_norm.weight" if tap_norms == 1 else f"fc_norm.{index}.weight"
         tensors[name] = vector(head.feature_width // tap_norms, 1.0, 0.2)
+    for name in "qk" if head_norms else "":
+        tensors[f"self_attn.{name}_norm.weight"] = vector(head.head_dim, 1.5, 0.5)
     sizes = {name: tensors[f"{name}.weight"].shape[0] for name in BIASED}
     for name in BIASED[: 1 if o_bias else 0] + BIASED[1 if mlp_bias else len(BIASED) :]:
         tensors[f"{name}.bias"] = vector(sizes[name], 0.0, 0.3)

@@ -86,6 +86,7 @@ def eagle3_tensors(
     fc_norms: bool = False,
     input_norm: bool = False,
     embedding: bool = False,
+    head_norms: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of an EAGLE-3 head by canonical name, without its map; `rows` None leaves out the LM head."""
     shapes: dict[str, tuple[int, ...]] = {
@@ -108,6 +109,8 @@ def eagle3_tensors(
         shapes["embed_tokens.weight"] = (VOCAB, HIDDEN)
     if input_norm:
         shapes["input_norm.weight"] = (taps * target_hidden,)
+    if head_norms:
+        shapes |= {f"midlayer.self_attn.{name}_norm.weight": (HEAD_DIM,) for name in "qk"}
     if fc_norms:
         shapes |= {f"fc_norm.{tap}.weight": (target_hidden,) for tap in range(taps)}
     return {name: random(shape, number, dtype) for number, (name, shape) in enumerate(shapes.items())}

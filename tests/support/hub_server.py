@@ -510,6 +510,9 @@ class _Handler(BaseHTTPRequestHandler):
         if asked and not fault.ignore_range:
             first, last = asked.groups()
             start = int(first) if first else max(0, blob.size - int(last))
+            if start >= blob.size:
+                self.send(416, {"error": "beyond the end"}, {"Content-Range": f"bytes */{blob.size}"})
+                return
             end = min(blob.size, int(last) + 1) if first and last else blob.size
             status = 206
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size + fault.wrong_total}"

@@ -68,7 +68,9 @@ class Naive:
                 residuals.append(x)
 
             def heads(name: str, count: int, x: Tensor = x) -> Tensor:
-                return self.project(f"self_attn.{name}_proj", x).view(count, w.head_dim)
+                found = self.project(f"self_attn.{name}_proj", x).view(count, w.head_dim)
+                weight = t.get(f"self_attn.{name}_norm.weight")
+                return found if weight is None else rms_norm(found, weight, eps)
 
             queries.append(rotate(heads("q", w.num_heads), position, self.frequencies))
             keys.append(rotate(heads("k", w.num_kv_heads), position, self.frequencies))

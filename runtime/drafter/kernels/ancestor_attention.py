@@ -8,7 +8,11 @@ Nodes of one level share the prefix but not their ancestors, which are not conti
 * *fresh*: rows of this very pass, not yet cached: the node itself, or, in the extend pass, all new tokens.
 
 Keys in the cache are already rotated; queries and fresh keys are rotated here (rotate-half, cos and sin tables of
-``head_dim / 2`` columns). A sliding window hides keys whose position, on the node's path, is ``window`` or more before
+``head_dim / 2`` columns), where the head says so after an RMSNorm over each of them (Qwen3)::
+
+    x = weight * x / sqrt(mean(x^2) + eps)
+
+A sliding window hides keys whose position, on the node's path, is ``window`` or more before
 the query's. One unit of work is (sequence, kv head, group of query heads, part of the keys); parts are merged, one
 query at a time, in a second step.
 
@@ -61,6 +65,10 @@ class AttentionShape:
     """Queries merged at a time."""
     window: int = 0
     """A key is seen if query position - key position is below it; 0 for no window."""
+    head_norms: bool = False
+    """Whether queries and keys pass an RMSNorm each, before they are rotated."""
+    norm_eps: float = 0.0
+    """Added to the mean of squares there."""
 
     @property
     def group(self) -> int:
@@ -165,6 +173,20 @@ def _rotate(low, high, cos, sin):
 
 
 @triton.jit
+def _norm_heads(low, high, SCALE: tl.constexpr, weight_ptr, offs_h, SHAPE: tl.constexpr):
+    """Put heads, in halves [rows, block_half], through the RMSNorm of ``weight_ptr`` [head_dim].
+
+    They are multiplied by SCALE, before and after.
+    """
+    mask_h = offs_h < SHAPE.half
+    weight_low = tl.load(weight_ptr + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+    weight_high = tl.load(weight_ptr + SHAPE.half + offs_h, mask=mask_h, other=0.0).to(tl.float32)
+    squares = tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)
+    factor = SCALE * tl.rsqrt(squares / SHAPE.head_dim + SHAPE.norm_eps * SCALE * SCALE)[:, None]
+    return low * factor * weight_low[None, :], high * factor * weight_high[None, :]
+
+
+@triton.jit
 def _fold(scores, visible, values, running, cache):
     """Fold one tile of scores (in units of log2) and values into the running softmax."""
     scores = tl.where(visible, scores, float("-inf"))
@@ -200,6 +222,7 @@ def _load_tile(cache, position, mask_t, offs_h, offs_d, SHAPE: tl.constexpr):
 @triton.jit
 def attend_unit(
     qkv_ptr,  # fp32 [ROWS, qkv_size]: this sequence's rows
+    norm_ptr,  # [2 * head_dim]: weights of the RMSNorms of queries and of keys; None without them
     cache,  # `KVCache` of this slot and kv head: [positions, head_dim]
     rope,  # `Rope`
     chain_ptr,  # int32 [ROWS, max_depth], this sequence's
@@ -245,12 +268,11 @@ def attend_unit(
     sin = tl.load(rope.sin + position.to(tl.int64) * HALF + offs_h, mask=mask_h, other=0.0)
     q_offs = query_row[:, None] * WIDTH + head[:, None] * HEAD_DIM + offs_h[None, :]
     mask_q = mask_r[:, None] & mask_h[None, :]
-    q_low, q_high = _rotate(
-        tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE,
-        tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE,
-        cos[None, :],
-        sin[None, :],
-    )
+    q_low = tl.load(qkv_ptr + q_offs, mask=mask_q, other=0.0) * SCALE
+    q_high = tl.load(qkv_ptr + q_offs + HALF, mask=mask_q, other=0.0) * SCALE
+    if SHAPE.head_norms:
+        q_low, q_high = _norm_heads(q_low, q_high, SCALE, norm_ptr, offs_h, SHAPE)
+    q_low, q_high = _rotate(q_low, q_high, cos[None, :], sin[None, :])
     q_low, q_high = q_low.to(dtype), q_high.to(dtype)
     running = Running(
         tl.full([GROUP_ROWS], float("-inf"), tl.float32),
@@ -304,6 +326,8 @@ def attend_unit(
         k_offs = offs_f[:, None] * WIDTH + (SHAPE.heads + unit.kv_head) * HEAD_DIM + offs_h[None, :]
         fresh_low = tl.load(qkv_ptr + k_offs, mask=mask_fh, other=0.0)
         fresh_high = tl.load(qkv_ptr + k_offs + HALF, mask=mask_fh, other=0.0)
+        if SHAPE.head_norms:
+            fresh_low, fresh_high = _norm_heads(fresh_low, fresh_high, 1.0, norm_ptr + HEAD_DIM, offs_h, SHAPE)
         v_offs = offs_f[:, None] * WIDTH + (SHAPE.heads + SHAPE.kv_heads + unit.kv_head) * HEAD_DIM + offs_d[None, :]
         fresh_v = tl.load(qkv_ptr + v_offs, mask=mask_fd, other=0.0)
         k_low, k_high = _rotate(fresh_low, fresh_high, fresh_cos, fresh_sin)
@@ -418,6 +442,7 @@ def of_sequence(value, seq, a):
 @triton.jit
 def attend(
     qkv_ptr,  # fp32 [active * ROWS, qkv_size]
+    norm_ptr,  # as in `attend_unit`
     cache,  # `KVCache`
     rope,  # `Rope`
     chain_ptr,  # int32 [2, slots, ROWS, max_depth], see `frontier.chain_at`
@@ -442,7 +467,7 @@ def attend(
             slot = of_sequence(rows.slot, rows.seq, a).to(tl.int64)
             row = (a * ROWS).to(tl.int64)
             attend_unit(
-                qkv_ptr + row * SHAPE.qkv_size, cache_at(cache, slot, unit.kv_head), rope,
+                qkv_ptr + row * SHAPE.qkv_size, norm_ptr, cache_at(cache, slot, unit.kv_head), rope,
                 chain_at(chain_ptr, level, row, SHAPE.slots), parts_at(parts, (group * most).to(tl.int64), SHAPE),
                 Unit(unit.kv_head, unit.head_group, part, num_parts), prefix,
                 of_sequence(rows.num_new, rows.seq, a), level, SHAPE,
@@ -476,6 +501,7 @@ def merge_heads(
 def ancestor_attention_ref(
     qkv: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor, chain: Tensor,
     prefix: Tensor, num_new: Tensor, level: int, heads: int, kv_heads: int, top_k: int, window: int | None = None,
+    norms: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Definition, one node and one head at a time in fp32; the new keys and values are put into the cache.
 
@@ -483,6 +509,7 @@ def ancestor_attention_ref(
     positions, head_dim] of one dtype; ``cos``, ``sin`` fp32 [positions, head_dim / 2]; ``chain`` int32 [slots, 16,
     max_depth]; ``prefix``, ``num_new`` int32 [slots]. Level 0 is the extend pass: rows are the new tokens, only the
     last one queries. ``window``: a key is seen if query position - key position is below it; None for no window.
+    ``norms`` [2, head_dim]: weights of the RMSNorms over each query and each key, with ``eps``; None without them.
     Returns fp32 [slots, 16, heads * head_dim]; rows that do not query are 0.
     """
     slots, _, _, head_dim = keys.shape
@@ -491,6 +518,10 @@ def ancestor_attention_ref(
     for slot in range(slots):
         past, new = int(prefix[slot]), int(num_new[slot])
         rows = qkv[slot].float().unflatten(-1, (-1, head_dim))  # [rows, heads + 2 kv_heads, head_dim]
+        if norms is not None:
+            for own, weight in ((slice(heads), norms[0]), (slice(heads, heads + kv_heads), norms[1])):
+                mean = rows[:, own].pow(2).mean(-1, keepdim=True)
+                rows[:, own] = weight.float() * rows[:, own] / (mean + eps).sqrt()
         num_rows = new if level == 0 else top_k
         first = past if level == 0 else past + new + (level - 1) * top_k
         for i in range(num_rows):

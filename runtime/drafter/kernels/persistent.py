@@ -8,7 +8,7 @@ per level:
 rows   embeddings and features of the new tokens become operands: `row_operands`
 fc     ``fc`` over the target's taps (EAGLE-3), or over (embedding, feature) at every level (EAGLE-1/2)
 qkv    query, key and value of all rows; RMSNorm was applied when the rows were written
-att    `ancestor_attention.attend`: RoPE, KV append, prefix and ancestors; then `merge_heads`
+att    `ancestor_attention.attend`: norms of q and k, RoPE, KV append, prefix and ancestors; then `merge_heads`
 o      output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
 head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program; then
@@ -197,6 +197,8 @@ class HeadTensors(NamedTuple):
     """[feature_width]: of the RMSNorms before fc."""
     cos: Any
     sin: Any
+    norm_heads: Any
+    """[2 * head_dim]: of the RMSNorms over each head, q's and then k's."""
     draft_vocab: Any
     """LM-head rows in use."""
     stride_embedding: Any
@@ -538,7 +540,7 @@ def draft_kernel(
                 )  # fmt: skip
                 round = next_phase(ws.barrier, round, PROGRAMS)
                 attend(
-                    ws.qkv, cache, rope, ws.chain, unit_parts, rows, num_active, level,
+                    ws.qkv, head.norm_heads, cache, rope, ws.chain, unit_parts, rows, num_active, level,
                     PROGRAMS, ATTENTION,
                 )  # fmt: skip
                 round = next_phase(ws.barrier, round, PROGRAMS)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...ops import side_stream
+
 
 @dataclass(frozen=True)
 class Times:
@@ -81,14 +83,11 @@ class Recording:
 
 
 def capture(run: Callable[[], object]) -> Recording:
-    """Record a callable in a CUDA graph after warming it up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    """Record a callable in a CUDA graph after warming it up on the side stream."""
+    graph = torch.cuda.CUDAGraph()
+    with side_stream() as stream:
         for _ in range(3):
             run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+        with torch.cuda.graph(graph, stream=stream):
+            run()
     return Recording(run, graph)

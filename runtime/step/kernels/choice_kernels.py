@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .token_weights import FAR, ONE, distance_weight, score_distance
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM = (tl.constexpr(place) for place in range(6))
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PENALTY, MINIMUM, NGRAM = (tl.constexpr(place) for place in range(7))
 """Places in ``numbers``."""
 COLDEST = tl.constexpr(1e-30)
 """The largest logit has all the probability long before this; colder, its quotient would overflow."""
@@ -34,7 +34,7 @@ class ChoiceState(NamedTuple):
     """What choices depend on beside logits and trees; on one device."""
 
     numbers: Tensor
-    """float32 [8]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, 0, 0."""
+    """float32 [8]: temperature, top_k, top_p, min_p, repetition_penalty, min_new_tokens, no_repeat_ngram_size, 0."""
     uniforms: Tensor
     """float64 [slots, stream], in [0, 1): number i chooses new token i of the slot's request; 0 beyond the end."""
     num_generated: Tensor
@@ -86,6 +86,10 @@ class ChoiceScratch(NamedTuple):
     num_listed: Tensor
     """int32 [rows]"""
 
+    def first(self, rows: int) -> ChoiceScratch:
+        """That of the first ``rows``."""
+        return ChoiceScratch(self.part, *(tensor[:rows] for tensor in self[1:]))
+
 
 @dataclass(frozen=True)
 class ChoiceRules:
@@ -102,6 +106,8 @@ class ChoiceRules:
     """suppress_tokens."""
     has_minimum: bool = False
     """min_new_tokens."""
+    has_ngrams: bool = False
+    """no_repeat_ngram_size, whose own kernel goes before the others (`ngrams`)."""
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,7 @@ def _shape_of(
     vocab, capacity = logits.shape[1], scratch.listed.shape[1]
     parts = triton.cdiv(vocab, scratch.part)
     flags = asdict(rules)
+    del flags["has_ngrams"]
     if not rules.sampled:
         flags |= {"has_top_k": False, "has_top_p": False, "has_min_p": False}
     return ChoiceShape(

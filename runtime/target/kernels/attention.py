@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from . import attention_kernels as kernels
-from .attention_kernels import BLOCK, MAIN_ROWS, REACH, TAIL_ROWS
+from .attention_kernels import BLOCK, GROUP, MAIN_ROWS, REACH, TAIL_ROWS
 from .machine import num_processors, overlapping
 
 _MOST_AHEAD = 20 << 20
@@ -69,11 +69,11 @@ class AttentionScratch(NamedTuple):
 
         ``shapes``: heads, kv_heads and head_dim of each kind of layer.
         """
-        most, num_sms, sizes = num_splits(capacity), num_processors(device), []
+        num_sms, sizes = num_processors(device), []
         for heads, kv_heads, head_dim in shapes:
             units = kv_heads * -(-nodes * heads // kv_heads // MAIN_ROWS)
-            walks = [attention_tiles(count * units, num_sms).walks for count in range(1, places + 1)]
-            states = max(count * (1 if walk else most) for count, walk in enumerate(walks, 1))
+            tiles = {count: attention_tiles(count * units, num_sms) for count in range(1, places + 1)}
+            states = max(count * num_states(capacity, each) for count, each in tiles.items())
             sizes.append((states * nodes * heads * head_dim, states * nodes * heads * 2))
         out, stats = (
             torch.empty(max(column), dtype=torch.float32, device=device) for column in zip(*sizes, strict=True)
@@ -85,32 +85,44 @@ class AttentionScratch(NamedTuple):
 class AttentionTiles:
     """How main parts are shared out: decides no bits.
 
-    ``walks``: a program goes through all splits of its rows and merges them; else ``programs`` share them, and each
-    split's state is kept.
+    ``programs`` share the splits of a block of rows, or groups of them where there are many; one alone (``walks``)
+    keeps one state of all.
     """
 
     programs: int
-    walks: bool
     rows: int = MAIN_ROWS
     num_warps: int = 4
     num_stages: int = 3
     tail_warps: int = 2
 
+    @property
+    def walks(self) -> bool:
+        """Whether a program goes through all splits of its rows."""
+        return self.programs == 1
+
 
 def num_splits(capacity: int) -> int:
     """Splits of a sequence of ``capacity`` rows: `attention_kernels.split_of` the last, and 1."""
     key = max(capacity - 1, 0)
-    early = min(key, 512) // 128 + min(max(key - 512, 0), 512) // 256
-    return early + min(max(key - 1024, 0), 3072) // 512 + max(key - 4096, 0) // 1024 + 1
+    return min(key, 512) // 128 + max(key - 512, 0) // 256 + 1
+
+
+def num_states(capacity: int, tiles: AttentionTiles) -> int:
+    """States that a place of ``capacity`` rows may have at once (`attention_kernels._sharing`)."""
+    if tiles.walks:
+        return 1
+    splits = num_splits(capacity)
+    # States of splits: of fewer groups than 3 / 16 of the programs.
+    return max(min(splits, GROUP * (-(-3 * tiles.programs // 16))), -(-splits // GROUP))
 
 
 def attention_tiles(units: int, num_sms: int, is_wide: bool = False) -> AttentionTiles:
     """Choose for ``units``: blocks of query rows of all key heads and places.
 
-    Two programs for each multiprocessor; from one unit for each on, kept states would cost more than they give.
-    ``is_wide``: heads above 128 or float32, whose states need the registers of more warps.
+    Four programs for each multiprocessor: not all of them find work. ``is_wide``: heads above 128 or float32, whose
+    states need the registers of more warps.
     """
-    tiles = AttentionTiles(max(1, 2 * num_sms // units), walks=units >= num_sms)
+    tiles = AttentionTiles(max(1, 4 * num_sms // units))
     return replace(tiles, num_warps=8, num_stages=2, tail_warps=8) if is_wide else tiles
 
 
@@ -188,28 +200,31 @@ def tree_attention(
     blocks = triton.cdiv(nodes * group, MAIN_ROWS if tiles is None else tiles.rows)
     is_wide = head_dim > 128 or qkv.dtype == torch.float32
     tiles = tiles or attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
-    parts = num_splits(capacity)
+    parts = num_states(capacity, tiles)
     shape = kernels.AttentionShape(
-        nodes, group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)),
-        1 if rows.paths is None else rows.paths.shape[2], rows.paths is None, window is not None, softcap is not None,
+        group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), rows.paths is None, window is not None,
+        softcap is not None,
         "ieee" if qkv.dtype == torch.float32 else "tf32",
     )  # fmt: skip
     numbers = kernels.AttentionNumbers(
-        scale, softcap or 1.0, window or 0, qkv.stride(0), keys.stride(0), keys.stride(1)
+        scale, softcap or 1.0, window or 0, nodes, 1 if rows.paths is None else rows.paths.shape[2], qkv.stride(0),
+        keys.stride(0), keys.stride(1),
     )  # fmt: skip
     overlaps, options = overlapping(device)
     seen = rows if rows.paths is not None else rows._replace(paths=rows.slots)
     lines = 0 if next_weight is None else min(next_weight.nbytes, _MOST_AHEAD) // 128
     next_weight = qkv if next_weight is None else next_weight
-    kernels.main_kernel[(kv_heads * blocks, 1 if tiles.walks else min(tiles.programs, parts), places)](
-        qkv, keys, values, seen, scratch, numbers, parts, next_weight, lines, SHAPE=shape, WALKS=tiles.walks,
-        ROWS=tiles.rows, STAGES=tiles.num_stages, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
+    kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](
+        qkv, keys, values, seen, scratch, numbers, parts, tiles.programs, next_weight, lines, SHAPE=shape,
+        WALKS=tiles.walks, ROWS=tiles.rows, STAGES=tiles.num_stages, OVERLAP=overlaps, num_warps=tiles.num_warps,
+        **options,
     )  # fmt: skip
     # Nodes of a path share their keys; those of a tree gather their own.
     in_tile = max(1, TAIL_ROWS // triton.next_power_of_2(group)) if rows.paths is None else 1
     groups = triton.cdiv(group, TAIL_ROWS // in_tile)
     kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
-        qkv, keys, values, seen, scratch, scratch.stats if sinks is None else sinks, out, numbers, parts, SHAPE=shape,
+        qkv, keys, values, seen, scratch, scratch.stats if sinks is None else sinks, out, numbers, parts,
+        tiles.programs, SHAPE=shape,
         WALKS=tiles.walks, ROWS=TAIL_ROWS, IN_TILE=in_tile, SINKS=sinks is not None, OVERLAP=overlaps,
         num_warps=tiles.tail_warps, **options,
     )  # fmt: skip

@@ -5,8 +5,11 @@ one, so that one row and a hundred take the same instructions. What decides bits
 cut into `ProductShape.splits` parts of `ProductShape.split_size`, each part is summed in order of k by one accumulator,
 the parts are added in order. Tiles, warps, stages and who sums which part decide nothing:
 
-* with few rows each part has a program of its own; the one that is done last adds all parts, in order;
-* with many rows (``WALKS``) a program sums all parts of its tile, one after another.
+* with few tiles each part has a program of its own; the one that is done last adds all parts, in order;
+* with many (``walks``) a program sums all parts of its tile, one after another.
+
+Rows of w that belong together, gate and up or both halves of a head, share a tile: `PAIRED` of the one, then as many of
+the other. A thread's part of a product of 16 rows is row r and row r + 8, so a pair is in one thread's hands.
 
 A layer's RMSNorms are folded in: who writes the residual also writes ``residual * gain`` and, for every
 `SQUARES_GROUP` columns, the sum of its squares; the product that reads them multiplies by the row's factor at its end.
@@ -27,6 +30,9 @@ from .machine import let_next_begin, prefetch, wait_for_previous
 SQUARES_GROUP = 64
 """Columns of the residual whose squares are summed together."""
 _GROUP = tl.constexpr(SQUARES_GROUP)
+PAIRED = 8
+"""Rows of one kind that follow one another in a tile of pairs."""
+_PAIRED = tl.constexpr(PAIRED)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class HeadArgs(NamedTuple):
     value_rows: Tensor
     stride_slot: int
     stride_head: int
+    nodes: int
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,6 @@ class HeadShape:
     kv_heads: int
     head_dim: int
     half_block: int
-    nodes: int
     has_norms: bool
 
 
@@ -138,24 +144,6 @@ def _sum_part(
 
 
 @triton.jit
-def _sum_part_of_two(
-    x_ptr, w_ptr, row, inside, n, other, n_inside, part, begun, one, two, SHAPE: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
-    """`_sum_part` for two blocks of w that read the same rows."""
-    k = tl.arange(0, TILES.block_k)
-    start = part * SHAPE.split_size
-    stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
-    one_at = w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :]
-    two_at = w_ptr + other.to(tl.int64)[:, None] * SHAPE.depth + k[None, :]
-    x_at = x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None]
-    for at in tl.range(start + begun, stop, TILES.block_k, num_stages=TILES.num_stages):
-        x = _columns(x_at + at, inside, at + k, stop)
-        one = tl.dot(_weights(one_at + at, n_inside, at + k, stop, SHAPE), x, one, input_precision=SHAPE.precision)
-        two = tl.dot(_weights(two_at + at, n_inside, at + k, stop, SHAPE), x, two, input_precision=SHAPE.precision)
-    return one, two
-
-
-@triton.jit
 def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """Have the columns after the first step's brought into the L2."""
     if TILES.ahead > 0:
@@ -168,30 +156,34 @@ def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr)
 
 
 @triton.jit
-def _leave_part(scratch, tile, part, acc, PLACE: tl.constexpr, PLACES: tl.constexpr, SHAPE: tl.constexpr):
-    """Write a part where the last program of the tile reads it."""
-    i = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
-    at = ((tile.to(tl.int64) * PLACES + PLACE) * SHAPE.splits + part) * (acc.shape[0] * acc.shape[1])
-    tl.store(scratch.parts + at + i, acc)
+def _add(x, y):
+    """x + y. Where x is a product of one step, a compiler makes y the start of its sum if it sees an addition."""
+    return tl.fma(x, tl.full(x.shape, 1.0, tl.float32), y)
 
 
 @triton.jit
-def _part(scratch, tile, part, acc, PLACE: tl.constexpr, PLACES: tl.constexpr, SHAPE: tl.constexpr):
-    i = tl.arange(0, acc.shape[0])[:, None] * acc.shape[1] + tl.arange(0, acc.shape[1])[None, :]
-    at = ((tile.to(tl.int64) * PLACES + PLACE) * SHAPE.splits + part) * (acc.shape[0] * acc.shape[1])
+def _part_at(scratch, tile, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Where a part lies until the last program of its tile reads it."""
+    ROWS: tl.constexpr = TILES.block_rows
+    i = tl.arange(0, TILES.block_n)[:, None] * ROWS + tl.arange(0, TILES.block_rows)[None, :]
+    return scratch.parts + (tile.to(tl.int64) * SHAPE.splits + part) * (TILES.block_n * ROWS) + i
+
+
+@triton.jit
+def _part(scratch, tile, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
     # From the L2: what other programs wrote.
-    return tl.load(scratch.parts + at + i, cache_modifier=".cg")
+    return tl.load(_part_at(scratch, tile, part, SHAPE, TILES), cache_modifier=".cg")
 
 
 @triton.jit
-def _add_parts(scratch, tile, acc, PLACE: tl.constexpr, PLACES: tl.constexpr, SHAPE: tl.constexpr):
+def _add_parts(scratch, tile, SHAPE: tl.constexpr, TILES: tl.constexpr):
     """The sum of a tile's parts, two or four, in order; all are on their way before the first is added."""
     tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
-    first = _part(scratch, tile, 0, acc, PLACE, PLACES, SHAPE)
-    second = _part(scratch, tile, 1, acc, PLACE, PLACES, SHAPE)
+    first = _part(scratch, tile, 0, SHAPE, TILES)
+    second = _part(scratch, tile, 1, SHAPE, TILES)
     if SHAPE.splits == 4:
-        third = _part(scratch, tile, 2, acc, PLACE, PLACES, SHAPE)
-        fourth = _part(scratch, tile, 3, acc, PLACE, PLACES, SHAPE)
+        third = _part(scratch, tile, 2, SHAPE, TILES)
+        fourth = _part(scratch, tile, 3, SHAPE, TILES)
         return ((first + second) + third) + fourth
     else:
         return first + second
@@ -205,6 +197,75 @@ def _is_last(scratch, tile, SHAPE: tl.constexpr):
     if is_last:
         tl.store(scratch.finished + tile, 0)
     return is_last
+
+
+@triton.jit
+def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, OVERLAP: tl.constexpr):
+    """Wait for the kernels before, with the first weights on their way; `_product` goes on with them.
+
+    Between both a kernel loads what it needs at its end.
+    """
+    if TILES.walks:
+        wait_for_previous(OVERLAP)
+        return n
+    else:
+        k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
+        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
+        w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
+        if OVERLAP:
+            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
+        wait_for_previous(OVERLAP)
+        return w
+
+
+@triton.jit
+def _product(
+    first_weights, x_ptr, w_ptr, row, inside, n, n_inside, part, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """A tile of the product, [block_n, block_rows], and whether this program ends it: `_whole` adds its parts."""
+    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+    is_last = True
+    if TILES.walks:
+        acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
+        for each in tl.range(1, SHAPE.splits):
+            none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
+            next_part = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES)
+            acc = _add(next_part, acc)
+    else:
+        k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
+        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
+        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
+        acc = tl.dot(first_weights, x, acc, input_precision=SHAPE.precision)
+        acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
+        if SHAPE.splits > 1:
+            tile = tl.program_id(0)
+            tl.store(_part_at(scratch, tile, part, SHAPE, TILES), acc)
+            is_last = _is_last(scratch, tile, SHAPE)
+    return acc, is_last
+
+
+@triton.jit
+def _whole(scratch, acc, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """The sum of the parts of this program's tile."""
+    if not TILES.walks and SHAPE.splits > 1:
+        acc = _add_parts(scratch, tl.program_id(0), SHAPE, TILES)
+    return acc
+
+
+@triton.jit
+def _pairs(acc):
+    """Both products of each pair of a tile [block_n, block_rows], [block_n / 2, block_rows] each."""
+    SIZE: tl.constexpr = acc.shape[0] // 2
+    ROWS: tl.constexpr = acc.shape[1]
+    apart = tl.permute(tl.reshape(acc, (SIZE // _PAIRED, 2, _PAIRED, ROWS)), (0, 2, 3, 1))
+    first, second = tl.split(apart)
+    return tl.reshape(first, (SIZE, ROWS)), tl.reshape(second, (SIZE, ROWS))
+
+
+@triton.jit
+def _pair_of(i):
+    """The pair of a tile that its row i is of, and whether it is the second of both."""
+    return i // (2 * _PAIRED) * _PAIRED + i % _PAIRED, i // _PAIRED % 2
 
 
 @triton.jit
@@ -297,138 +358,41 @@ def add_product_kernel(
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, n_inside = row < rows, n < SHAPE.size
-    both = n_inside[:, None] & inside[None, :]
+    w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     residual_at = residual_ptr + row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
-    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-    counter = tl.program_id(0)
-    is_last = True
-    if TILES.walks:
-        wait_for_previous(OVERLAP)
-        if SHAPE.splits == 1:
-            acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
-        else:
-            for each in tl.range(SHAPE.splits):
-                none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-                acc += _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES)
-        before = tl.load(residual_at, mask=both, other=0.0)
-    else:
-        k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
-        stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
-        # The first weights are on their way before what they are multiplied with is there.
-        w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
-        if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
-        wait_for_previous(OVERLAP)
-        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
-        # Here, so that nothing waits for it at the end.
-        before = tl.load(residual_at, mask=both, other=0.0)
-        acc = tl.dot(w, x, acc, input_precision=SHAPE.precision)
-        acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
-        if SHAPE.splits > 1:
-            _leave_part(scratch, counter, part, acc, 0, 1, SHAPE)
-            is_last = _is_last(scratch, counter, SHAPE)
+    before = tl.load(residual_at, mask=n_inside[:, None] & inside[None, :], other=0.0)
+    acc, is_last = _product(w, x_ptr, w_ptr, row, inside, n, n_inside, part, scratch, SHAPE, TILES)
     if is_last:
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-        if not TILES.walks and SHAPE.splits > 1:
-            acc = _add_parts(scratch, counter, acc, 0, 1, SHAPE)
+        acc = _whole(scratch, acc, SHAPE, TILES)
         if BIAS:
-            acc += bias[:, None]
+            acc = _add(acc, tl.broadcast_to(bias[:, None], acc.shape))
         put_residual(
-            before.to(tl.float32) + acc, gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr, square_ptr,
-            tap_ptr, stride_tap, SHAPE.size, TAP,
+            _add(acc, before.to(tl.float32)), gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr,
+            square_ptr, tap_ptr, stride_tap, SHAPE.size, TAP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def head_product_kernel(
-    x_ptr, w_ptr, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
+    x_ptr, w_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Logits."""
+    """Logits; of one part."""
     let_next_begin(OVERLAP)
-    block, tile, _ = _place(rows, SHAPE, TILES)
+    block, tile, part = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
     inside, n_inside = row < rows, n < SHAPE.size
-    k = tl.arange(0, TILES.block_k)
-    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-    w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, SHAPE.depth, SHAPE)
-    if OVERLAP:
-        _ask_ahead(w_ptr, n, n_inside, 0, SHAPE, TILES)
-    wait_for_previous(OVERLAP)
-    x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, SHAPE.depth)
+    w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc = tl.dot(w, x, acc, input_precision=SHAPE.precision)
-    acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, TILES.block_k, acc, SHAPE, TILES)
+    acc, _ = _product(w, x_ptr, w_ptr, row, inside, n, n_inside, part, scratch, SHAPE, TILES)
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + to, value, mask=n_inside[:, None] & inside[None, :])
-
-
-@triton.jit
-def _product_of_two(
-    x_ptr, w_ptr, factor, row, inside, n, other, n_inside, part, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
-    GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Two blocks of w times the same rows, [block_n, block_rows] each, and the rows' squares.
-
-    Also whether they are whole: if not, another program finishes the tile (`_parts_of_two`).
-    """
-    one = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-    two = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-    is_last = True
-    if TILES.walks:
-        wait_for_previous(OVERLAP)
-        if SHAPE.splits == 1:
-            one, two = _sum_part_of_two(
-                x_ptr, w_ptr, row, inside, n, other, n_inside, 0, 0, one, two, SHAPE, TILES
-            )  # fmt: skip
-        else:
-            for each in tl.range(SHAPE.splits):
-                none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-                nought = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-                none, nought = _sum_part_of_two(
-                    x_ptr, w_ptr, row, inside, n, other, n_inside, each, 0, none, nought, SHAPE, TILES
-                )  # fmt: skip
-                one += none
-                two += nought
-        squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    else:
-        begin = part * SHAPE.split_size
-        k = begin + tl.arange(0, TILES.block_k)
-        stop = tl.minimum(begin + SHAPE.split_size, SHAPE.depth)
-        w1 = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
-        w2 = _weights(w_ptr + other.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
-        if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, begin, SHAPE, TILES)
-            _ask_ahead(w_ptr, other, n_inside, begin, SHAPE, TILES)
-        wait_for_previous(OVERLAP)
-        x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
-        # Here, so that nothing waits for them at the end.
-        squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-        one = tl.dot(w1, x, one, input_precision=SHAPE.precision)
-        two = tl.dot(w2, x, two, input_precision=SHAPE.precision)
-        one, two = _sum_part_of_two(
-            x_ptr, w_ptr, row, inside, n, other, n_inside, part, TILES.block_k, one, two, SHAPE, TILES
-        )  # fmt: skip
-        if SHAPE.splits > 1:
-            counter = tl.program_id(0)
-            _leave_part(scratch, counter, part, one, 0, 2, SHAPE)
-            _leave_part(scratch, counter, part, two, 1, 2, SHAPE)
-            is_last = _is_last(scratch, counter, SHAPE)
-    return is_last, one, two, squares
-
-
-@triton.jit
-def _parts_of_two(scratch, one, two, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The sums of both blocks' parts."""
-    if not TILES.walks and SHAPE.splits > 1:
-        one = _add_parts(scratch, tl.program_id(0), one, 0, 2, SHAPE)
-        two = _add_parts(scratch, tl.program_id(0), two, 1, 2, SHAPE)
-    return one, two
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -439,15 +403,20 @@ def gated_product_kernel(
     """SwiGLU of a product."""
     let_next_begin(OVERLAP)
     SIZE: tl.constexpr = SHAPE.size // 2
+    PAIRS: tl.constexpr = TILES.block_n // 2
     block, tile, part = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
-    n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
-    inside, n_inside = row < rows, n < SIZE
-    is_last, gate, up, squares = _product_of_two(
-        x_ptr, w_ptr, factor, row, inside, n, n + SIZE, n_inside, part, scratch, SHAPE, TILES, GROUPS, OVERLAP
-    )  # fmt: skip
+    pair, is_up = _pair_of(tl.arange(0, TILES.block_n))
+    in_tile = tile * PAIRS + pair
+    inside = row < rows
+    w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
+    w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
+    squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
+    acc, is_last = _product(w, x_ptr, w_ptr, row, inside, w_row, w_inside, part, scratch, SHAPE, TILES)
     if is_last:
-        gate, up = _parts_of_two(scratch, gate, up, SHAPE, TILES)
+        gate, up = _pairs(_whole(scratch, acc, SHAPE, TILES))
+        n = tile * PAIRS + tl.arange(0, PAIRS)
+        n_inside = n < SIZE
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         gate *= times[None, :]
         up *= times[None, :]
@@ -468,28 +437,31 @@ def qkv_product_kernel(
     let_next_begin(OVERLAP)
     HALF: tl.constexpr = HEADS.head_dim // 2
     BLOCK: tl.constexpr = HEADS.half_block
-    IN_TILE: tl.constexpr = TILES.block_n // BLOCK
+    PAIRS: tl.constexpr = TILES.block_n // 2
+    IN_TILE: tl.constexpr = PAIRS // BLOCK
     block, tile, part = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
-    i = tl.arange(0, TILES.block_n)
-    head = tile * IN_TILE + i // BLOCK
-    d = i % BLOCK
-    inside = row < rows
-    n_inside = (d < HALF) & (head < HEADS.heads + 2 * HEADS.kv_heads)
-    n = head * HEADS.head_dim + d
+    pair, is_second = _pair_of(tl.arange(0, TILES.block_n))
+    of_head, inside = tile * IN_TILE + pair // BLOCK, row < rows
+    w_row = of_head * HEADS.head_dim + pair % BLOCK + is_second * HALF
+    w_inside = (pair % BLOCK < HALF) & (of_head < HEADS.heads + 2 * HEADS.kv_heads)
     # Written before the pass began, so they can be read before the kernel before has ended.
     position = tl.load(heads.positions + row, mask=inside, other=0).to(tl.int64)
     kv_row = tl.load(heads.kv_rows + row, mask=inside, other=-1).to(tl.int64)
-    slot = tl.load(heads.slots + row // HEADS.nodes, mask=inside, other=0).to(tl.int64)
-    is_last, first, second, squares = _product_of_two(
-        x_ptr, w_ptr, factor, row, inside, n, n + HALF, n_inside, part, scratch, SHAPE, TILES, GROUPS, OVERLAP
-    )  # fmt: skip
+    slot = tl.load(heads.slots + row // heads.nodes, mask=inside, other=0).to(tl.int64)
+    w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
+    squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
+    acc, is_last = _product(w, x_ptr, w_ptr, row, inside, w_row, w_inside, part, scratch, SHAPE, TILES)
     if is_last:
+        i = tl.arange(0, PAIRS)
+        head, d = tile * IN_TILE + i // BLOCK, i % BLOCK
+        n = head * HEADS.head_dim + d
+        n_inside = (d < HALF) & (head < HEADS.heads + 2 * HEADS.kv_heads)
         at = position[None, :] * HALF + d[:, None]
         turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & inside[None, :]
         cos = tl.load(heads.cos + at, mask=turned, other=1.0)
         sin = tl.load(heads.sin + at, mask=turned, other=0.0)
-        first, second = _parts_of_two(scratch, first, second, SHAPE, TILES)
+        first, second = _pairs(_whole(scratch, acc, SHAPE, TILES))
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         first *= times[None, :]
         second *= times[None, :]

@@ -8,8 +8,8 @@ rows are `NormedRows`; sums are fp32, and results are rounded to the model's typ
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from . import product_kernels as kernels
-from .machine import overlapping
+from .machine import num_processors, overlapping
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
 
 SUMS_VERSION = 1
@@ -25,8 +25,6 @@ SUMS_VERSION = 1
 _SPLIT_UNIT = 128
 _SMALL = 4 << 20
 """Numbers of a weight that stays in the L2 while blocks of rows read it."""
-_WALK_ROWS = 256
-"""Rows from which a program sums all parts of its tile."""
 
 
 class Norm(NamedTuple):
@@ -103,30 +101,45 @@ def _precision(weight: Tensor) -> str:
     return "ieee" if weight.dtype == torch.float32 else "tf32"
 
 
-def product_tiles(shape: ProductShape, rows: int, is_pair: bool, itemsize: int) -> ProductTiles:
-    """Choose tiles for some rows; ``is_pair``: two blocks of the weight share a tile.
+def product_tiles(
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], itemsize: int, num_sms: int
+) -> ProductTiles:
+    """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
     Measured on one H200 with whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
     """
+    is_pair = kind == "pairs"
+    n = 128 if is_pair else 64
     if itemsize == 4:
-        return ProductTiles(64, 32, 16 if rows <= 16 else 32, 4, 2, walks=rows >= _WALK_ROWS)
-    if rows >= _WALK_ROWS:
-        return ProductTiles(64 if is_pair else 128, 64, 128, 8, 3, walks=True)
-    if rows <= 16:
-        return ProductTiles(64, 64, 16, 4, 4, ahead=256) if is_pair else ProductTiles(64, 128, 16, 4, 3, ahead=256)
-    if shape.size * shape.depth < _SMALL:
+        tiles = ProductTiles(n, 32, 16 if rows <= 16 else 32, 4, 2)
+    elif rows <= 64 and shape.size * shape.depth < _SMALL:
         # Many small programs: the rows are cut too, and the weights come from the L2.
-        return ProductTiles(64, 128, 16, 4, 3, ahead=512)
-    if is_pair:
-        return ProductTiles(64, 64, 64, 4, 3 if shape.splits == 1 else 5, ahead=128)
-    return ProductTiles(64, 64, 64, 4, 5, ahead=128)
+        tiles = ProductTiles(n, 64 if is_pair else 128, 16, 4, 4 if is_pair else 3, ahead=512 if rows > 16 else 256)
+    elif rows <= 16:
+        tiles = ProductTiles(n, 64 if is_pair else 128, 16, 4, 4 if is_pair else 3, ahead=256)
+    elif rows <= 64:
+        tiles = ProductTiles(n, 64, 64, 4, 3 if is_pair and shape.splits == 1 else 5, ahead=128)
+    elif shape.size * shape.depth < _SMALL:
+        tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
+    else:
+        # As wide as registers allow: shared memory bounds the instructions of narrower ones.
+        is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
+        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if rows > 128 and kind != "logits" else 3)
+    count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
+    return replace(tiles, walks=rows > 64 and (shape.splits == 1 or count >= _enough(num_sms)))
+
+
+def _enough(num_sms: int) -> int:
+    """Tiles that give every multiprocessor work."""
+    return num_sms * 7 // 8
 
 
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
     """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
-    rows = min(rows, _WALK_ROWS)
     tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
-    parts = max(shape.splits * size * -(-rows // 64) * 64 for shape, size in shapes)
+    # Parts are left by few tiles of up to 128 by 128 numbers, or by a matrix of fewer than 192 times 64 rows.
+    most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
+    parts = max(shape.splits * min(size * -(-rows // 128) * 128, most) for shape, size in shapes)
     return SplitScratch(
         torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
@@ -238,28 +251,32 @@ def qkv_product(
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     shape = product_shape(weight)
-    tiles = tiles or product_tiles(shape, count, True, weight.itemsize)
+    tiles = tiles or _tiles(shape, count, "pairs", weight)
     half_block = _half_block(head_dim)
-    # A whole half of a head at least.
-    tiles = tiles if half_block <= tiles.block_n else _of_wide_heads(tiles, half_block)
+    # A whole head at least.
+    tiles = tiles if 2 * half_block <= tiles.block_n else _of_wide_heads(tiles, half_block)
     overlaps, options = overlapping(weight.device)
     norm_q, norm_k = (weight, weight) if head_norms is None else head_norms
     args = HeadArgs(
         weight if bias is None else bias, norm_q, norm_k, norm.eps, out.cos, out.sin, out.positions, out.slots,
         out.kv_rows, out.query, keys, values, keys.stride(0), keys.stride(1),
+        count // len(out.slots),
     )  # fmt: skip
-    in_tile = tiles.block_n // half_block
+    in_tile = tiles.block_n // 2 // half_block
     blocks = triton.cdiv(heads + 2 * kv_heads, in_tile) * triton.cdiv(count, tiles.block_rows)
     kernels.qkv_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
         rows.scaled, weight, _factor(rows, norm), args, count, scratch, SHAPE=shape, TILES=tiles,
         GROUPS=_groups(shape.depth),
-        HEADS=HeadShape(heads, kv_heads, head_dim, half_block, count // len(out.slots), head_norms is not None),
+        HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
 def _of_wide_heads(tiles: ProductTiles, half_block: int) -> ProductTiles:
-    return ProductTiles(half_block, tiles.block_k, min(tiles.block_rows, 64), 8, 3, tiles.walks)
+    return replace(
+        tiles, block_n=2 * half_block, block_k=min(tiles.block_k, 64), block_rows=min(tiles.block_rows, 64),
+        num_warps=8, num_stages=min(tiles.num_stages, 3),
+    )  # fmt: skip
 
 
 def add_product_ref(
@@ -281,7 +298,7 @@ def add_product(
     assert scratch is not None
     count = len(x)
     shape = product_shape(weight)
-    tiles = tiles or product_tiles(shape, count, False, weight.itemsize)
+    tiles = tiles or _tiles(shape, count, "sum", weight)
     overlaps, options = overlapping(x.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
     kernels.add_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
@@ -310,9 +327,9 @@ def gated_product(
     assert scratch is not None
     count = len(out)
     shape = product_shape(weight)
-    tiles = tiles or product_tiles(shape, count, True, weight.itemsize)
+    tiles = tiles or _tiles(shape, count, "pairs", weight)
     overlaps, options = overlapping(out.device)
-    blocks = triton.cdiv(shape.size // 2, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
+    blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
     kernels.gated_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
         rows.scaled, weight, weight if bias is None else bias, _factor(rows, norm), count, out, scratch, SHAPE=shape,
         TILES=tiles, GROUPS=_groups(shape.depth), BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps,
@@ -331,13 +348,19 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
     shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    tiles = tiles or product_tiles(shape, count, False, weight.itemsize)
+    tiles = tiles or _tiles(shape, count, "logits", weight)
     overlaps, options = overlapping(out.device)
     blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
     kernels.head_product_kernel[(blocks, 1)](
-        rows.scaled, weight, _factor(rows, norm), count, out, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth),
-        OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
+        rows.scaled, weight, _factor(rows, norm), count, out, SplitScratch(out, out), SHAPE=shape, TILES=tiles,
+        GROUPS=_groups(shape.depth), OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
+
+
+def _tiles(
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor
+) -> ProductTiles:  # fmt: skip
+    return product_tiles(shape, rows, kind, weight.itemsize, num_processors(weight.device))
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:

@@ -27,6 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.conversion import BY_ID, convert, convert_all
 from support.heads import (
+    HEAD_DIM,
     HIDDEN,
     TOKENS,
     VOCAB,
@@ -305,6 +306,43 @@ def test_norms_over_the_taps_are_carried(tmp_path):
     assert config_of(done.folder)["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config_of(done.folder)["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
     assert Artifact.load(done.folder).head.tap_layers == (2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    "written_as",
+    [{"spelling": "speculators", "model_type": "qwen3"}, {"architectures": ["Eagle3Qwen3ForCausalLM"]}, {}],
+    ids=["speculators", "vLLM's class", "Llama's class"],
+)
+def test_norms_of_q_and_k_are_carried_with_the_class_that_reads_them(tmp_path, written_as):
+    tensors = eagle3_tensors(rows=VOCAB, head_norms=True)
+    head = write_eagle3(tmp_path / "head", tensors=tensors, **written_as)
+    done = convert(head, draft_vocab=8, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
+    found = written(done.folder)
+    for name in ("midlayer.self_attn.q_norm.weight", "midlayer.self_attn.k_norm.weight"):
+        assert torch.equal(found[name], tensors[name])
+    config = config_of(done.folder)
+    assert (config["architectures"], config["model_type"]) == (["Eagle3Qwen3ForCausalLM"], "qwen3")
+    assert any(warning.startswith("SGLang: the norms of q and k") for warning in done.warnings)
+    card = (done.folder / "README.md").read_text()
+    assert "vllm serve" in card
+    assert "sglang.launch_server" not in card
+    report = verify_artifact(done.folder, head=head, engines=["vllm", "sglang"])
+    assert [check.name for check in report.failed] == ["engine sglang"]
+    again = convert(done.folder, draft_vocab=6, vocabulary=by_map(tmp_path, RANKED[:6]), out=tmp_path / "again")
+    assert config_of(again.folder)["architectures"] == ["Eagle3Qwen3ForCausalLM"]
+    # Under Llama's class vLLM would raise, and SGLang drop the norms.
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    (done.folder / "config.json").write_text(json.dumps(config))
+    assert verify_artifact(done.folder)["config keys"].status == "failed"
+
+
+def test_norms_of_q_and_k_in_an_eagle1_head(tmp_path, target):
+    norms = {f"layers.0.self_attn.{name}_norm.weight": random((HEAD_DIM,), 90) for name in "qk"}
+    head = write_eagle1(tmp_path / "head", extra=norms)
+    done = convert(head, draft_vocab=320, vocabulary=BY_ID, target=target, out=tmp_path / "out")
+    assert all(torch.equal(written(done.folder)[name], norm) for name, norm in norms.items())
+    assert verify_artifact(done.folder, head=head, target=target).ok
+    assert any("raise ValueError with an EAGLE-1/2 head" in warning for warning in done.warnings)
 
 
 def test_the_card_has_no_command_for_an_engine_that_cannot_take_the_head(tmp_path):
@@ -652,8 +690,10 @@ def test_ranks_of_an_artifact_need_no_target_that_its_manifest_names(tmp_path, t
     assert forced.manifest.num_forced == first.manifest.num_forced + 1
     with raises(UsageError, size=259, forced=260):
         convert(first.folder, draft_vocab=259, vocabulary=more, out=tmp_path / "less")
-    with raises(SourceError, repo_id="org/nowhere", cause="ConnectError"):
+    with raises(SourceError, repo_id="org/nowhere") as refused:
         convert(first.folder, draft_vocab=280, vocabulary=VocabRequest(force_added="all"), out=tmp_path / "all")
+    # httpx's name; requests' below huggingface_hub 1.0.
+    assert refused.value.facts["cause"] in ("ConnectError", "ConnectionError")
 
 
 def test_two_runs_give_the_same_bytes(tmp_path, target):

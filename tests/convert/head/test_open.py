@@ -344,6 +344,9 @@ def test_eagle1_with_lm_head_drops_it(tmp_path):
     assert "vLLM" in head.dropped["lm_head.weight"]
 
 
+QWEN3_NORMS = ["midlayer.self_attn.q_norm.weight", "midlayer.self_attn.k_norm.weight"]
+
+
 def ones(*shape):
     return torch.ones(*shape, dtype=torch.bfloat16)
 
@@ -363,9 +366,16 @@ def ones(*shape):
         ),
         (
             {"extra": {"midlayer.self_attn.q_norm.weight": ones(8)}},
-            UnsupportedHeadError,
-            {"tensor": "midlayer.self_attn.q_norm.weight", "found": "a head with query/key norms (Qwen3 attention)"},
+            CheckpointError,
+            {"missing": ["midlayer.self_attn.k_norm.weight"]},
         ),
+        (
+            {"extra": {f"midlayer.self_attn.{name}_norm.weight": ones(16 if name == "k" else 8) for name in "qk"}},
+            MismatchError,
+            {"tensor": "midlayer.self_attn.k_norm.weight", "found": (16,), "expected": (8,)},
+        ),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, CheckpointError, {"missing": QWEN3_NORMS}),
+        ({"spelling": "speculators", "model_type": "qwen3"}, CheckpointError, {"missing": QWEN3_NORMS}),
         (
             {"extra": {"layers.1.self_attn.q_proj.weight": ones(HIDDEN, HIDDEN)}},
             UnsupportedHeadError,

@@ -256,12 +256,21 @@ def test_advice_is_true(hub: HubServer, home: Path) -> None:
         check_push("tester/slim")
     assert "set HF_TOKEN" in str(caught.value)
     assert "again" not in str(caught.value)
-    hub.inject("model.safetensors", Fault(times=1, extra_bytes=7))
+    # Twice in one command; the next one succeeds though the library, before 1.0, keeps what came.
+    hub.inject("model.safetensors", Fault(times=2, extra_bytes=7))
     with raises(SourceError, repo_id="org/head") as caught:
         open_head_source("org/head")
     assert "force_download" not in str(caught.value)
     assert "run the same command again" in str(caught.value)
-    open_head_source("org/head")
+    folder = open_head_source("org/head").folder
+    assert (folder / "model.safetensors").read_bytes() == bytes(FILES["model.safetensors"])
+
+
+def test_a_file_of_another_size_is_fetched_anew(hub: HubServer, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.inject("model.safetensors", Fault(times=1, extra_bytes=7))
+    folder = open_head_source("org/head").folder
+    assert (folder / "model.safetensors").read_bytes() == bytes(FILES["model.safetensors"])
+    assert "org/head: model.safetensors did not come as it is on the Hub; fetching it anew" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

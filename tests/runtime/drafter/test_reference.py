@@ -47,6 +47,10 @@ def feed(drafter: BufferedDrafter, steps: list[tuple[Tensor, list[int]]], slot: 
     return drafter.bufs.draft_tokens[slot].tolist(), drafter.bufs.parents[slot].tolist()
 
 
+def head_norms(layer: str) -> dict[str, Tensor]:
+    return {f"{layer}self_attn.{name}_norm.weight": torch.linspace(0.5, end, 8) for name, end in (("q", 6), ("k", 3))}
+
+
 HEADS: dict[str, dict[str, Any]] = {
     "eagle3": {},
     "map": {"draft_ids": [5, 2, 19, 7, 8, 22, 11]},
@@ -72,7 +76,9 @@ HEADS: dict[str, dict[str, Any]] = {
         "extra": {f"midlayer.mlp.{name}_proj.bias": torch.linspace(-0.5, 0.5, size)
                   for name, size in (("gate", 48), ("up", 48), ("down", HIDDEN))},
     },
+    "head-norms": {"extra": head_norms("midlayer.")},
     "eagle-1": {"kind": "eagle"},
+    "eagle-1-head-norms": {"kind": "eagle", "extra": head_norms("layers.0.")},
     "eagle-1-window": {"kind": "eagle", "layer_types": ["sliding_attention"], "sliding_window": 6},
 }  # fmt: skip
 
@@ -139,6 +145,8 @@ def theirs(length: int, scaling: dict[str, Any], theta: float, **config: Any) ->
 
     # One dictionary since transformers 5, two arguments before.
     spelling: dict[str, Any] = {"rope_theta": theta, "rope_scaling": scaling}
+    if "original_max_position_embeddings" in scaling and scaling.get("rope_type") == "longrope":
+        config["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
     if hasattr(LlamaConfig(), "rope_parameters"):
         spelling = {"rope_parameters": {**scaling, "rope_theta": theta}}
     cos, sin = LlamaRotaryEmbedding(LlamaConfig(**config, **spelling))(torch.zeros(1), torch.arange(length)[None])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 from support.tiny_models import SIZES, random_prompts, tiny_target, widen, write_head
@@ -46,10 +50,15 @@ def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
         assert output.stats.num_empty_steps <= (len(prompts) if "max_slots" in options else 2)
 
 
-def greedy(model: SpeculativeModel, prompt: list[int], count: int) -> list[int]:
+def greedy(model: SpeculativeModel, prompt: list[int], count: int, **options: Any) -> list[int]:
     ids = torch.tensor([prompt], device="cuda")
     output = model.target.model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        pad_token_id=0,
+        **options,
     )
     return output[0, len(prompt) :].tolist()
 
@@ -66,10 +75,25 @@ def test_a_vocabulary_that_follows_drafts_as_the_reference_does(tmp_path: Path) 
         assert "CUDA graphs" in output.stats.path
         assert output.token_ids == wanted.token_ids == [greedy(model, prompt, 40) for prompt in prompts]
         assert output.stats.accepted_lengths == wanted.stats.accepted_lengths
-    on_host = few.generate(prompts, max_new_tokens=40, no_repeat_ngram_size=30)
-    assert "tokens chosen on the host (no_repeat_ngram_size" in on_host.stats.path
+    on_host = few.generate(prompts, max_new_tokens=40, logits_processor=[lambda _, scores: scores])
+    assert "tokens chosen on the host (function" in on_host.stats.path
     assert on_host.stats.accepted_lengths == wanted.stats.accepted_lengths
     assert few.generate(prompts, max_new_tokens=40).stats.missed_ids == wanted.stats.missed_ids
+
+
+def test_no_ngram_twice(tmp_path: Path) -> None:
+    """Barred within the graphs, in batches whose slots are taken again, greedy and sampled."""
+    model, prompts = pair(tmp_path, "llama")
+    output = model.generate(prompts, max_new_tokens=40, max_slots=3, no_repeat_ngram_size=2)
+    assert "on the host" not in output.stats.path
+    assert output.token_ids == [greedy(model, prompt, 40, no_repeat_ngram_size=2) for prompt in prompts]
+    on_host: dict[str, Any] = {"logits_processor": [lambda _, scores: scores]}
+    for sampling in ({}, {"temperature": 0.7, "top_p": 0.9, "seed": 1}):
+        options = {"max_new_tokens": 300, "ignore_eos": True, "no_repeat_ngram_size": 3, **sampling}
+        wanted = model.generate(prompts, **options, **on_host)
+        assert "on the host" in wanted.stats.path
+        for more in ({}, {"speculative": False}):
+            assert model.generate(prompts, **options, **more).token_ids == wanted.token_ids
 
 
 @pytest.mark.parametrize("family", ["Phi3", "Gemma2", "Gemma3"])
@@ -223,5 +247,33 @@ def test_after_warming_up_a_call_captures_nothing(tmp_path: Path) -> None:
     assert decoders._decoders == before
     assert output.stats.graph_bytes == decoders.graph_bytes
     assert output.stats.cache_bytes == first.cache_bytes
-    assert [len(decoder._graphs) for decoder in before.values()] == [5]
+    assert [len(graphs) for decoder in before.values() for graphs in decoder._graphs.values()] == [5]
     assert model.warmup(4, 300, speculative=False).num_graphs == 5
+
+
+def test_memory_after_300_calls_is_that_after_30(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random calls over more numbers of slots and rules than are kept: each is built and captured many times."""
+    monkeypatch.setattr(decoders, "MOST_DECODERS", 3)
+    monkeypatch.setattr(decoder, "MOST_RULES", 3)
+    model, prompts = pair(tmp_path, "llama")
+    sampled: dict[str, Any] = {"temperature": 0.8, "seed": 1}
+    rules = [{}, sampled, {**sampled, "top_p": 0.9}, {"repetition_penalty": 1.2}, {"suppress_tokens": [5]}]
+    kinds = list(product((1, 2, 4), (True, False), rules))
+    rng = random.Random(0)
+    used, found = [], []
+    for calls in (rng.sample(kinds, 30), rng.choices(kinds, k=270)):
+        for count, is_drafted, options in calls:
+            output = model.generate(prompts[:count], max_new_tokens=12, speculative=is_drafted, **options)
+            found.append(((count, rules.index(options)), output.token_ids))
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        used.append(total - free)
+    answers = dict(found)
+    assert len(answers) == 15
+    assert all(token_ids == answers[kind] for kind, token_ids in found)
+    assert len(model._decoders._decoders) == 3
+    assert all(len(each._graphs) <= 3 for each in model._decoders._decoders.values())
+    # Half of what cuBLAS keeps for one more stream.
+    assert used[1] - used[0] < 16 << 20

@@ -235,6 +235,10 @@ def test_10_chats_as_in_vllm(chatty: SpeculativeModel) -> None:
     hello, bye = ([{"role": "user", "content": text}] for text in ("hello", "good bye"))
     one = chatty.chat(hello, max_tokens=8)
     assert one.token_ids == chatty.generate(chatty.encode_chat(hello), max_new_tokens=8).token_ids
+    again = chatty.chat(hello, max_tokens=8)
+    assert again.token_ids == one.token_ids
+    assert again.stats.num_reused_tokens > 0
+    assert chatty.chat(hello, max_tokens=8, reuse_prefix=False).stats.num_reused_tokens == 0
     both = chatty.chat([hello, bye], max_tokens=8, temperature=0)
     assert both.token_ids == [*one.token_ids, *chatty.chat(bye, max_tokens=8).token_ids]
     params = SimpleNamespace(

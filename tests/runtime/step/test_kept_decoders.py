@@ -1,0 +1,140 @@
+"""What is kept from call to call: so many decoders and graphs, and built anew they answer the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.step import decoder, graphs
+from eagle_slim.runtime.step.choice_rules import CallRules
+from eagle_slim.runtime.step.decoder import MOST_RULES
+from eagle_slim.runtime.step.decoders import MOST_DECODERS
+from eagle_slim.runtime.step.graphs import GraphPool, recall
+from support.tiny_models import random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> SpeculativeModel:
+    return SpeculativeModel.from_pretrained(
+        tiny_target("llama"), write_head(tmp_path), depth=2, top_k=2, total_tokens=5
+    )
+
+
+def test_what_was_not_used_for_longest_makes_room() -> None:
+    kept: dict[str, str] = {}
+    for key in "abca":
+        assert recall(kept, key, 3, partial(str.upper, key)) == key.upper()
+    recall(kept, "d", 3, lambda: " ".join(kept))
+    # It had gone before the new one was built.
+    assert kept == {"c": "C", "a": "A", "d": "c a"}
+
+
+def test_decoders_are_bounded_and_built_anew(model: SpeculativeModel) -> None:
+    """One for each number of prompts, drafted and plain."""
+    prompts = random_prompts([5, 9, 3, 12, 7, 4, 8])
+
+    def answers(count: int, is_drafted: bool) -> list[list[int]]:
+        return model.generate(prompts[:count], max_new_tokens=8, ignore_eos=True, speculative=is_drafted).token_ids
+
+    kinds = [(count, is_drafted) for count in range(1, 8) for is_drafted in (True, False)]
+    assert len(kinds) > MOST_DECODERS
+    wanted = answers(7, False)
+    kept = model._decoders._decoders
+    seen = []
+    for _ in range(2):
+        for count, is_drafted in kinds:
+            assert answers(count, is_drafted) == wanted[:count]
+            seen.append(list(kept.values())[-1])
+            assert len(kept) <= MOST_DECODERS
+    assert len(kept) == MOST_DECODERS
+    assert not any(first is again for first, again in zip(seen[: len(kinds)], seen[len(kinds) :], strict=True))
+    again = answers(*kinds[-2]), list(kept.values())[-1]
+    assert again == (wanted[:7], seen[-2])
+
+
+def test_a_slot_keeps_its_prefix_when_its_decoder_goes(model: SpeculativeModel) -> None:
+    prompt = random_prompts([20])[0]
+    options = {"max_new_tokens": 8, "ignore_eos": True, "reuse_prefix": True}
+    first = model.generate(prompt, **options)
+    model._decoders._decoders.clear()
+    turn = [*prompt, *first.token_ids[0], 5, 6]
+    output = model.generate(turn, **options)
+    assert output.stats.num_reused_tokens >= len(prompt)
+    assert output.token_ids == model.generate(turn, max_new_tokens=8, ignore_eos=True).token_ids
+
+
+class Replays(GraphPool):
+    """Graphs of a machine without a GPU: a replay runs again what was captured."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.count += 1
+        return run
+
+
+def test_graphs_of_rules_are_bounded_and_captured_anew(
+    model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts([5, 9])
+    rules: list[dict[str, Any]] = [
+        {**sampled, **processed}
+        for sampled in ({}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.7, "seed": 1})
+        for processed in ({}, {"repetition_penalty": 1.3}, {"suppress_tokens": [5]}, {"min_new_tokens": 5})
+    ]
+    wanted = [model.generate(prompts, max_new_tokens=8, **each).token_ids for each in rules]
+    of = CallRules.of
+    monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
+    monkeypatch.setattr(decoder, "side_stream", nullcontext)
+    monkeypatch.setattr(decoder.Decoder, "named_range", lambda *_: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    model._decoders._decoders.clear()
+    model._decoders._pool = pool = Replays()
+    model._decoders.eager_reason = None
+    counts = [pool.count]
+    for each, tokens in [*zip(rules, wanted, strict=True)] * 2:
+        assert model.generate(prompts, max_new_tokens=8, **each).token_ids == tokens
+        counts.append(pool.count)
+        (only,) = model._decoders._decoders.values()
+        assert len(only._graphs) <= MOST_RULES < len(rules)
+    assert all(later > earlier for earlier, later in pairwise(counts))
+    assert model.generate(prompts, max_new_tokens=8, **rules[-2]).token_ids == wanted[-2]
+    assert pool.count == counts[-1]
+
+
+def test_a_pool_without_graphs_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch refuses graphs for a pool of which all have gone; one that failed is none."""
+    used = []
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    def graph(_graph: Graph, pool: int, **_: Any) -> nullcontext[None]:
+        used.append(pool)
+        return nullcontext()
+
+    handles = iter(range(9))
+    monkeypatch.setattr(graphs, "side_stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    pool = GraphPool()
+    with pytest.raises(ZeroDivisionError):
+        pool.capture(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    kept = [pool.capture(lambda: None) for _ in range(3)]
+    del kept[:2]
+    kept.append(pool.capture(lambda: None))
+    kept.clear()
+    pool.capture(lambda: None)
+    assert used == [0, 1, 1, 1, 1, 2]
