@@ -30,7 +30,7 @@ from eagle_slim.runtime.target.kernels.tree_rows import ForwardRows
 from eagle_slim.runtime.tree import Trees
 from kernels.chips import KNOWN_CHIPS
 from kernels.choosing import ALL_RULES, RULES, random_case
-from kernels.compiled_drafter import POINTERS, assembler_report, to_ptx
+from kernels.compiled_drafter import POINTERS, assembler_report, spills_among_products, to_ptx
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
@@ -66,10 +66,11 @@ class Compiler:
         }
         source = ASTSource(kernel, types, constants, aligned)
         compiled = to_ptx(source, self.chip, options)
-        report, _ = assembler_report(compiled.asm["ptx"], self.chip)
+        report, sass = assembler_report(compiled.asm["ptx"], self.chip)
         name = f"{kernel.__name__} {self.variant}".strip()
         self.reports[name] = {
-            "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report
+            "shared_bytes": compiled.metadata.shared, "num_warps": compiled.metadata.num_warps, **report,
+            "spills_among_products": sum(spills_among_products(sass)),
         }  # fmt: skip
 
     @staticmethod

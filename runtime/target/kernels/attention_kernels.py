@@ -180,12 +180,13 @@ def _split_state(
     best = tl.full([q.shape[0]], _NONE, tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    in_block = tl.arange(0, _BLOCK)[:, None] * SHAPE.head_dim + d[None, :]
     for at in tl.range(start, stop, _BLOCK, num_stages=STAGES):
         k = at + tl.arange(0, _BLOCK)
-        offset = base + k.to(tl.int64)[:, None] * SHAPE.head_dim + d[None, :]
+        block = base + at * SHAPE.head_dim
         # A whole block lies before the longest tail, so all of its rows are committed.
-        key = tl.load(key_ptr + offset, mask=in_head, other=0.0)
-        value = tl.load(value_ptr + offset, mask=in_head, other=0.0)
+        key = tl.load(key_ptr + block + in_block, mask=in_head, other=0.0)
+        value = tl.load(value_ptr + block + in_block, mask=in_head, other=0.0)
         seen = (k[None, :] < tail[:, None]) & (k[None, :] >= first_key[:, None])
         best, total, acc = _see(best, total, acc, _scores(q, key, numbers, SHAPE), seen, value, SHAPE)
     return best, total, acc
