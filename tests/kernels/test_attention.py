@@ -37,8 +37,8 @@ FAR = (2, 2, 1, 16, [1700, 0, 640])
         (ONE, torch.float16, None),
         (ONE, torch.float32, 5),
         (FEW, torch.float32, None),
-        (FEW, torch.float16, 5),
-        (FEW, torch.float32, 40),
+        pytest.param(FEW, torch.float16, 5, marks=SLOW),
+        pytest.param(FEW, torch.float32, 40, marks=SLOW),
         (FAR, torch.float32, None),
         pytest.param(FAR, torch.float32, 900, marks=SLOW),
         pytest.param(MANY, torch.float32, None, marks=SLOW),
@@ -68,9 +68,17 @@ def test_capped_scores_and_sinks(device: str, softcap: float | None, has_sinks: 
     check(chunk.forward, 4, 2, 16, torch.float32, 9, [4, 69], softcap, sinks)
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize(("length", "count", "nodes"), [(0, 20, 32), (37, 32, 32), (50, 1, 16)])
-def test_chunks(device: str, window: int | None, length: int, count: int, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "count", "nodes", "window"),
+    [
+        (0, 20, 32, None),
+        (37, 32, 32, 9),
+        pytest.param(50, 1, 16, None, marks=SLOW),
+        pytest.param(0, 20, 32, 9, marks=SLOW),
+        pytest.param(37, 32, 32, None, marks=SLOW),
+    ],
+)
+def test_chunks(device: str, length: int, count: int, nodes: int, window: int | None) -> None:
     chunk = one_chunk(device, length, count, nodes)
     check(chunk.forward, 4, 2, 16, torch.float32, window, [4, length + count])
 
