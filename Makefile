@@ -83,8 +83,7 @@ test-kernels:
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch==2.13.0
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	$(TRITON_VENV)/bin/python $(PIP_INSTALL) 'triton==$(TRITON)' 'numpy<2.4'
-	cd tests && for chip in 80 90 100; do \
-	    PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_step --chip $$chip >/dev/null || exit 1; done
+	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_step --chip 90 >/dev/null
 	cd tests && PYTHONPATH=.. ../$(TRITON_VENV)/bin/python -m kernels.compiled_drafter --chip 90 --small >/dev/null
 	OMP_NUM_THREADS=1 $(TRITON_VENV)/bin/python -m pytest tests/kernels tests/benchmarks/test_drawn_verdicts.py --ignore-glob '*compile.py'
 

@@ -35,6 +35,7 @@ def fuzz(model: SpeculativeModel) -> exact.Fuzz:
     return exact.Fuzz(models, pool, TREES, 0, CALLS)
 
 
+@pytest.mark.slow
 def test_every_kind_of_case_is_compared(fuzz: exact.Fuzz) -> None:
     # It is asked before every episode, and after each of its calls.
     turns = iter([False] * len(fuzz.variants) * (1 + len(CALLS)))

@@ -39,6 +39,7 @@ def small(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> soak.Soak
     return soak.Soak([model, model.with_tree(soak.TREES[1])], pool, 0, most=3, longest=70)
 
 
+@pytest.mark.slow
 def test_calls_with_faults_leave_the_others_right(small: soak.Soak) -> None:
     small.run(lambda soak: soak.calls == 50)
     result = json.loads(json.dumps(small.result()))
