@@ -68,7 +68,7 @@ NUMBERS := tests/runtime/step tests/runtime/drafter tests/runtime/target tests/r
     tests/kernels/test_attention.py
 test-numbers: $(STAMP)
 	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE \
-	    $(BIN)/python $(PYTEST) -k 'not bfloat16 and not test_distribution' $(NUMBERS)
+	    $(BIN)/python $(PYTEST) -m 'not slow' -k 'not bfloat16 and not test_distribution' $(NUMBERS)
 
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
