@@ -22,7 +22,12 @@ SCREEN_NAME = "screen.eagle_slim"
 SCREEN_FORMAT = "eagle-slim-screen-1"
 ROWS, DOWN, PROJECT = SCREEN_TENSORS = ("screen.rows", "screen.down", "screen.project")
 _NUMBERS = ("rank", "groups", "per_group", "draft_vocab_size")
-_REMEDY = "Make the screen again for this head."
+_REMEDY = "Make the screen again for this head, with eagle-screen."
+
+
+def has_screen(head: DraftHead) -> bool:
+    """Whether a head's manifest records a screen."""
+    return head.manifest is not None and SCREEN_NAME in head.manifest.files
 
 
 def head_digest(head: DraftHead) -> str:

@@ -116,9 +116,13 @@ class HeadWeights:
 
     @property
     def num_weights(self) -> int:
-        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join."""
-        whole = sum(tensor.numel() for tensor in (*self.tensors.values(), self.lm_head))
-        return whole + self.num_joining * self.hidden
+        """Numbers that a level of a tree reads: those of the layer, of the LM head, and of all rows that may join.
+
+        Of an LM head behind a screen, those of the screen and of one node's candidates.
+        """
+        read = [*self.tensors.values(), self.lm_head[: self.num_scored]]
+        read += [] if self.screen is None else [self.screen.rows, self.screen.down]
+        return sum(tensor.numel() for tensor in read) + self.num_joining * self.hidden
 
     @property
     def draft_vocab(self) -> int:
@@ -130,8 +134,8 @@ class HeadWeights:
         """Rows of the LM head that are scored exactly for a node."""
         return self.draft_vocab if self.screen is None else self.screen.num_candidates
 
-    def of_rows(self, rows: Tensor) -> HeadWeights:
-        """The head with some of its LM-head rows, int64 [draft_vocab], ascending."""
+    def of_rows(self, rows: Tensor | slice) -> HeadWeights:
+        """The head with some of its LM-head rows, ascending: int64 [draft_vocab], or the first ones."""
         screen = None if self.screen is None else replace(self.screen, rows=self.screen.rows[rows])
         ids = self.draft_to_target[rows]
         return replace(self, lm_head=self.lm_head[rows], draft_to_target=ids, screen=screen)
