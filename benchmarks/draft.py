@@ -1,6 +1,6 @@
 """How fast is the persistent drafter, against eager PyTorch, against a CUDA graph of PyTorch, and against the memory?
 
-    python -m benchmarks.draft [--rows REGEX] [--out benchmarks/results/DATE-h200-draft.json]
+    python -m benchmarks.draft [--rows REGEX] [--screen-rank R] [--out benchmarks/results/DATE-h200-draft.json]
 
 Each row is one (model dimensions, draft vocabulary, depth, batch, prefix) with top_k 10 and total_tokens 60, random
 weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in one run:
@@ -8,6 +8,7 @@ weights in bf16, 4 newly accepted tokens per sequence. Variants, interleaved in 
     bf16, fp8           the persistent kernel, weights in bf16 and in e4m3, replayed from a CUDA graph
     B                   `baseline.TorchDraft` (cuBLAS, SDPA, torch.topk; fc and tree build too), one CUDA graph
     A                   the same, eager
+    bf16_screen, ...    with ``--screen-rank``: the same behind a screen of this rank, 2 of each of 128 groups
     floor               bytes of weights and KV that must be read, over the copy bandwidth measured here
 
 Before a row is timed, every variant's draft is replayed by the fp32 reference (`agreement.replay`), its graph must give
@@ -28,6 +29,7 @@ from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
+from eagle_slim.runtime.drafter.screen import GROUPS, PER_GROUP
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     draft_and_replay,
@@ -45,6 +47,7 @@ from eagle_slim.runtime.drafter.tuning.problem import (
     first_rows,
     random_head,
     random_step,
+    with_random_screen,
 )
 from eagle_slim.runtime.drafter.tuning.timing import capture, interleave
 from eagle_slim.runtime.drafter.weights import HeadWeights
@@ -58,18 +61,26 @@ TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
 CAPACITY = 8192
 """Room for prefixes, the same for all rows that share a kernel."""
 COMPILE_S = 200.0
+SCREENED = "_screen"
+"""End of a variant's name."""
 WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 Record = Callable[[Callable[[], object]], Callable[[], object]]
 
 
 class Problems:
-    """Random heads and their packings, kept while rows are of one model."""
+    """Random heads and their packings, kept while rows are of one model; with ``screen_rank`` all have a screen."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.device, self.dtype = device, dtype
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.bfloat16, screen_rank: int = 0) -> None:
+        self.device, self.dtype, self.screen_rank = device, dtype, screen_rank
         self._model = ""
         self._heads: dict[int, HeadWeights] = {}
         self._packings: dict[tuple[int, str], SharedPacking] = {}
+
+    @property
+    def variants(self) -> list[str]:
+        """Of the kernel: types of weights, and the same behind a screen."""
+        types = supported_weights(self.device)
+        return types + [name + SCREENED for name in types if self.screen_rank]
 
     def head(self, row: Row) -> HeadWeights:
         """The head of a row; 0 rows are all of them."""
@@ -77,13 +88,17 @@ class Problems:
             self._heads.clear()
             self._packings.clear()
             self._model, self._heads[0] = row.model, random_head(MODELS[row.model], self.device, self.dtype)
+            if self.screen_rank:
+                self._heads[0] = with_random_screen(self._heads[0], self.screen_rank)
         if row.draft_vocab not in self._heads:
             self._heads[row.draft_vocab] = first_rows(self._heads[0], row.draft_vocab)
         return self._heads[row.draft_vocab]
 
-    def drafter(self, row: Row, weights: str) -> BufferedDrafter:
+    def drafter(self, row: Row, variant: str) -> BufferedDrafter:
         """A drafter whose buffers hold the step of a row; packed weights are shared by rows of one vocabulary."""
-        head, key = self.head(row), (row.draft_vocab, weights)
+        head, key = self.head(row), (row.draft_vocab, variant)
+        weights = variant.removesuffix(SCREENED)
+        head = head if weights != variant else replace(head, screen=None)
         if key not in self._packings:
             self._packings[key] = SharedPacking(head, weight_dtype=self._stored(weights))
         drafter = Drafter(head, TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), "triton", self._packings[key])
@@ -91,12 +106,15 @@ class Problems:
         found.features.copy_(random_step(found.cfg, row.prefix, NUM_NEW, found.bufs))
         return found
 
-    def config(self, row: Row, weights: str) -> DrafterConfig:
+    def config(self, row: Row, variant: str) -> DrafterConfig:
         """Dimensions of a row, without its head."""
-        tree = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS)
-        return draft_config(
+        tree, weights = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), variant.removesuffix(SCREENED)
+        cfg = draft_config(
             MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights)
         )
+        if weights == variant:
+            return cfg
+        return replace(cfg, screen_rank=self.screen_rank, screen_groups=GROUPS, screen_per_group=PER_GROUP)
 
     def _stored(self, weights: str) -> torch.dtype:
         return self.dtype if weights == "bf16" else WEIGHTS[weights]
@@ -115,7 +133,7 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     faults: list[str] = []
     runs: dict[str, Callable[[], object]] = {}
     floors: dict[str, float] = {}
-    for name in supported_weights(problems.device):
+    for name in problems.variants:
         drafter = problems.drafter(row, name)
         bufs = drafter.bufs
         agreement = draft_and_replay(drafter.cfg, drafter.features, drafter.weights, bufs)
@@ -145,12 +163,12 @@ def measure(problems: Problems, row: Row, bandwidth: float, rounds: int, record:
     checks["baseline"] = str(agreement)
     faults += [f"baseline: {fault}" for fault in agreement.faults]
     measured: dict[str, Any] = {
-        **asdict(row), "name": row.name, "checks": checks, "faults": faults,
+        **asdict(row), "name": row.name, "screen_rank": problems.screen_rank, "checks": checks, "faults": faults,
         "level_bytes": cfg.level_bytes, "draft_bytes": cfg.draft_bytes([row.prefix] * row.batch), "floor_us": floors,
     }  # fmt: skip
     if not faults:
-        variants = {**runs, "B": record(baseline.run), "A": baseline.run}
-        times = interleave(variants, problems.device, rounds, seldom=frozenset({"A"}))
+        timed = {**runs, "B": record(baseline.run), "A": baseline.run}
+        times = interleave(timed, problems.device, rounds, seldom=frozenset({"A"}))
         measured["times"] = {name: asdict(value) for name, value in times.items()}
         for name, floor in floors.items():
             own_us = times[name].median_us
@@ -163,17 +181,18 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     rows = {row.name: row for row in all_rows()}
     command = Command("draft", __doc__, rows)
+    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen of so many columns")
     command.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
     args = command.parse_args(argv)
     chosen = [rows[name] for name in command.chosen(args)]
-    problems = Problems(command.gpu())
+    problems = Problems(command.gpu(), screen_rank=args.screen_rank)
     device = problems.device
     result: dict[str, Any] = {"machine": machine(device)}
     kernels = dict.fromkeys(replace(row, prefix=0) for row in chosen)
     jobs = [
-        tuned_job(MODELS[row.model], problems.config(row, weights), device)
+        tuned_job(MODELS[row.model], problems.config(row, variant), device)
         for row in kernels
-        for weights in supported_weights(device)
+        for variant in problems.variants
     ]
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
     result["copy_bytes_per_s"] = bandwidth = copy_bytes_per_s(device)

@@ -25,6 +25,7 @@ from torch import nn
 
 from .drafter.follow import FollowRows
 from .drafter.joinable import JoinableRows, load_joinable_rows
+from .drafter.screen import Screen, load_screen
 from .drafter.weights import HeadWeights, choose_draft_ids, rank_with_kept
 from .errors import TargetError, UsageError
 from .target.cpu import dtype_on_cpu
@@ -110,6 +111,14 @@ class OpenedHead:
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
         place[ranked] = np.arange(len(ranked))
         return np.argsort(place[draft_ids], kind="stable")
+
+    def screen_of(self, weights: HeadWeights) -> Screen:
+        """Load the screen of the LM-head rows of ``weights``; raises as `load_screen` does."""
+        assert self.head.source is not None
+        own = self.head.draft_ids_to_target
+        own = np.arange(self.head.draft_vocab) if own is None else own
+        loaded = load_screen(self.head.source.folder, self.head)
+        return loaded.over(own, weights.draft_to_target, weights.lm_head)
 
     def rows_to_follow(
         self,

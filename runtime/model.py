@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
+from eagle_slim.convert.head.screen_file import has_screen
 from torch import Tensor, nn
 
 from .drafter.choose import NAMES, check_computable, check_draft_weights, check_drafter, choose_drafter
 from .drafter.drafter import Drafter, check_tree_fits
 from .drafter.follow import DEFAULT_FOLLOW_ROWS, check_follow
 from .drafter.launch import DraftFunction
-from .drafter.weights import gather_lm_head_rows, load_head_weights
+from .drafter.screen import check_screen
+from .drafter.weights import HeadWeights, gather_lm_head_rows, load_head_weights
 from .errors import AcceptanceWarning, UsageError, did_you_mean
 from .loading import (
     MapForm,
@@ -51,7 +53,7 @@ from .requests.requests import Request, start
 from .requests.sampling_params import read_sampling_params
 from .requests.stats import GenerationStats
 from .requests.streaming import Streamer, send_tokens
-from .requests.tree_size import TreeSize, device_name, measured_sizes
+from .requests.tree_size import TreeSize, device_name, measured_sizes, screen_pays
 from .settings import TreeConfig
 from .step.choice_rules import CallRules
 from .step.decoder import WarmUp
@@ -128,6 +130,8 @@ class SpeculativeModel:
         """Most tokens of prompt and answer together."""
         self.drafter_reason = "asked for"
         """Why this drafter."""
+        self.screen_reason: str | None = None
+        """Why a head that has a screen drafts behind it, or does not; None for one without."""
         self.is_tree_sized = is_tree_sized
         """Whether each call chooses the size of its trees (`tree_size`), up to the drafter's; else they have that."""
         self._decoders = Decoders(target, drafter)
@@ -148,6 +152,7 @@ class SpeculativeModel:
         device: torch.device | str | None = None,
         drafter: str | DraftFunction = "auto",
         draft_weights: str = "auto",
+        screen: bool | str = "auto",
         target_backend: str = "auto",
         tokenizer: Any | None = None,
         **loading: Unpack[Loading],
@@ -173,6 +178,8 @@ class SpeculativeModel:
                 "auto" takes the kernel where the GPU and the head allow it.
             draft_weights: type in which the drafter stores the head's matrices: "fp8" (the kernel only, from sm_89 on:
                 half the bytes, slightly other drafts), "bf16" (for a model in it), or "auto" for the model's own.
+            screen: True chooses the LM-head rows that are scored by the head's screen (docs/screen.md), False never;
+                "auto" does where there is one and drafts behind it were measured to be faster on this device.
             target_backend: "fused" (our forward for Llama, Mistral, Qwen2 and Qwen3), "transformers" (its own), or
                 "auto": fused on a GPU where the model is exactly of a class that it knows.
             tokenizer: only needed with a loaded model: for text prompts, stop strings and text output.
@@ -210,6 +217,7 @@ class SpeculativeModel:
             loading.get("head_subfolder"),
         )  # fmt: skip
         draft_ids = opened.choose(draft_vocab)
+        check_screen(screen, opened.head)
         check_computable(opened.head, drafter)
         check_tree_fits(len(draft_ids), tree)
         if isinstance(target, nn.Module):
@@ -238,6 +246,7 @@ class SpeculativeModel:
         weights = load_head_weights(opened.head, wrapped, draft_ids, wrapped.dtype, wrapped.device, offline)
         if follow is not None:
             weights = replace(weights, follow=opened.rows_to_follow(wrapped, weights, follow_rows))
+        weights, screen_reason = _choose_screen(opened, weights, screen, drafter, draft_weights)
         # Packed in rank order, so that smaller vocabularies find their rows in it.
         order = _rank_rows(opened, draft_ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         built, reason = choose_drafter(drafter, weights, tree, draft_weights, order)
@@ -245,7 +254,7 @@ class SpeculativeModel:
             wrapped, built, tokenizer, loading.get("max_model_len"), opened, tokenizer_source, tokenizer_hash,
             is_tree_sized=total_tokens is None,
         )  # fmt: skip
-        whole.drafter_reason = reason
+        whole.drafter_reason, whole.screen_reason = reason, screen_reason
         return whole
 
     def with_draft_vocab(self, draft_vocab: int | DraftVocab | None) -> SpeculativeModel:
@@ -266,7 +275,9 @@ class SpeculativeModel:
         )
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
-        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow)
+        own_ids = weights.draft_to_target.cpu().numpy()
+        screen = None if weights.screen is None else weights.screen.over(own_ids, kept, rows)
+        other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow, screen=screen)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
 
@@ -318,10 +329,12 @@ class SpeculativeModel:
         return other
 
     def _with_drafter(self, drafter: Drafter, is_tree_sized: bool) -> SpeculativeModel:
-        return SpeculativeModel(
+        other = SpeculativeModel(
             self.target, drafter, self.tokenizer, self.max_model_len, self.opened, self.tokenizer_source,
             self.tokenizer_hash, is_tree_sized,
         )  # fmt: skip
+        other.screen_reason = self.screen_reason
+        return other
 
     def __repr__(self) -> str:
         head = "loaded weights" if self.opened is None else self.opened.head.location
@@ -353,7 +366,14 @@ class SpeculativeModel:
     @property
     def drafting(self) -> str:
         """The drafter and its weights in words."""
-        return f"drafter {self.drafter.name}, {self.draft_weights} weights"
+        screen = self.drafter.weights.screen
+        if self.screen_reason is None:
+            behind = "" if screen is None else f", behind a screen of rank {screen.rank}"
+        elif screen is None:
+            behind = f", without its screen ({self.screen_reason})"
+        else:
+            behind = f", behind a screen of rank {screen.rank} ({self.screen_reason})"
+        return f"drafter {self.drafter.name}, {self.draft_weights} weights{behind}"
 
     @property
     def device(self) -> torch.device:
@@ -595,6 +615,27 @@ def _rank_rows(
 ) -> Tensor | None:
     ranked = opened.rank_rows(draft_ids, draft_vocab)
     return None if ranked is None else torch.from_numpy(ranked).to(device)
+
+
+def _choose_screen(
+    opened: OpenedHead, weights: HeadWeights, screen: bool | str, drafter: Any, draft_weights: str
+) -> tuple[HeadWeights, str | None]:
+    """Give the head its screen where it is asked for or known to pay; and the reason, for a head that has one."""
+    if not has_screen(opened.head):
+        return weights, None
+    if screen != "auto":
+        return replace(weights, screen=opened.screen_of(weights) if screen else None), "asked for"
+    device = weights.device
+    stored = "fp8" if draft_weights == "fp8" else NAMES[weights.dtype]
+    # Measured with the kernel on a GPU, with the reference on a CPU.
+    measured = measured_sizes().screens_on(device_name(device), stored, weights.hidden)
+    if drafter not in ("auto", "triton" if device.type == "cuda" else "reference") or not measured:
+        return weights, f"no draft behind one was measured with such a head on {device_name(device)}"
+    screened = replace(weights, screen=opened.screen_of(weights))
+    assert screened.screen is not None
+    if screen_pays(measured, weights.draft_vocab, screened.screen.rank):
+        return screened, f"faster where it was measured: {device_name(device)}"
+    return weights, f"not known to be faster with {weights.draft_vocab:,} rows on {device_name(device)}"
 
 
 def _warn_if_nothing_is_accepted(stats: GenerationStats, drafter: Drafter) -> None:

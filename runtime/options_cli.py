@@ -59,6 +59,10 @@ _OPTIONS = (
         help="Type of the drafter's weights: the model's own (auto), or half the bytes in FP8 on GPUs from sm_89 on.",
     ),
     click.option(
+        "--screen/--no-screen", default=None,
+        help="Score only LM-head rows that the head's screen chooses. Default: where that was measured to be faster.",
+    ),
+    click.option(
         "--target-backend", type=click.Choice(["auto", "fused", "transformers"]), default="auto", show_default=True,
         help="Our own forward over the target's weights, or transformers'; auto takes ours on a GPU where it can.",
     ),
@@ -107,6 +111,8 @@ def load_heads(options: dict[str, Any], **more: Any) -> list[SpeculativeModel]:
 
     head, heads = options.pop("head"), options.pop("heads", ())
     given = {name: options.pop(name) for name in _LOADING} | {"top_k": options.pop("draft_top_k"), **more}
+    screen = options.pop("screen")
+    given["screen"] = "auto" if screen is None else screen
     note(f"loading {head or 'the built-in head'} with its target")
     model = SpeculativeModel.from_pretrained(options.pop("target"), head, **given)
     note(f"target: {model.target.backend}; {model.drafting} ({model.drafter_reason})")

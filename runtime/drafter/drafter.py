@@ -39,7 +39,7 @@ class Drafter:
     packing: SharedPacking | None = None
 
     def __post_init__(self) -> None:
-        check_tree_fits(self.weights.draft_vocab, self.tree)
+        check_tree_fits(self.weights.num_scored, self.tree)
         if self.backend == "triton":
             if self.packing is None:
                 object.__setattr__(self, "packing", SharedPacking(self.weights))
@@ -129,7 +129,7 @@ class BufferedDrafter:
         write_pairs(self.ops, self.head, features, next_tokens, positions, rows, slots, self._tables, self.bufs)
 
 
-def check_tree_fits(draft_vocab: int, tree: TreeConfig) -> None:
-    """Raise `UsageError` unless every node can have ``top_k`` children among ``draft_vocab`` rows."""
-    if draft_vocab < tree.top_k:
-        raise misfit("top_k", f"at most the {draft_vocab} ids that are drafted over", tree.top_k)
+def check_tree_fits(num_scored: int, tree: TreeConfig) -> None:
+    """Raise `UsageError` unless every node can have ``top_k`` children among the ``num_scored`` rows of its logits."""
+    if num_scored < tree.top_k:
+        raise misfit("top_k", f"at most the {num_scored} ids that are drafted over", tree.top_k)

@@ -18,7 +18,7 @@ from .kernels.packing import chunk_size, rows_per_program
 from .kernels.weight_stream import Tile
 
 PROJECTIONS = ("fc", "qkv", "o", "down")
-"""Matrices of `projections`: they share the tile ``layer``."""
+"""Matrices of `projections` whose rows programs may share: they, and a screen's ``down``, share the tile ``layer``."""
 MAX_SPLIT = 4
 """Most programs to a group: the terms of `projections.sum_parts`."""
 HEAD_ROWS = 256
@@ -116,11 +116,11 @@ INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
 
 
 def in_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Inputs of each matrix."""
+    """Inputs of each matrix; with a screen ``head`` is its rows and ``screen`` its ``down``."""
     attention = cfg.num_heads * cfg.head_dim
     return {
         "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
-        "head": cfg.hidden,
+        "head": cfg.screen_rank or cfg.hidden, **({"screen": cfg.hidden} if cfg.screen_rank else {}),
     }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def out_features(cfg: DrafterConfig) -> dict[str, int]:
     """Outputs of each matrix; ``mlp`` is gate and up, row by row side by side."""
     return {
         "fc": cfg.hidden, "qkv": cfg.qkv_size, "o": cfg.hidden, "mlp": cfg.intermediate, "down": cfg.hidden,
-        "head": cfg.draft_vocab,
+        "head": cfg.draft_vocab, **({"screen": cfg.screen_rank} if cfg.screen_rank else {}),
     }  # fmt: skip
 
 
@@ -141,13 +141,19 @@ def chunk_inputs(cfg: DrafterConfig) -> dict[str, list[int]]:
     """Numbers of inputs that chunks of each tile must divide: of whole products, and of an operand's segments."""
     inputs = in_features(cfg)
     return {
-        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden], "head": [cfg.hidden],
+        "layer": [cfg.hidden, *(inputs[name] for name in PROJECTIONS)], "mlp": [cfg.hidden],
+        "head": [inputs["head"]],
     }  # fmt: skip
 
 
 def num_groups(split: int, num_programs: int) -> int:
     """Groups of ``split`` programs; the last few programs may be in none, and fewer programs than that make one."""
     return max(1, num_programs // split)
+
+
+def streamed_rows(cfg: DrafterConfig, draft_vocab: int, num_programs: int) -> int:
+    """Rows of ``head`` that are selected from together: those of a program, or with a screen those of a group."""
+    return rows_per_program(draft_vocab, cfg.screen_groups if cfg.screen_rank else num_programs)
 
 
 def group_rows(cfg: DrafterConfig, name: str, split: int, num_programs: int) -> int:
@@ -203,7 +209,7 @@ def _owned_rows(cfg: DrafterConfig, split: dict[str, int], num_programs: int) ->
     return {
         "layer": max(group_rows(cfg, name, split[name], num_programs) for name in PROJECTIONS),
         "mlp": rows_per_program(cfg.intermediate, num_programs),
-        "head": rows_per_program(cfg.draft_vocab, num_programs),
+        "head": streamed_rows(cfg, cfg.draft_vocab, num_programs),
     }
 
 

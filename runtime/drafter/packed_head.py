@@ -12,7 +12,17 @@ from .dimensions import DrafterConfig
 from .kernels.frontier import MAX_DEPTH
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
-from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features
+from .kernels.screen import ExactRows
+from .launch_params import (
+    PROJECTIONS,
+    StoredLayout,
+    group_rows,
+    in_features,
+    num_groups,
+    out_features,
+    streamed_rows,
+)
+from .screen import Screen
 from .tuned_cache import LaunchTable
 from .weights import HeadWeights
 
@@ -38,7 +48,9 @@ class PackedHead:
     launches: LaunchTable
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
-    """LM-head rows packed; a launch may use the first N of them."""
+    """LM-head rows packed; a launch may use the first N of them, or all where a screen is packed."""
+    exact: ExactRows | None = None
+    """Behind a screen, whose rows are packed in its place: the LM head, of the stream's type."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,9 @@ class PerMatrix:
     mlp: int
     down: int
     head: int
+    """With a screen, its rows."""
+    screen: int = 0
+    """A screen's ``down``."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +93,15 @@ class StreamLayout:
         programs = layout.num_programs
         outputs = {**out_features(cfg), "head": draft_vocab}
         rows = {name: rows_per_program(size, programs) for name, size in outputs.items()}
-        grouped = {name: group_rows(cfg, name, layout.split[name], programs) for name in PROJECTIONS}
+        if cfg.screen_rank:
+            units = rows_per_program(cfg.screen_groups, programs)
+            rows["head"] = units * streamed_rows(cfg, draft_vocab, programs)
+        splits = {**layout.split, **({"screen": 1} if cfg.screen_rank else {})}
+        grouped = {name: group_rows(cfg, name, split, programs) for name, split in splits.items()}
         offsets, scales, size, num_scales = {}, {}, 0, 0
         for name, inputs in in_features(cfg).items():
-            if name in PROJECTIONS:
-                split, chunk = layout.split[name], layout.chunks["layer"]
+            if name in splits:
+                split, chunk = splits[name], layout.chunks["layer"]
                 units = -(-num_groups(split, programs) * split // programs)
                 stored = units * -(-inputs // chunk // split) * chunk * grouped[name]
                 stored *= cfg.has_fc if name == "fc" else 1
@@ -93,7 +112,7 @@ class StreamLayout:
             num_scales += rows[name] * (2 if name == "mlp" else 1)
         alone = {"mlp": 1, "head": 1}
         return cls(
-            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**layout.split, **alone),
+            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**splits, **alone),
             PerMatrix(**grouped, mlp=0, head=0), size, num_scales,
         )  # fmt: skip
 
@@ -102,7 +121,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
     """Lay a head out for the kernel, in the layout of ``launches``. Of ``cfg`` only what the head decides matters.
 
     ``order``: int64 [draft_vocab], LM-head rows best first, when launches shall be able to use fewer rows than are
-    packed (`DraftVocab` in rank order); default the head's own order.
+    packed (`DraftVocab` in rank order); default the head's own order. A screen's groups are of the head's own order.
     """
     stored = launches.layout
     w, programs, chunks = head.tensors, stored.num_programs, stored.chunks
@@ -116,7 +135,8 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         "o": [w["self_attn.o_proj.weight"]],
         "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
         "down": [w["mlp.down_proj.weight"]],
-        "head": [head.lm_head[order]],
+        "head": [head.lm_head[order]] if head.screen is None else [head.screen.rows],
+        "screen": [] if head.screen is None else [head.screen.down],
     }
     layout = StreamLayout.of(cfg, stored, head.draft_vocab)
     element = cfg.weight_dtype.itemsize
@@ -131,15 +151,18 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
                 matrix, scale = quantize_rows(matrix)
                 # The kernel halves the inputs of down (`gated_mlp`).
                 scale = scale * 2 if name == "down" else scale
-                scales.append(assign_rows(scale, programs, name == "head", getattr(layout.rows, name)))
-            if name in PROJECTIONS:
-                split = stored.split[name]
+                scales.append(_dealt(scale[:, None], head, programs, name, getattr(layout.rows, name))[..., 0])
+            if name in (*PROJECTIONS, "screen"):
+                split = stored.split.get(name, 1)
                 grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
                 parts.append(cut_parts(grouped, split, chunks["layer"], programs))
             elif name == "mlp":
                 parts.append(cut_chunks(assign_rows(matrix, programs), chunks["mlp"]))
-            else:
+            elif head.screen is None:
                 parts.append(cut_tiles(assign_rows(matrix, programs, True), stored.head_rows, chunks["head"]))
+            else:
+                groups = cut_tiles(assign_rows(matrix, head.screen.groups, True), stored.head_rows, chunks["head"])
+                parts.append(assign_rows(groups, programs, True))
         if parts:
             # gate and up go side by side within each chunk, so that one piece of the stream serves both.
             packed = torch.cat([part.view(torch.uint8) for part in parts], dim=2) if name == "mlp" else parts[0]
@@ -173,7 +196,23 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         num_tokens=cfg.num_tokens,
         launches=launches,
         draft_vocab=head.draft_vocab,
+        exact=None if head.screen is None else _exact_rows(head, head.screen, cfg),
     )
+
+
+def _dealt(scale: Tensor, head: HeadWeights, programs: int, name: str, rows: int) -> Tensor:
+    """Scales [rows, 1] as the rows of a matrix are given to programs: [programs, rows of a program, 1]."""
+    if name != "head" or head.screen is None:
+        return assign_rows(scale, programs, name == "head", rows)
+    return assign_rows(assign_rows(scale, head.screen.groups, True), programs, True).reshape(programs, rows, 1)
+
+
+def _exact_rows(head: HeadWeights, screen: Screen, cfg: DrafterConfig) -> ExactRows:
+    rows, scale = head.lm_head.to(cfg.dtype).contiguous(), torch.ones(1, device=head.device)
+    if cfg.weight_dtype != cfg.dtype:
+        rows, scale = quantize_rows(rows)
+    numbers = torch.arange(head.draft_vocab, dtype=torch.int32, device=head.device)
+    return ExactRows(rows, scale, head.draft_to_target.int(), assign_rows(numbers, screen.groups, True).contiguous())
 
 
 def bias_layout(cfg: DrafterConfig) -> BiasLayout:

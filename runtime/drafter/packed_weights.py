@@ -71,8 +71,7 @@ class Weights:
         if draft_vocab == self.head.draft_vocab:
             return self.head
         ranked = torch.arange(self.head.draft_vocab, device=self.head.device) if self.order is None else self.order
-        rows = ranked[:draft_vocab].sort().values
-        return replace(self.head, lm_head=self.head.lm_head[rows], draft_to_target=self.head.draft_to_target[rows])
+        return self.head.of_rows(ranked[:draft_vocab].sort().values)
 
     def with_positions(self, num_positions: int, num_tokens: int | None = None) -> Weights:
         """The same packed weights with RoPE tables for ``num_positions`` positions of a KV cache.

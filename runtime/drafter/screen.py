@@ -24,12 +24,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from eagle_slim.convert.head.open import DraftHead
-from eagle_slim.convert.head.screen_file import DOWN, PROJECT, ROWS, open_screen_file
+from eagle_slim.convert.head.screen_file import DOWN, PROJECT, ROWS, has_screen, open_screen_file
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import misfit
+from ..errors import UsageError, check_choice, misfit
 from ..tree import ranked_topk
+
+GROUPS, PER_GROUP = 128, 2
+"""Of a screen that does not say otherwise: about as many groups as a GPU has multiprocessors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +45,8 @@ class Screen:
     """B, float32 [rank, hidden]."""
     project: Tensor
     """P, float32 [hidden, rank]: of a row W_i of the LM head, ``A_i = W_i P``."""
-    groups: int = 128
-    per_group: int = 2
+    groups: int = GROUPS
+    per_group: int = PER_GROUP
 
     def __post_init__(self) -> None:
         rank = self.rows.shape[-1]
@@ -105,6 +108,16 @@ def best_of_groups(scores: Tensor, groups: int, per_group: int) -> Tensor:
     _, place = ranked_topk(padded.unflatten(-1, (depth, groups)).transpose(-1, -2), per_group)
     rows = place * groups + torch.arange(groups, device=scores.device)[:, None]
     return torch.where(rows < num_rows, rows, -1).flatten(-2)
+
+
+def check_screen(screen: bool | str, head: DraftHead) -> None:
+    """Raise `UsageError` unless ``screen`` is True, False or "auto", and for True without a screen beside the head."""
+    check_choice("screen", screen, (True, False, "auto"))
+    if screen is True and not has_screen(head):
+        raise UsageError(
+            f"screen = True, and {head.location} has no screen. Make one with eagle-screen, or leave screen out.",
+            option="screen", missing="screen", found=head.location,
+        )  # fmt: skip
 
 
 def load_screen(folder: Path, head: DraftHead) -> Screen:

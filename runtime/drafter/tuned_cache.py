@@ -2,9 +2,10 @@
 
 `TunedCache` looks up layouts by (GPU, a head's dimensions, types) and launch parameters by these, the LM-head rows in
 use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
-not hold, `launch_params` derives. The length of the KV cache is no key. Both give the same results, only at different
-speed. Shapes that were launched without tuned parameters are recorded, one JSON object a line, in the file that
-``EAGLE_SLIM_SHAPES`` names; ``python -m eagle_slim.runtime.tune`` reads it.
+not hold, `launch_params` derives. The length of the KV cache is no key, nor is a screen: a head behind one takes the
+parameters of the head without it, but for the tile of ``head``, which is derived. Both give the same results, only at
+different speed. Shapes that were launched without tuned parameters are recorded, one JSON object a line, in the file
+that ``EAGLE_SLIM_SHAPES`` names; ``python -m eagle_slim.runtime.tune`` reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,11 @@ class TunedCache:
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
         """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
-        return self.layouts.get(layout_key(cfg, chip)) or choose_layout(cfg, chip)
+        found = self.layouts.get(layout_key(cfg, chip))
+        if found is not None and not cfg.screen_rank:
+            return found
+        derived = choose_layout(cfg, chip)
+        return derived if found is None else replace(found, chunks={**found.chunks, "head": derived.chunks["head"]})
 
     def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
         """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
@@ -82,11 +87,14 @@ class TunedCache:
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key)
-        if found is not None and layout in (None, own):
+        if found is not None and layout in (None, own) and not cfg.screen_rank:
             return found, True
-        record_shape(cfg, chip)
+        derived = choose_launch(cfg, chip, own if layout is None else layout)
+        if found is not None and layout in (None, own):
+            return replace(found, layout=own, tiles={**found.tiles, "head": derived.tiles["head"]}), True
+        record_shape(replace(cfg, screen_rank=0, screen_groups=0, screen_per_group=0), chip)
         logger.info("No tuned launch parameters for %s: derived ones are used.", key)
-        return choose_launch(cfg, chip, own if layout is None else layout), False
+        return derived, False
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
         """Keep a layout and parameters in memory; `save` writes them.

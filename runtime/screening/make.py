@@ -163,7 +163,7 @@ def make_screen(
     ranks = _ranks(options.rank, head.hidden_size)
     say("loading the head with its target")
     model = SpeculativeModel.from_pretrained(
-        target, artifact, dtype=dtype, device=device, drafter="reference", target_backend="transformers",
+        target, artifact, dtype=dtype, device=device, drafter="reference", target_backend="transformers", screen=False,
         revision=revision, offline=offline,
     )  # fmt: skip
     collected, texts = _collect(model, artifact, options, revision, offline, restart, progress, say)

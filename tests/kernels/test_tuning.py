@@ -29,7 +29,7 @@ def test_rows() -> None:
     eight = {(row.draft_vocab, row.depth, row.batch, row.prefix) for row in rows if row.model == "llama-3.1-8b"}
     assert len(eight) == 4 * 2 * 4 * 2
     assert {row.model for row in rows} == set(problem.MODELS)
-    assert len(rows) == 64 + 5
+    assert len(rows) == 64 + 6
 
 
 def test_compiling_ahead_needs_more_than_one_kernel() -> None:

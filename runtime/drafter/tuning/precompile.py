@@ -18,7 +18,7 @@ import torch
 from ..buffers import Buffers
 from ..dimensions import DrafterConfig
 from ..launch_params import LaunchParams
-from .problem import Dims, first_rows, random_head
+from .problem import Dims, first_rows, random_head, with_random_screen
 
 
 class Job(NamedTuple):
@@ -49,6 +49,8 @@ def compile_one(job: Job) -> float:
     dims, cfg, params = job
     device = torch.device("meta")
     head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
+    if cfg.screen_rank:
+        head = with_random_screen(head, cfg.screen_rank, cfg.screen_groups, cfg.screen_per_group)
     packed = pack_head(head, cfg, FixedLaunch(params))
     bufs = Buffers.allocate(cfg, device)
     bufs.workspace.update(allocate_workspace(cfg, params, device))

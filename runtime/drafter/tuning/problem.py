@@ -11,6 +11,7 @@ from ...settings import MAX_NEW_TOKENS, TreeConfig
 from ..buffers import Buffers
 from ..dimensions import DrafterConfig
 from ..rope import rotary_embedding
+from ..screen import GROUPS, PER_GROUP, Screen
 from ..weights import HeadWeights
 
 
@@ -82,6 +83,7 @@ def all_rows() -> list[Row]:
     vocabularies, prefixes = (32000, 128256, 16000, 8192), (512, 8192)
     wanted = [replace(HEADLINE, prefix=prefix) for prefix in prefixes]
     wanted += [Row(model, 32000, 5, 1, 512) for model in MODELS if model != eight]
+    wanted += [Row("llama-3.2-1b", 128256, 5, 1, 512)]
     wanted += [Row(eight, vocab, 5, 1, prefix) for vocab in vocabularies for prefix in prefixes]
     wanted += [Row(eight, 32000, 5, batch, prefix) for batch in (2, 4, 8) for prefix in prefixes]
     wanted += [
@@ -140,7 +142,23 @@ def random_head(
 
 def first_rows(head: HeadWeights, draft_vocab: int) -> HeadWeights:
     """The same head over its first ``draft_vocab`` LM-head rows."""
-    return replace(head, lm_head=head.lm_head[:draft_vocab], draft_to_target=head.draft_to_target[:draft_vocab])
+    return head.of_rows(slice(draft_vocab))
+
+
+def with_random_screen(head: HeadWeights, rank: int, groups: int = GROUPS, per_group: int = PER_GROUP) -> HeadWeights:
+    """The head with a random LM head of this rank, and the screen that is exact for it but for rounding.
+
+    So a draft behind the screen can be replayed: a screen of a random LM head would choose at random.
+    """
+    generator = None if head.device.type == "meta" else torch.Generator(head.device).manual_seed(1)
+
+    def matrix(out: int, size: int, gain: float) -> Tensor:
+        weight = torch.randn(out, size, generator=generator, device=head.device, dtype=head.dtype)
+        return weight.mul_(gain * size**-0.5)
+
+    rows, down = matrix(head.draft_vocab, rank, 3.0), matrix(rank, head.hidden, 1.0)
+    screen = Screen(rows, down.float(), down.float().T.contiguous(), groups, per_group)
+    return replace(head, lm_head=rows @ down, screen=screen)
 
 
 def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) -> Tensor:

@@ -1,0 +1,225 @@
+"""A screen in front of the LM head: which rows it chooses, drafts behind it by PyTorch, and where a head has one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from eagle_slim.convert import Artifact, VocabRequest, open_head
+from eagle_slim.convert.errors import ArtifactError, CheckpointError, MismatchError
+from eagle_slim.convert.head.screen_file import SCREEN_FORMAT, SCREEN_NAME, head_digest
+from eagle_slim.convert.manifest import MANIFEST_NAME
+from eagle_slim.convert.weights.checksums import sha256_file
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.drafter.drafter import Drafter
+from eagle_slim.runtime.drafter.reference import ReferenceDraft
+from eagle_slim.runtime.drafter.screen import Screen, best_of_groups, load_screen
+from eagle_slim.runtime.drafter.weights import HeadWeights
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.requests import tree_size
+from eagle_slim.runtime.settings import TreeConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.conversion import convert
+from support.drafting import random_head, union_head, with_follow, with_screen
+from support.heads import write_freq
+from support.raising import raises
+from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+
+RANKED = [2, 9, 4, 20, 1, 5, 14, 7, 8, 11, 13, 17]
+
+
+def test_the_example() -> None:
+    scores = torch.tensor([1.0, 5, 3, 2, 3])
+    assert best_of_groups(scores, 2, 1).tolist() == [2, 1]
+    assert best_of_groups(scores, 2, 2).tolist() == [2, 4, 1, 3]
+    # Groups 0 to 3 hold rows 0 and 4, 1, 2 and 3.
+    assert best_of_groups(scores, 4, 2).tolist() == [4, 0, 1, -1, 2, -1, 3, -1]
+    assert best_of_groups(torch.full((3,), float("-inf")), 1, 4).tolist() == [0, 1, 2, -1]
+
+
+@pytest.mark.parametrize(("rows", "groups", "per_group"), [(1, 1, 1), (65, 3, 2), (64, 16, 4), (5, 7, 2), (40, 1, 16)])
+def test_equals_a_sort_of_each_group(rows: int, groups: int, per_group: int) -> None:
+    scores = torch.randint(-4, 5, (2, 3, rows), generator=torch.Generator().manual_seed(rows)).float()
+    for found, own in zip(best_of_groups(scores, groups, per_group).view(6, -1), scores.view(6, rows), strict=True):
+        wanted = []
+        for group in range(groups):
+            best = sorted(range(group, rows, groups), key=lambda row: (-own[row].item(), row))[:per_group]
+            wanted += best + [-1] * (per_group - len(best))
+        assert found.tolist() == wanted
+        screen = Screen(torch.zeros(rows, 2), torch.zeros(2, 4), torch.zeros(4, 2), groups, per_group)
+        assert screen.num_candidates == sum(row >= 0 for row in wanted)
+
+
+def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]] | None = None) -> list[list[int]]:
+    drafter = Drafter(head, TreeConfig(2, 4, 20)).on_slots(2, 30)
+    drafter.features[:, :2] = torch.randn(2, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
+    drafter.bufs.set_step([0, 1], [[3, 5], [7]], [0, 0])
+    for slot, tail in (tails or {}).items():
+        assert head.follow is not None
+        assert drafter.bufs.tails is not None
+        drafter.bufs.tails.set_slot(slot, tail, head.follow)
+    drafter.draft()
+    return drafter.bufs.draft_tokens.tolist()
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle"])
+def test_with_every_row_a_candidate_it_is_the_draft_without_one(kind: str) -> None:
+    head = with_follow(random_head(kind), 60)
+    tails = {0: tuple(range(60)), 1: (3, 4, 50)}
+    plain = draft(head, tails)
+    assert draft(with_screen(head, head.hidden, head.draft_vocab, 1), tails) == plain
+    assert draft(with_screen(head, 4, 6, 1), tails) != plain
+
+
+def test_rows_that_joined_are_all_scored() -> None:
+    head = with_screen(with_follow(random_head(), 60), 8, 6, 2)
+    tails = {0: tuple(range(60)), 1: (3, 4, 50)}
+    mine = draft(head, tails)
+    for slot, tail in tails.items():
+        assert mine[slot] == draft(union_head(head, tail))[slot]
+
+
+def test_candidates_have_the_logits_of_the_lm_head() -> None:
+    head = with_screen(random_head(), 16, 7, 3)
+    assert head.screen is not None
+    cache = (torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16))
+    reference = ReferenceDraft(head, TreeConfig(1, 2, 5), torch.tensor([0]), torch.tensor([0]), cache)
+    output = torch.randn(1, 5, head.hidden, generator=torch.Generator().manual_seed(2))
+    plain = ReferenceDraft(replace(head, screen=None), reference.tree, reference.slots, reference.lengths, cache)
+    logits, every = reference.logits(output), plain.logits(output)
+    chosen = logits.isfinite()
+    assert (chosen.sum(-1) == 21).all()
+    torch.testing.assert_close(logits[chosen], every[chosen])
+    # A screen of a quarter of the columns finds most of the best.
+    best = every.topk(4).indices
+    assert chosen.gather(-1, best).float().mean() > 0.6
+
+
+def test_a_screen_of_other_rows() -> None:
+    """Known ids keep their rows, others get W_i P."""
+    head = with_screen(random_head(), 16, 7, 3)
+    assert head.screen is not None
+    ids = torch.tensor([3, *head.draft_to_target[5:9].tolist()]).sort().values
+    rows = torch.randn(5, head.hidden, generator=torch.Generator().manual_seed(3))
+    own = head.draft_to_target.numpy()
+    other = head.screen.over(own, ids, rows)
+    for place, token in enumerate(ids.tolist()):
+        known = token in own
+        wanted = head.screen.rows[list(own).index(token)] if known else rows[place] @ head.screen.project
+        torch.testing.assert_close(other.rows[place], wanted)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    head = with_screen(random_head(), 16, 4, 1)
+    assert head.screen is not None
+    with raises(UsageError, tensor="screen.rows"):
+        replace(head, screen=replace(head.screen, rows=head.screen.rows[1:]))
+    with raises(UsageError, tensor="screen.project"):
+        replace(head.screen, project=head.screen.down)
+    with raises(UsageError, option="top_k", found=5):
+        Drafter(head, TreeConfig(2, 5, 20))
+    fewer = head.of_rows(torch.arange(0, 100, 2))
+    assert fewer.screen is not None
+    assert torch.equal(fewer.screen.rows, head.screen.rows[:100:2])
+
+
+def add_screen(folder: Path, **metadata: str) -> Screen:
+    """Write a screen of rank 8 beside an artifact's weights and record it in the manifest."""
+    head = open_head(folder)
+    lm_head = head.tensors.get("lm_head.weight").double()
+    project = torch.linalg.eigh(lm_head.T @ lm_head).eigenvectors.flip(1)[:, :8].float().contiguous()
+    rows = (lm_head.float() @ project).to(head.dtype)
+    found = {
+        "format": SCREEN_FORMAT, "rank": "8", "groups": "5", "per_group": "2",
+        "draft_vocab_size": str(len(rows)), "head_sha256": head_digest(head), **metadata,
+    }  # fmt: skip
+    tensors = {"screen.rows": rows, "screen.down": project.T.contiguous(), "screen.project": project}
+    path, manifest = folder / SCREEN_NAME, json.loads((folder / MANIFEST_NAME).read_text())
+    save_file(tensors, path, found)
+    manifest["files"][SCREEN_NAME] = {"size_bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest))
+    return Screen(rows, tensors["screen.down"], project, 5, 2)
+
+
+def converted(folder: Path, name: str = "slim", draft_vocab: int = 9, seed: int = 0, **options: object) -> Path:
+    head = write_head(folder / f"{name}-head", draft_ids=sorted(RANKED), seed=seed)
+    request = VocabRequest(token_map=write_freq(folder / "freq.pt", RANKED))
+    convert(head, vocabulary=request, out=folder / name, draft_vocab=draft_vocab, **options)
+    return folder / name
+
+
+def test_a_screen_of_another_head_is_refused(tmp_path: Path) -> None:
+    slim = converted(tmp_path)
+    with raises(CheckpointError):
+        load_screen(slim, open_head(slim))
+    wanted = add_screen(slim)
+    found = load_screen(slim, open_head(slim))
+    assert torch.equal(found.rows, wanted.rows)
+    assert (found.groups, found.per_group) == (5, 2)
+    other, smaller = converted(tmp_path, "other", seed=4), converted(tmp_path, "smaller", draft_vocab=8)
+    with raises(MismatchError, key="head_sha256"):
+        load_screen(slim, open_head(other))
+    with raises(MismatchError, key="draft_vocab_size", expected=8, found=9):
+        load_screen(slim, open_head(smaller))
+    for key, value in (("format", "2"), ("rank", "x"), ("groups", "0"), ("per_group", "-1")):
+        add_screen(slim, **{key: value})
+        with raises(ArtifactError, key=key, found=value):
+            load_screen(slim, open_head(slim))
+    add_screen(slim)
+    tensors = {**load_file(slim / SCREEN_NAME), "screen.rows": torch.zeros(9, 7)}
+    with safe_open(slim / SCREEN_NAME, "pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, slim / SCREEN_NAME, metadata)
+    with raises(ArtifactError, tensor="screen.rows"):
+        load_screen(slim, open_head(slim))
+
+
+def load(slim: Path, **options: object) -> SpeculativeModel:
+    return SpeculativeModel.from_pretrained(
+        tiny_target("llama"), Artifact.load(slim), depth=2, top_k=3, total_tokens=10, **options
+    )  # fmt: skip
+
+
+def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slim = converted(tmp_path, keep_rows=12)
+    with raises(UsageError, option="screen", missing="screen"):
+        load(slim, screen=True)
+    with raises(UsageError, option="screen", found="yes"):
+        load(slim, screen="yes")
+    assert "screen" not in load(slim).drafting
+    own = add_screen(slim)
+
+    asked = load(slim, screen=True)
+    assert asked.drafter.weights.screen is not None
+    assert torch.equal(asked.drafter.weights.screen.rows, own.rows.to(asked.dtype))
+    assert asked.drafting.endswith("behind a screen of rank 8 (asked for)")
+    prompts = random_prompts([5, 2])
+    output = asked.generate(prompts, max_new_tokens=8)
+    assert output.token_ids == [plain_greedy(asked.target.model, prompt, 8) for prompt in prompts]
+    assert "behind a screen of rank 8 (asked for)" in output.stats.path
+    assert load(slim, screen=False).drafting.endswith("without its screen (asked for)")
+
+    larger = asked.with_draft_vocab(12).drafter.weights
+    assert larger.screen is not None
+    torch.testing.assert_close(larger.screen.rows, larger.lm_head @ larger.screen.project)
+    assert asked.with_tree(TreeConfig(1, 2, 5)).drafting == asked.drafting
+
+    assert load(slim).drafter.weights.screen is None
+    assert "no draft behind one was measured" in load(slim).drafting
+    hidden = asked.drafter.weights.hidden
+    times = tree_size.ScreenTimes("CPU", "fp32", hidden, 9, 8, 2.0, 1.0)
+    measured = tree_size.measured_sizes()
+    for screens, reason in (
+        (times, "behind a screen of rank 8 (faster where it was measured: CPU)"),
+        (times._replace(screened_us=3.0), "without its screen (not known to be faster with 9 rows on CPU)"),
+    ):
+        sizes = replace(measured, screens=(screens,))
+        monkeypatch.setattr("eagle_slim.runtime.model.measured_sizes", lambda sizes=sizes: sizes)
+        assert load(slim).drafting.endswith(reason)
+    assert "no draft behind one" in load(slim, drafter=lambda *_: None).drafting
