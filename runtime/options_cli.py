@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code of a command that Ctrl-C ended."""
+_LINE_EVERY_S = 30.0
 
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
 
@@ -139,3 +143,38 @@ def show_warnings_as_lines() -> None:
         note(f"warning: {message}")
 
     warnings.showwarning = show
+
+
+@contextmanager
+def progress_line(show: bool | None, unit: str) -> Iterator[Callable[[int, int], object]]:
+    """Give a function to call with what is done and the total: it moves a bar on a terminal, else writes lines.
+
+    ``show``: False for neither, True for a bar anywhere; ``unit`` in the singular.
+    """
+    if show or (show is None and sys.stderr.isatty()):
+        from tqdm import tqdm
+
+        with tqdm(desc=f"{unit}s", unit=unit, file=sys.stderr) as bar:
+
+            def move(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            yield move
+        return
+    started = said = time.monotonic()
+
+    def line(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if show is None and now - said >= _LINE_EVERY_S:
+            said = now
+            note(f"{done:,} of {total:,} {unit}s, about {_duration((now - started) / done * (total - done))} left")
+
+    yield line
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

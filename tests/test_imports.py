@@ -72,9 +72,9 @@ FLOORS = {
         step
         model
         miss_log
-        compare options_cli safeailab/kernels
+        compare options_cli safeailab/kernels screening
         safeailab
-        compare/cli generate_cli tune
+        compare/cli generate_cli screening/cli tune
     """,
 }
 # Library → pattern of the only files, relative to the root, that may import it.
@@ -91,6 +91,7 @@ COMMANDS = {
     "eagle_slim.convert.verify_cli": "verify",
     "eagle_slim.runtime.generate_cli": "generate",
     "eagle_slim.runtime.compare.cli": "compare",
+    "eagle_slim.runtime.screening.cli": "screen",
 }
 
 

@@ -1,6 +1,7 @@
 """The artifact: a folder with a slim head, its manifest and its side files. Sole owner of writing and loading it.
 
     config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png  kept_rows.eagle_slim
+    screen.eagle_slim
 
 FORMAT.md has the format in prose. `Artifact.load` checks that the parts fit each other and is quick, since it reads no
 weights; `verify_artifact` reads everything.
@@ -23,6 +24,7 @@ from ..atomic import atomic_directory
 from ..errors import ArtifactError
 from ..head.kept_rows import KEPT_ROWS_NAME
 from ..head.open import DraftHead, open_head
+from ..head.screen_file import SCREEN_NAME
 from ..manifest import MANIFEST_NAME, KeptRows, Manifest
 from ..sources.source import open_head_source
 from ..weights.checksums import sha256_of
@@ -213,6 +215,7 @@ def write_artifact(
     plans: Sequence[TensorPlan],
     gathered: GatheredRows | None,
     kept: tuple[Sequence[TensorPlan], GatheredRows] | None,
+    screen: tuple[Sequence[TensorPlan], Mapping[str, str]] | None,
     side_files: Mapping[str, bytes],
     card: Callable[[Manifest], str],
     after_read: Callable[[], Mapping[str, Any]],
@@ -228,6 +231,7 @@ def write_artifact(
         plans: the tensors.
         gathered: the LM-head rows among `plans`, or None for EAGLE-1/2.
         kept: tensors of the file of kept rows with the gathered rows among them; None to write none.
+        screen: tensors and metadata of the file of a screen; None to write none.
         side_files: further files by name.
         card: given the manifest (complete but for `files`), the text of README.md.
         after_read: the parts of the manifest that are known only when the source has been read.
@@ -237,11 +241,13 @@ def write_artifact(
     """
     with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
         files: dict[str, dict[str, Any]] = {}
-        files[WEIGHTS_NAME] = _record(write_safetensors(folder / WEIGHTS_NAME, plans, _METADATA))
+        files[WEIGHTS_NAME] = record_of(write_safetensors(folder / WEIGHTS_NAME, plans, _METADATA))
         kept_rows = None
         if kept is not None:
-            files[KEPT_ROWS_NAME] = _record(write_safetensors(folder / KEPT_ROWS_NAME, kept[0], _METADATA))
+            files[KEPT_ROWS_NAME] = record_of(write_safetensors(folder / KEPT_ROWS_NAME, kept[0], _METADATA))
             kept_rows = KeptRows(kept[1].target_ids, kept[1].checksums)
+        if screen is not None:
+            files[SCREEN_NAME] = record_of(write_safetensors(folder / SCREEN_NAME, *screen))
         text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         (folder / CONFIG_NAME).write_bytes(text.encode())
         files |= derived(folder)
@@ -261,7 +267,7 @@ def write_artifact(
     return manifest
 
 
-def _record(written: WrittenFile) -> dict[str, Any]:
+def record_of(written: WrittenFile) -> dict[str, Any]:
     """What the manifest holds of a safetensors file."""
     return {
         "size_bytes": written.size_bytes,

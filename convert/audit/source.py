@@ -19,12 +19,13 @@ from ..conversion.target import Target, TargetChoice
 from ..errors import CheckpointError, SourceError
 from ..head.draft_head import DraftHead
 from ..head.kept_rows import with_kept_rows
-from ..lm_head.lm_head import fitting, own_lm_head, rows_of_ids
+from ..lm_head.lm_head import LmHead, fitting, own_lm_head, rows_of_ids
 from ..lm_head.target import open_target_lm_head
 from ..manifest import Manifest
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import row_checksums
+from ..weights.rows import GatheredRows
 from .findings import Findings, SkipCheck, join, refuse
 
 if TYPE_CHECKING:
@@ -95,6 +96,20 @@ class SourceChecks:
 
         Raises ArtifactError where they differ, SkipCheck where the source is not at hand.
         """
+        gathered, lm_head = self.gather(ids)
+        mine_raw = written.raw(names.LM_HEAD)
+        start, different = 0, []
+        for chunk in gathered.chunks():
+            mine = row_checksums(mine_raw[start : start + len(chunk)])
+            different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
+            start += len(chunk)
+        if different:
+            refuse(True, f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
+        how = "rounded from" if gathered.rounded else "bit-identical to"
+        return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+
+    def gather(self, ids: NDArray[np.int64]) -> tuple[GatheredRows, LmHead]:
+        """The rows of target ids `ids` where those of the artifact came from; raises SkipCheck as `compare_rows`."""
         provenance = self.found.need_manifest().lm_head or {}
         if provenance.get("from") == "head":
             # An artifact that was slimmed again may have lent rows that it kept.
@@ -112,17 +127,7 @@ class SourceChecks:
                     raise
                 raise SkipCheck(f"the target's LM head is not at hand; name it with --target ({error})") from error
             lm_head = fitting(opened, source, self._target.name)
-        gathered = lm_head.gather(source, ids)
-        mine_raw = written.raw(names.LM_HEAD)
-        start, different = 0, []
-        for chunk in gathered.chunks():
-            mine = row_checksums(mine_raw[start : start + len(chunk)])
-            different += (start + np.flatnonzero((mine != row_checksums(chunk)).any(axis=1))).tolist()
-            start += len(chunk)
-        if different:
-            refuse(True, f"{len(different)} rows are not those of their tokens, the first is row {different[0]}")
-        how = "rounded from" if gathered.rounded else "bit-identical to"
-        return f"{start} rows {how} {lm_head.name} of {lm_head.where}"
+        return lm_head.gather(source, ids), lm_head
 
     def target(self) -> str:
         """Widths, vocabulary and tap layers fit the target."""

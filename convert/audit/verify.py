@@ -21,6 +21,7 @@ from .files import FileChecks
 from .findings import Doubt, Findings, SkipCheck, refuse
 from .kept import KeptChecks
 from .rules import RuleChecks
+from .screen import ScreenChecks
 from .source import SourceChecks
 
 Status = Literal["ok", "warning", "failed", "skipped"]
@@ -112,7 +113,13 @@ def verify_artifact(
     given = {name: None if value is None else str(value) for name, value in
              {"head": head, "target": target, "tokenizer": tokenizer}.items()}  # fmt: skip
     sources = SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline)
-    for group in (FileChecks(found), RuleChecks(found), sources, KeptChecks(found, sources)):
+    for group in (
+        FileChecks(found),
+        RuleChecks(found),
+        sources,
+        KeptChecks(found, sources),
+        ScreenChecks(found, sources),
+    ):
         for name, check in group.all():
             run(name, check)
     for engine in engines:

@@ -16,6 +16,7 @@ from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
 
 from ..atomic import check_output, require_space
+from ..head.screen_file import has_screen
 from ..lm_head.lm_head import all_ids
 from ..manifest import MANIFEST_NAME
 from .inputs import Inputs, open_inputs
@@ -205,4 +206,9 @@ def prepare_conversion(
         say(f"the {len(own.kept_rows):,} rows that {inputs.head.location} keeps are not kept again without --keep-rows")
     prepared = PreparedConversion(inputs, options, cost, titles, folders, say)
     require_space(folders[0], sum(plan.disk_bytes or 0 for plan in prepared.plans))
+    if has_screen(inputs.head) and any(plan.screen is None and not plan.is_guess for plan in prepared.plans):
+        say(
+            f"the screen of {inputs.head.location} lacks rows that are asked for and is left out: make another with "
+            "eagle-screen"
+        )
     return prepared

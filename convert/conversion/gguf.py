@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
 
+from ..artifact.additions import Entries, add_files
 from ..artifact.artifact import Artifact
 from ..artifact.gguf_file import GgufChoice, GgufType, check_widths, gguf_name, write_gguf
 from ..artifact.gguf_layout import gguf_layout
-from ..atomic import atomic_directory
 from ..engines.facts import HeadFacts
 from ..engines.registry import check_engine
 from ..errors import MismatchError, OutputExistsError, UnsupportedHeadError
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
-from ..manifest import MANIFEST_NAME, Manifest
+from ..manifest import Manifest
 from . import target as targets
 from .vocab_choice import Say
 
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 GgufRequest = GgufType | Literal["auto"]
-Entries = dict[str, dict[str, Any]]
 
 _TYPE_OF: dict[str, GgufType] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
@@ -164,30 +160,11 @@ def add_gguf(
     for kind in files.kinds:
         if (there := artifact.folder / gguf_name(kind)).exists() and not force:
             raise OutputExistsError.at(there, "exists already.\nGive --force to replace it.")
-    with atomic_directory(artifact.folder, force=True, marker=MANIFEST_NAME) as new:
-        replaced = {MANIFEST_NAME, *(gguf_name(kind) for kind in files.kinds)}
-        shutil.copytree(
-            artifact.folder,
-            new,
-            symlinks=True,
-            ignore=lambda place, found: replaced & set(found) if Path(place) == artifact.folder else set(),
-            copy_function=_link,
-            dirs_exist_ok=True,
-        )
-        written = gguf_writer(files, gguf_title(manifest))(new)
-        manifest = replace(manifest, files=dict(sorted({**manifest.files, **written}.items())))
-        (new / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+    names = {gguf_name(kind) for kind in files.kinds}
+    written: Entries = add_files(artifact, names, gguf_writer(files, gguf_title(manifest)))
     return written
 
 
 def gguf_title(manifest: Manifest) -> str:
     """Name of the head in its GGUF files: that of the original, and the rows of its LM head."""
     return f"{manifest.head['name']} v{manifest.draft_vocab}"
-
-
-def _link(source: str, place: str) -> None:
-    """The same file under a second name, or a copy on disks that have none."""
-    try:
-        os.link(source, place, follow_symlinks=False)
-    except OSError:
-        shutil.copy2(source, place, follow_symlinks=False)

@@ -16,6 +16,8 @@ from ..atomic import free_bytes, require_space
 from ..engines.facts import HeadFacts
 from ..engines.registry import Finding, conversion_findings
 from ..head.draft_head import DraftHead
+from ..head.open import open_head
+from ..head.screen_file import has_screen
 from ..lm_head.lm_head import LmHead, fitting, own_lm_head
 from ..manifest import Manifest
 from ..weights import names
@@ -26,6 +28,7 @@ from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
+from .screen import Screen, cut_screen
 from .vocab_choice import Ranking
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class Planned:
         findings: what engines make of it.
         tensors, gathered: of the weights file, and the LM-head rows among them (None for EAGLE-1/2).
         kept: the same of the file of kept rows; None without one.
+        screen: tensors and metadata of the screen, of an artifact that has one; None without one.
         coverage: on held-out text; None where there was none.
         is_guess: text must be counted first: the ids, and with a coverage or a cost the size, stand in for others.
     """
@@ -65,6 +69,7 @@ class Planned:
     tensors: Sequence[TensorPlan]
     gathered: GatheredRows | None
     kept: tuple[Sequence[TensorPlan], GatheredRows] | None
+    screen: Screen | None
     coverage: CoverageReport | None
     is_guess: bool
 
@@ -101,7 +106,8 @@ class Planned:
         if self.draft_vocab is None:
             return None
         gguf = 0 if self.inputs.gguf is None else sum(gguf_bytes(self.tensors, kind) for kind in self.inputs.gguf.kinds)
-        return sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0) + gguf
+        screen = 0 if self.screen is None else sum(plan.size_bytes for plan in self.screen[0])
+        return sum(plan.size_bytes for plan in self.tensors) + (self.kept_bytes or 0) + screen + gguf
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `eagle-convert --dry-run --json` prints it."""
@@ -153,6 +159,7 @@ class Planned:
             self.tensors,
             self.gathered,
             self.kept,
+            self.screen,
             side_files,
             card,
             after_read=lambda: what_was_read(manifest, self.head, self.lm_head),
@@ -199,7 +206,7 @@ def plan_slim(
     else:
         plans, gathered, kept = eagle1.plan_tensors(head), None, None
     return Planned(
-        folder, title, inputs, head, lm_head, manifest, config, findings, plans, gathered, kept,
+        folder, title, inputs, head, lm_head, manifest, config, findings, plans, gathered, kept, _screen(inputs, vocab),
         coverage=None if measured is None else measured[0],
         is_guess=ranking is not None and vocab is not None and ranking.is_guess,
     )  # fmt: skip
@@ -213,6 +220,12 @@ def bytes_per_draft_step(head: DraftHead, rows: int) -> int:
     total += rows * sum(head.tensors.info(name).row_bytes for name in head.row_tensors)
     dtype = head.tensors.info(names.LM_HEAD).dtype if head.has_lm_head else head.dtype_name
     return total + rows * head.hidden_size * item_size(dtype)
+
+
+def _screen(inputs: Inputs, vocab: DraftVocab | None) -> Screen | None:
+    if not has_screen(inputs.head):
+        return None
+    return cut_screen(open_head(inputs.source), None if vocab is None else vocab.ascending_ids, inputs.options.offline)
 
 
 def _lm_head(head: DraftHead, inputs: Inputs) -> LmHead | None:

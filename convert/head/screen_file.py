@@ -1,9 +1,8 @@
 """The file of a screen, beside a head's weights: how it is named and laid out, and which head it belongs to.
 
 A safetensors file with `screen.rows` [rows, rank] in the target's dtype, `screen.down` float32 [rank, hidden] and
-`screen.project` float32 [hidden, rank]; `drafter.screen` of the runtime says what they are. Metadata, all strings:
-format, rank, groups, per_group, damping, head_sha256 (`head_digest`), draft_vocab_size (the rows), states, text,
-recall. Its name ends so that no engine reads it, as that of `kept_rows.KEPT_ROWS_NAME` does: vLLM and SGLang load every
+`screen.project` float32 [hidden, rank]; `drafter.screen` of the runtime says what they are, FORMAT.md what its metadata
+are. Its name ends so that no engine reads it, as that of `kept_rows.KEPT_ROWS_NAME` does: vLLM and SGLang load every
 `*.safetensors` of a folder and refuse tensors that they do not know.
 """
 
@@ -11,12 +10,17 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import ArtifactError, MismatchError
+from ..hub.snapshot import fetch
 from ..weights.safetensors_file import SafetensorsFile
 from .draft_head import DraftHead
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 SCREEN_NAME = "screen.eagle_slim"
 SCREEN_FORMAT = "eagle-slim-screen-1"
@@ -30,29 +34,35 @@ def has_screen(head: DraftHead) -> bool:
     return head.manifest is not None and SCREEN_NAME in head.manifest.files
 
 
-def head_digest(head: DraftHead) -> str:
+def head_digest(head: DraftHead, ids: NDArray[np.int64] | None = None) -> str:
     """SHA-256, as hex, of what a screen is made from: the layer whose states it is fitted to, and which ids it screens.
 
     Of the bytes of every `mlp.down_proj.weight`, by name, and then the target ids of the LM-head rows as little-endian
-    int64. Conversion leaves the former as they are, so that heads of one source and one vocabulary share a screen.
+    int64: ``ids``, or the head's own. Conversion leaves the former as they are, so that heads of one source and one
+    vocabulary share a screen.
     """
     digest = hashlib.sha256()
     for name in head.tensors.names:
         if name.endswith("mlp.down_proj.weight"):
             digest.update(bytes.fromhex(head.tensors.source.sha256(head.tensors.stored[name])))
-    ids = head.draft_ids_to_target
+    ids = head.draft_ids_to_target if ids is None else ids
     digest.update((np.arange(head.draft_vocab) if ids is None else ids).astype("<i8").tobytes())
     return digest.hexdigest()
 
 
-def open_screen_file(folder: Path, head: DraftHead) -> SafetensorsFile:
+def open_screen_file(folder: Path, head: DraftHead, offline: bool = False) -> SafetensorsFile:
     """Open the screen in a folder and hold it against a head; its numbers are then integers of at least 1.
+
+    Of an artifact on the Hub the file is fetched now, unless ``offline``.
 
     Raises:
         ArtifactError: another format, or tensors that do not fit each other.
         MismatchError: made for a head of another size, or for another head.
         CheckpointError: missing, or not a safetensors file.
     """
+    source = head.source
+    if source is not None and source.repo_id is not None and folder == source.folder:
+        fetch(source.snapshot, [f"{source.subfolder}/{SCREEN_NAME}".lstrip("/")], offline)
     file = SafetensorsFile(folder / SCREEN_NAME)
     found = file.header.metadata
     if found.get("format") != SCREEN_FORMAT:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, NoReturn
 
@@ -21,11 +18,17 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.errors import UsageError
 
-from ..options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, show_warnings_as_lines
+from ..options_cli import (
+    INTERRUPTED,
+    load_heads,
+    miss_log_option,
+    model_options,
+    progress_line,
+    show_warnings_as_lines,
+)
 from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 
-_LINE_EVERY_S = 30.0
 _FOLLOW = {"prompt": "prompt", "none": None}
 _Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
@@ -133,7 +136,7 @@ def compare(**options: Any) -> int:
     models = load_heads(options)
     if log_file is not None:
         check_log(log_file, MissLog.of(models[0]))
-    with _progress(show) as progress:
+    with progress_line(show, "answer") as progress:
         try:
             result = run_comparison(models, prompts, asked, answers_file=answers_file, progress=progress, say=note)
         except KeyboardInterrupt:
@@ -153,38 +156,6 @@ def compare(**options: Any) -> int:
         return 0
     note("interrupted: these are the answers so far" + ("; --resume continues the comparison" if out else ""))
     return INTERRUPTED
-
-
-@contextmanager
-def _progress(show: bool | None) -> Iterator[Callable[[int, int], object]]:
-    """Give a function to call after each answer: it moves a bar on a terminal, else writes a line now and then."""
-    if show or (show is None and sys.stderr.isatty()):
-        from tqdm import tqdm
-
-        with tqdm(desc="answers", unit="answer", file=sys.stderr) as bar:
-
-            def move(done: int, total: int) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            yield move
-        return
-    started = said = time.monotonic()
-
-    def line(done: int, total: int) -> None:
-        nonlocal said
-        now = time.monotonic()
-        if show is None and now - said >= _LINE_EVERY_S:
-            said = now
-            note(f"{done} of {total} answers, about {_duration((now - started) / done * (total - done))} left")
-
-    yield line
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def main(args: list[str] | None = None) -> NoReturn:

@@ -132,22 +132,23 @@ def test_real_dimensions(
 @pytest.mark.parametrize(
     ("model", "draft_vocab", "rank"), [("llama-3.1-8b", 32000, 256), ("llama-3.2-1b", 128256, 128)]
 )
+@pytest.mark.parametrize("slots", [1, 3])
 def test_real_dimensions_behind_a_screen(
-    model: str, draft_vocab: int, rank: int, weight_dtype: torch.dtype | None,
+    slots: int, model: str, draft_vocab: int, rank: int, weight_dtype: torch.dtype | None,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     head = with_random_screen(first_rows(random_head(MODELS[model], torch.device("cuda")), draft_vocab), rank)
-    for slots in (1, 3):
-        cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), slots, 512 + 16, weight_dtype)
-        weights = Weights.pack(head, cfg)
-        bufs = allocate_buffers(cfg, weights)
-        drafted = run(cfg, random_step(cfg, 512, 4, bufs), weights, bufs)
-        record_property(f"agreement_{slots}", str(drafted.agreement))
-        assert_agrees(drafted)
-        launch = capture(lambda drafted=drafted: launch_drafter(cfg, drafted.features, weights, bufs))
-        launch()
-        check_finished(bufs)
-        assert_equal_trees(tree_of(bufs), drafted.tree)
+    cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), slots, 512 + 16, weight_dtype)
+    weights = Weights.pack(head, cfg)
+    bufs = allocate_buffers(cfg, weights)
+    features = random_step(cfg, 512, 4, bufs)
+    drafted = run(cfg, features, weights, bufs)
+    record_property("agreement", str(drafted.agreement))
+    assert_agrees(drafted)
+    graph = capture(lambda: launch_drafter(cfg, features, weights, bufs))
+    graph()
+    check_finished(bufs)
+    assert_equal_trees(tree_of(bufs), drafted.tree)
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), TYPES)

@@ -1,0 +1,46 @@
+"""The screen of an artifact that is slimmed again: its rows for the ids that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..head.draft_head import DraftHead
+from ..head.screen_file import DOWN, PROJECT, ROWS, head_digest, open_screen_file
+from ..lm_head.lm_head import rows_of_ids
+from ..weights.stream import read
+from ..weights.writer import TensorPlan, whole
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Screen = tuple[Sequence[TensorPlan], Mapping[str, str]]
+"""Tensors and metadata of a file."""
+
+
+def cut_screen(head: DraftHead, ids: NDArray[np.int64] | None, offline: bool) -> Screen | None:
+    """The screen of fewer rows; None where it lacks some of them. The factors, and the recall that it tells, stay.
+
+    Args:
+        head: the artifact, without the rows that it keeps.
+        ids: int64 [draft_vocab], ascending target ids that stay; None for all. Those of EAGLE-1/2 screen every row.
+        offline: fetch nothing.
+
+    Raises as `open_screen_file`.
+    """
+    assert head.source is not None
+    if head.kind == "eagle" or ids is None:
+        ids = np.arange(head.target_vocab) if head.draft_ids_to_target is None else head.draft_ids_to_target
+    if head.draft_ids_to_target is not None and not np.isin(ids, head.draft_ids_to_target).all():
+        return None
+    file = open_screen_file(head.source.folder, head, offline)
+    picked = {ROWS: rows_of_ids(head, ids), DOWN: None, PROJECT: None}
+    raw = {name: read(file, name, rows)[0] for name, rows in picked.items()}
+    plans = [
+        TensorPlan(name, file.tensors[name].dtype, (len(data), *file.tensors[name].shape[1:]), whole(data))
+        for name, data in raw.items()
+    ]
+    cut = {"draft_vocab_size": str(len(ids)), "head_sha256": head_digest(head, ids)}
+    return plans, {**file.header.metadata, **cut}
