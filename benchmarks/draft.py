@@ -41,6 +41,7 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
 from eagle_slim.runtime.drafter.tuning.problem import (
     MODELS,
+    SCREENED,
     Row,
     all_rows,
     draft_config,
@@ -61,8 +62,6 @@ TOP_K, TOTAL_TOKENS, NUM_NEW = 10, 60, 4
 CAPACITY = 8192
 """Room for prefixes, the same for all rows that share a kernel."""
 COMPILE_S = 200.0
-SCREENED = "_screen"
-"""End of a variant's name."""
 WEIGHTS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 Record = Callable[[Callable[[], object]], Callable[[], object]]
 

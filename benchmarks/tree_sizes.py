@@ -28,10 +28,9 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
 from eagle_slim.runtime.compare.prompt_file import Prompt
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, first_rows, random_head
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, SCREENED, first_rows, random_head
 from eagle_slim.runtime.requests.tree_size import TABLES
 
-from benchmarks.draft import SCREENED, WEIGHTS
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import LAYERS
 from benchmarks.shared.timing import machine
@@ -108,7 +107,7 @@ def screens(results: Iterable[Path]) -> list[dict[str, Any]]:
         }
         for result in map(read, results)
         for row in result["rows"]
-        for weights in WEIGHTS
+        for weights in ("bf16", "fp8")
         if row["batch"] == 1 and weights + SCREENED in row.get("times", {})
     ]  # fmt: skip
 

@@ -117,7 +117,7 @@ class OpenedHead:
         assert self.head.source is not None
         own = self.head.draft_ids_to_target
         own = np.arange(self.head.draft_vocab) if own is None else own
-        loaded = load_screen(self.head.source.folder, self.head)
+        loaded = load_screen(self.head.source.folder, self.head, self.offline)
         return loaded.over(own, weights.draft_to_target, weights.lm_head)
 
     def rows_to_follow(

@@ -275,8 +275,9 @@ class SpeculativeModel:
         )
         kept = torch.from_numpy(ids).to(weights.device)
         follow = None if weights.follow is None else weights.follow.over(kept)
-        own_ids = weights.draft_to_target.cpu().numpy()
-        screen = None if weights.screen is None else weights.screen.over(own_ids, kept, rows)
+        screen = weights.screen
+        if screen is not None and not torch.equal(kept, weights.draft_to_target):
+            screen = screen.over(weights.draft_to_target.cpu().numpy(), kept, rows)
         other = replace(weights, lm_head=rows, draft_to_target=kept, follow=follow, screen=screen)
         order = _rank_rows(self.opened, ids, draft_vocab, weights.device) if weights.device.type == "cuda" else None
         return self._with_drafter(self.drafter.like(other, self.drafter.tree, order), self.is_tree_sized)
@@ -300,6 +301,26 @@ class SpeculativeModel:
             rows = self.opened.rows_to_follow(self.target, weights, follow_rows, rank_order)
         followed = self.drafter.like(replace(weights, follow=rows), self.drafter.tree)
         return self._with_drafter(followed, self.is_tree_sized)
+
+    def with_screen(self, screen: bool) -> SpeculativeModel:
+        """Return a model that drafts behind the head's screen, or not; everything else that is loaded is shared.
+
+        Raises `UsageError` for a head without a screen, and for a model that was not built by `from_pretrained`;
+        others as `load_screen`.
+        """
+        weights, packing = self.drafter.weights, self.drafter.packing
+        if screen and weights.screen is None:
+            if self.opened is None:
+                raise UsageError("with_screen needs the opened head: build the model with from_pretrained.")
+            check_screen(screen, self.opened.head)
+            weights = replace(weights, screen=self.opened.screen_of(weights))
+        elif not screen:
+            weights = replace(weights, screen=None)
+        order = None if packing is None else packing.order
+        other = self._with_drafter(self.drafter.like(weights, self.drafter.tree, order), self.is_tree_sized)
+        has_one = self.opened is not None and has_screen(self.opened.head)
+        other.screen_reason = "asked for" if has_one else None
+        return other
 
     def with_tree(self, tree: TreeConfig) -> SpeculativeModel:
         """Return a model that drafts trees of another shape, in every call; everything loaded is shared.

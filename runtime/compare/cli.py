@@ -30,6 +30,7 @@ from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 
 _FOLLOW = {"prompt": "prompt", "none": None}
+_SCREENS = {"with": True, "without": False}
 _Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
@@ -83,6 +84,8 @@ Examples:
 @click.option("--follow", default="none", metavar="F,F", callback=_list_of(_FOLLOW.__getitem__, "prompt,none"),
               help="prompt: ids of the prompt join each size; none: each size as it is (default).")  # fmt: skip
 @click.option("--follow-rows", type=click.IntRange(min=1), metavar="N", help="Most ids that join. Default: 512.")
+@click.option("--screens", metavar="S,S", callback=_list_of(_SCREENS.__getitem__, "with,without"),
+              help="with: each size behind the head's screen; without. Default: as --screen says.")  # fmt: skip
 @click.option("--counts", multiple=True, metavar="FILE", help="Rank by these counts of `eagle-vocab count`.")
 @click.option("--token-map", metavar="FILE", help="Rank as this token map does (freq_N.pt, JSON ...).")
 @click.option("--modes", default="greedy,sampled", show_default=True, callback=_list_of(str, "greedy,sampled"),

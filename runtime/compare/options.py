@@ -29,6 +29,7 @@ class CompareOptions:
         trees: shapes of the draft tree; None for the shape that the models have.
         follow: "prompt" compares each size with ids of the prompt joining it, None each size as it is.
         follow_rows: most ids that join; None is 512.
+        screens: True compares each size behind the head's screen, False without it; None as the models draft.
         counts: files of `eagle-vocab count`, or counts, to rank by. Without them and a token map, a head is ranked as
             its manifest says, the built-in one by its own counts.
         token_map: a file or a vocabulary to rank by.
@@ -47,6 +48,7 @@ class CompareOptions:
     trees: Sequence[TreeConfig] | None = None
     follow: Sequence[Literal["prompt"] | None] = (None,)
     follow_rows: int | None = None
+    screens: Sequence[bool] | None = None
     counts: Sequence[TokenCounts | str | Path] = ()
     token_map: DraftVocab | str | Path | None = None
     modes: Sequence[str] = MODES
@@ -57,7 +59,7 @@ class CompareOptions:
     use_chat_template: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("sizes", "trees", "follow", "modes", "batches"):
+        for name in ("sizes", "trees", "follow", "screens", "modes", "batches"):
             values = getattr(self, name)
             if values is not None and not (values and len(set(values)) == len(values)):
                 raise misfit(name, "one value or more, each once", values)

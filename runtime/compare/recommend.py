@@ -27,6 +27,8 @@ class Advice:
     draft_vocab: int
     follow: str | None
     """"prompt" where ids of the prompt join it."""
+    screen_rank: int
+    """Columns of the screen to draft behind; 0 for none."""
     is_decided: bool
     """Whether the intervals exclude, or show to be as fast, every other candidate."""
     as_fast: tuple[str, ...]
@@ -59,7 +61,7 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
         )  # fmt: skip
         return Advice(
             mode, batch, f"{where}: draft vocabulary not decided, no step was measured", smallest.label,
-            smallest.draft_vocab, smallest.follow, False, (), 0, None, (reason,),
+            smallest.draft_vocab, smallest.follow, smallest.screen_rank, False, (), 0, None, (reason,),
         )  # fmt: skip
     best = max(measured, key=lambda row: row.tokens_per_s)
     others = {row.label: _compare(row, best, len(measured) - 1) for row in measured if row is not best}
@@ -76,12 +78,13 @@ def _advise(report: CompareReport, mode: str, batch: int) -> Advice:
     verdicts = {_beats_plain(row, plain) for row in close}
     beats = False if verdicts == {False} else _beats_plain(chosen, plain) or None
     advised, more = (plain, 0) if beats is False else (chosen, more)
-    reasons = [*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_follow(measured)]
+    reasons = [*_reasons(chosen, best, close, measured, others, plain), *_reasons_to_add(measured)]
     if missing := [row.label for row in rows if row.measured is None]:
         reasons.append(f"Not measured: {'; '.join(missing)}.")
     return Advice(
         mode, batch, f"{where}: {_headline(chosen, close, beats, more)}", advised.label, advised.candidate.draft_vocab,
-        advised.candidate.follow, more == 0, tuple(row.label for row in close), more, beats, tuple(reasons),
+        advised.candidate.follow, advised.candidate.screen_rank, more == 0, tuple(row.label for row in close), more,
+        beats, tuple(reasons),
     )  # fmt: skip
 
 
@@ -186,13 +189,14 @@ def _reasons(
     return reasons
 
 
-def _reasons_to_follow(measured: Sequence[Row]) -> list[str]:
-    """Say of each size that follows the prompt what that gained or lost against the same size as it is."""
+def _reasons_to_add(measured: Sequence[Row]) -> list[str]:
+    """Say of each size that follows the prompt, or is behind a screen, what that gained or lost against it alone."""
     reasons = []
     for row in measured:
         for other in measured:
             own, base = row.candidate, other.candidate
-            if not own.follow or (own.size, own.head, own.tree) != (f"{base.size} + prompt", base.head, base.tree):
+            more = own.size.removeprefix(base.size)
+            if more not in (" + prompt", " + screen") or (own.head, own.tree) != (base.head, base.tree):
                 continue
             assert row.measured is not None
             assert other.measured is not None

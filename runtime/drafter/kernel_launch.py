@@ -58,7 +58,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
     rows, programs = block_rows(cfg), params.num_programs
     layout = params.layout
     stream = StreamLayout.of(cfg, layout, draft_vocab)
-    finished = 1 << (max(stream.rows.o, stream.rows.qkv, stream.rows.screen) - 1).bit_length()
+    finished = 1 << (max(stream.rows.o, stream.rows.qkv) - 1).bit_length()
     sums = max(16, min(finished, 4096 // rows))
     segments, scaled, tiles = tap_segments(cfg), has_pairs(cfg), params.tiles
     return {
@@ -86,7 +86,6 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
                 tiles["head"],
             ),
             screen=screen_shape(cfg, params, draft_vocab),
-            sum_screen=Share(cfg.screen_rank, stream.rows.screen, sums),
             select=Selection.of(cfg.top_k, int(ROWS.value), rows, num_lists(cfg, params)),
             tree=TreeShape(cfg.tree.num_candidates, cfg.total_tokens, cfg.tree.path_width),
             gather=1 if rows == int(ROWS.value) else max(1, min(8, 16384 >> (cfg.hidden - 1).bit_length())),
@@ -147,7 +146,7 @@ def kernel_arguments(
             bufs.num_leaves,
         ),
         "tails": None if tails is None else TailRows(tails.rows, tails.scales, tails.ids, tails.sizes),
-        "exact": packed.exact,
+        "screen": packed.screen,
     }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from .kernels.packing import chunk_size, rows_per_program
 from .kernels.weight_stream import Tile
 
 PROJECTIONS = ("fc", "qkv", "o", "down")
-"""Matrices of `projections` whose rows programs may share: they, and a screen's ``down``, share the tile ``layer``."""
+"""Matrices of `projections`: they share the tile ``layer``."""
 MAX_SPLIT = 4
 """Most programs to a group: the terms of `projections.sum_parts`."""
 HEAD_ROWS = 256
@@ -116,11 +116,11 @@ INTERPRETER = Chip("interpreter", 0, 1 << 30, 1)
 
 
 def in_features(cfg: DrafterConfig) -> dict[str, int]:
-    """Inputs of each matrix; with a screen ``head`` is its rows and ``screen`` its ``down``."""
+    """Inputs of each matrix; behind a screen ``head`` is the screen's rows."""
     attention = cfg.num_heads * cfg.head_dim
     return {
         "fc": cfg.fc_in, "qkv": cfg.qkv_in, "o": attention, "mlp": cfg.hidden, "down": cfg.intermediate,
-        "head": cfg.screen_rank or cfg.hidden, **({"screen": cfg.hidden} if cfg.screen_rank else {}),
+        "head": cfg.screen_rank or cfg.hidden,
     }  # fmt: skip
 
 
@@ -128,7 +128,7 @@ def out_features(cfg: DrafterConfig) -> dict[str, int]:
     """Outputs of each matrix; ``mlp`` is gate and up, row by row side by side."""
     return {
         "fc": cfg.hidden, "qkv": cfg.qkv_size, "o": cfg.hidden, "mlp": cfg.intermediate, "down": cfg.hidden,
-        "head": cfg.draft_vocab, **({"screen": cfg.screen_rank} if cfg.screen_rank else {}),
+        "head": cfg.draft_vocab,
     }  # fmt: skip
 
 

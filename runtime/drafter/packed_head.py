@@ -12,7 +12,7 @@ from .dimensions import DrafterConfig
 from .kernels.frontier import MAX_DEPTH
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
-from .kernels.screen import ExactRows
+from .kernels.screen import ScreenTensors
 from .launch_params import (
     PROJECTIONS,
     StoredLayout,
@@ -49,8 +49,8 @@ class PackedHead:
     """How it is launched, and the layout that it is stored in."""
     draft_vocab: int
     """LM-head rows packed; a launch may use the first N of them, or all where a screen is packed."""
-    exact: ExactRows | None = None
-    """Behind a screen, whose rows are packed in its place: the LM head, of the stream's type."""
+    screen: ScreenTensors | None = None
+    """With a screen, whose rows are packed in the LM head's place: what else is read of them, of the stream's type."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,6 @@ class PerMatrix:
     down: int
     head: int
     """With a screen, its rows."""
-    screen: int = 0
-    """A screen's ``down``."""
 
 
 @dataclass(frozen=True)
@@ -96,12 +94,11 @@ class StreamLayout:
         if cfg.screen_rank:
             units = rows_per_program(cfg.screen_groups, programs)
             rows["head"] = units * streamed_rows(cfg, draft_vocab, programs)
-        splits = {**layout.split, **({"screen": 1} if cfg.screen_rank else {})}
-        grouped = {name: group_rows(cfg, name, split, programs) for name, split in splits.items()}
+        grouped = {name: group_rows(cfg, name, layout.split[name], programs) for name in PROJECTIONS}
         offsets, scales, size, num_scales = {}, {}, 0, 0
         for name, inputs in in_features(cfg).items():
-            if name in splits:
-                split, chunk = splits[name], layout.chunks["layer"]
+            if name in PROJECTIONS:
+                split, chunk = layout.split[name], layout.chunks["layer"]
                 units = -(-num_groups(split, programs) * split // programs)
                 stored = units * -(-inputs // chunk // split) * chunk * grouped[name]
                 stored *= cfg.has_fc if name == "fc" else 1
@@ -112,7 +109,7 @@ class StreamLayout:
             num_scales += rows[name] * (2 if name == "mlp" else 1)
         alone = {"mlp": 1, "head": 1}
         return cls(
-            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**splits, **alone),
+            PerMatrix(**offsets), PerMatrix(**rows), PerMatrix(**scales), PerMatrix(**layout.split, **alone),
             PerMatrix(**grouped, mlp=0, head=0), size, num_scales,
         )  # fmt: skip
 
@@ -136,7 +133,6 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         "mlp": [w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"]],
         "down": [w["mlp.down_proj.weight"]],
         "head": [head.lm_head[order]] if head.screen is None else [head.screen.rows],
-        "screen": [] if head.screen is None else [head.screen.down],
     }
     layout = StreamLayout.of(cfg, stored, head.draft_vocab)
     element = cfg.weight_dtype.itemsize
@@ -152,8 +148,8 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
                 # The kernel halves the inputs of down (`gated_mlp`).
                 scale = scale * 2 if name == "down" else scale
                 scales.append(_dealt(scale[:, None], head, programs, name, getattr(layout.rows, name))[..., 0])
-            if name in (*PROJECTIONS, "screen"):
-                split = stored.split.get(name, 1)
+            if name in PROJECTIONS:
+                split = stored.split[name]
                 grouped = assign_rows(matrix, num_groups(split, programs), rows=getattr(layout.group_rows, name))
                 parts.append(cut_parts(grouped, split, chunks["layer"], programs))
             elif name == "mlp":
@@ -196,7 +192,7 @@ def pack_head(head: HeadWeights, cfg: DrafterConfig, launches: LaunchTable, orde
         num_tokens=cfg.num_tokens,
         launches=launches,
         draft_vocab=head.draft_vocab,
-        exact=None if head.screen is None else _exact_rows(head, head.screen, cfg),
+        screen=None if head.screen is None else _screen_tensors(head, head.screen, cfg),
     )
 
 
@@ -207,12 +203,17 @@ def _dealt(scale: Tensor, head: HeadWeights, programs: int, name: str, rows: int
     return assign_rows(assign_rows(scale, head.screen.groups, True), programs, True).reshape(programs, rows, 1)
 
 
-def _exact_rows(head: HeadWeights, screen: Screen, cfg: DrafterConfig) -> ExactRows:
-    rows, scale = head.lm_head.to(cfg.dtype).contiguous(), torch.ones(1, device=head.device)
-    if cfg.weight_dtype != cfg.dtype:
-        rows, scale = quantize_rows(rows)
+def _screen_tensors(head: HeadWeights, screen: Screen, cfg: DrafterConfig) -> ScreenTensors:
+    def stored(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        matrix = matrix.to(cfg.dtype).contiguous()
+        is_own = cfg.weight_dtype == cfg.dtype
+        return (matrix, torch.ones(1, device=head.device)) if is_own else quantize_rows(matrix)
+
     numbers = torch.arange(head.draft_vocab, dtype=torch.int32, device=head.device)
-    return ExactRows(rows, scale, head.draft_to_target.int(), assign_rows(numbers, screen.groups, True).contiguous())
+    return ScreenTensors(
+        *stored(screen.down), *stored(head.lm_head), head.draft_to_target.int(),
+        assign_rows(numbers, screen.groups, True).contiguous(),
+    )  # fmt: skip
 
 
 def bias_layout(cfg: DrafterConfig) -> BiasLayout:

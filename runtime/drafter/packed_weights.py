@@ -117,9 +117,10 @@ class SharedPacking:
         return self if self.serves(head) else SharedPacking(head, order, self.weight_dtype)
 
     def serves(self, head: HeadWeights) -> bool:
-        """Whether ``head`` is this one with all or the first of its LM-head rows."""
+        """Whether ``head`` is this one with all or the first of its LM-head rows; behind a screen, with all."""
         mine, ids = self.head, head.draft_to_target
-        shared = (head.tensors is mine.tensors, head.embedding is mine.embedding, head.rotary is mine.rotary)
+        names = ("tensors", "embedding", "rotary", "screen")
+        shared = [getattr(head, name) is getattr(mine, name) for name in names]
         if not all(shared) or len(ids) > mine.draft_vocab or ids.device != mine.device:
             return False
         ranked = mine.draft_to_target if self.order is None else mine.draft_to_target[self.order]

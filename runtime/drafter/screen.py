@@ -120,12 +120,13 @@ def check_screen(screen: bool | str, head: DraftHead) -> None:
         )  # fmt: skip
 
 
-def load_screen(folder: Path, head: DraftHead) -> Screen:
+def load_screen(folder: Path, head: DraftHead, offline: bool = False) -> Screen:
     """Load the screen beside a head's weights, rows in the order of the head's, on the CPU.
 
+    That of an artifact on the Hub is fetched now, unless ``offline``.
     Raises as `open_screen_file`: `MismatchError` for one of another head or size, `ArtifactError` for another format,
     `CheckpointError` for a missing or damaged file.
     """
-    file = open_screen_file(folder, head)
+    file = open_screen_file(folder, head, offline)
     tensors, found = load_file(file.path), file.header.metadata
     return Screen(tensors[ROWS], tensors[DOWN], tensors[PROJECT], int(found["groups"]), int(found["per_group"]))

@@ -42,20 +42,18 @@ class Buffer:
 
 
 BUFFERS = (
-    Buffer("x", "operand", ("operand values",), "rows, fc sum, norm, merge, o sum, mlp, down sum, screen sum, pick",
+    Buffer("x", "operand", ("operand values",), "rows, fc sum, norm, merge, o sum, mlp, down sum, screen, pick",
            "fc, qkv, o, mlp, down, screen, head", "inputs of the products, one after the other: `OperandLayout`"),
     Buffer("x_raw", "model", ("raw rows", "hidden"), "rows, pick", "fc",
            "embeddings and features of EAGLE-1/2 in front of FP8 weights"),
-    Buffer("partial", "fp32", ("part rows", "rows"), "fc, qkv, o, down, screen",
-           "fc sum, qkv sum, o sum, down sum, screen sum",
+    Buffer("partial", "fp32", ("part rows", "rows"), "fc, qkv, o, down", "fc sum, qkv sum, o sum, down sum",
            "partial sums of a projection: `projections.Parts`"),
     Buffer("hidden", "fp32", ("slot rows", "hidden"), "rows, fc sum, down sum", "norm, o sum, pick",
            "residual that enters the layer: features, then each level's output"),
-    Buffer("middle", "fp32", ("slot rows", "hidden"), "o sum, screen sum", "down sum",
-           "residual between attention and MLP; then the screen's states, which are read from `x`"),
+    Buffer("middle", "fp32", ("slot rows", "hidden"), "o sum", "down sum", "residual between attention and MLP"),
     Buffer("qkv", "fp32", ("slot rows", "qkv"), "qkv sum", "attention", "query, key and value, not rotated"),
     Buffer("squares_post", "fp32", ("programs", "rows"), "o sum", "mlp", "sums of squares of `middle`"),
-    Buffer("squares_out", "fp32", ("programs", "rows"), "down sum", "screen sum, head", "sums of squares of `hidden`"),
+    Buffer("squares_out", "fp32", ("programs", "rows"), "down sum", "screen, head", "sums of squares of `hidden`"),
     Buffer("scratch", "fp32", ("programs", "rows", "head tile"), "head", "head", "one tile of logits"),
     Buffer("best_max", "fp32", ("lists", "rows"), "head", "pick", "largest logit: `lm_topk.Lists`"),
     Buffer("best_sum", "fp32", ("lists", "rows"), "head", "pick", "sum of exp(logit - largest)"),
@@ -159,7 +157,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     """The names that `BUFFERS` uses for sizes."""
     programs, slot_rows = params.num_programs, cfg.num_slots * MAX_NEW_TOKENS
     attention = attention_shape(cfg, params)
-    splits = {**params.split, **({"screen": 1} if cfg.screen_rank else {})}
+    split = params.split.items()
     return {
         "2": 2,
         "slots": cfg.num_slots,
@@ -178,9 +176,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
         "input rows": input_rows(cfg),
         "raw rows": input_rows(cfg) if cfg.kind == "eagle" and has_pairs(cfg) else 1,
         "operand values": OperandLayout.of(cfg).size,
-        "part rows": max(
-            num_groups(n, programs) * n * group_rows(cfg, name, n, programs) for name, n in splits.items()
-        ),
+        "part rows": max(num_groups(n, programs) * n * group_rows(cfg, name, n, programs) for name, n in split),
         "attention rows": max(programs, cfg.num_slots * attention.groups) * attention.group_rows,
         "head block": attention.block_d,
         "head tile": params.tiles["head"].block_n,
@@ -234,14 +230,17 @@ def screen_shape(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> 
         params.layout.head_rows, owned, cfg.screen_rank, params.layout.chunks["head"], has_pairs(cfg),
         owned > min(params.layout.head_rows, tile.block_n), tile,
     )  # fmt: skip
-    pairs = MAX_NEW_TOKENS * choice.max_k
-    stage = pairs * cfg.weight_dtype.itemsize + MAX_NEW_TOKENS * cfg.dtype.itemsize
     budget = stage_bytes(cfg, "head", tile) * tile.stages
-    block_k = chunk_size(cfg.hidden, 256)
-    while block_k > 32 and budget < 4 * stage * block_k:
-        block_k //= 2
-    exact = Tile(pairs, block_k, max(1, min(5, budget // (stage * block_k))))
-    return ScreenShape(cfg.screen_rank, cfg.screen_groups, choice, stored, exact, cfg.hidden)
+
+    def gathered(block_n: int, columns: int) -> Tile:
+        stage = block_n * cfg.weight_dtype.itemsize + columns * cfg.dtype.itemsize
+        block_k = chunk_size(cfg.hidden, 256)
+        while block_k > 32 and budget < 4 * stage * block_k:
+            block_k //= 2
+        return Tile(block_n, block_k, max(1, min(5, budget // (stage * block_k))))
+
+    exact, down = gathered(MAX_NEW_TOKENS * choice.max_k, MAX_NEW_TOKENS), gathered(16, rows)
+    return ScreenShape(cfg.screen_rank, cfg.screen_groups, choice, stored, exact, down, cfg.hidden)
 
 
 def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails | None:

@@ -25,7 +25,7 @@ from eagle_slim.runtime.drafter.kernel_launch import compile_options, kernel_con
 from eagle_slim.runtime.drafter.kernels.ancestor_attention import KVCache
 from eagle_slim.runtime.drafter.kernels.lm_topk import TailRows
 from eagle_slim.runtime.drafter.kernels.persistent import Features, HeadTensors, StepInputs, draft_kernel
-from eagle_slim.runtime.drafter.kernels.screen import ExactRows
+from eagle_slim.runtime.drafter.kernels.screen import ScreenTensors
 from eagle_slim.runtime.drafter.kernels.tree_build import TreeOutputs
 from eagle_slim.runtime.drafter.launch_params import Chip, choose_launch
 from eagle_slim.runtime.drafter.workspace import BUFFERS, Workspace, element_types
@@ -73,7 +73,7 @@ def signature(cfg: DrafterConfig) -> dict[str, Any]:
         "ws": Workspace(*(POINTERS[types[buffer.dtype]] for buffer in BUFFERS)),
         "out": TreeOutputs("*i64", "*i64", "*i1", "*i64", "*i64", "*i64"),
         **({"tails": TailRows(weight, "*fp32", "*i32", "*i32")} if cfg.tail_rows else {}),
-        **({"exact": ExactRows(weight, "*fp32", "*i32", "*i32")} if cfg.screen_rank else {}),
+        **({"screen": ScreenTensors(weight, "*fp32", weight, "*fp32", "*i32", "*i32")} if cfg.screen_rank else {}),
     }  # fmt: skip
     return {name: groups.get(name, "constexpr") for name in draft_kernel.arg_names}
 
@@ -90,7 +90,7 @@ def compile_kernel(cfg: DrafterConfig, chip: Chip) -> tuple[dict[str, int], str]
     }
     constants = kernel_constants(cfg, params, cfg.draft_vocab)
     constants |= {} if cfg.tail_rows else {"tails": None}
-    constants |= {} if cfg.screen_rank else {"exact": None}
+    constants |= {} if cfg.screen_rank else {"screen": None}
     by_index: dict[tuple[int, ...], Any] = {
         (draft_kernel.arg_names.index(name),): value for name, value in constants.items()
     }

@@ -24,7 +24,7 @@ SIZES = {
     "candidates": "all that are drafted: top_k + depth * top_k^2", "nodes": "total_tokens",
     "chain": "16 levels", "hidden": "the head's width", "qkv": "(heads + 2 kv_heads) * head_dim",
     "input rows": "embeddings, then features", "raw rows": "the same; 1 where `x_raw` is not used",
-    "operand values": "all operands together", "part rows": "groups * split * rows of a group, the largest of all",
+    "operand values": "all operands together", "part rows": "groups * split * rows of a group, the largest of the four",
     "attention rows": "queries of all parts of all heads", "head block": "head_dim, to a power of two",
     "head tile": "LM-head rows multiplied at a time", "barrier": "4 words",
     "choosing programs": "all; 1 without a screen", "candidate places": "per_group of a screen, to a power of two",

@@ -11,7 +11,7 @@ qkv    query, key and value of all rows; RMSNorm was applied when the rows were 
 att    `ancestor_attention.attend`: norms of q and k, RoPE, KV append, prefix and ancestors; then `merge_heads`
 o      output projection, residual, partial sums of squares for the RMSNorm that follows
 mlp    `gated_mlp`: gate and up, SiLU; then down, residual, sums of squares
-screen behind a screen: its ``down``, the states that its rows are multiplied by
+screen `screen.screen_states`, where there is a screen: what its rows are multiplied by
 head   `lm_topk.stream_topk`: LM head over the draft vocabulary, k best and log-sum-exp per program, or behind a screen
        `screen.screen_topk`: rows of the screen, then those of the LM head that these choose; then
        `lm_topk.stream_tails`: the rows that joined each sequence's vocabulary, where there are such
@@ -19,9 +19,9 @@ pick   merge per node, score the candidates, `frontier.choose_frontier`, gather 
 tree   after the last level, `tree_build.build_tree`
 =====  =================================================================================================
 
-fc, qkv, o, down and screen go through one loop (`projections`): each pass multiplies, waits, adds up the parts, and
-does what follows. One loop instead of five keeps the program small: a level's code is fetched anew at every level, and
-so many products would each keep addresses in registers.
+fc, qkv, o and down go through one loop (`projections`): each pass multiplies, waits, adds up the parts, and does what
+follows. One loop instead of four keeps the program small: a level's code is fetched anew at every level, and four
+products would each keep addresses in registers.
 
 Level 0 is the extend pass: up to 16 newly accepted tokens per sequence enter the KV cache, and only the last of them
 (the last verified feature and the tree's root) goes on past attention. RMSNorm is linear but for one factor per row, so
@@ -58,13 +58,12 @@ from .lm_topk import (
 )
 from .projections import BiasLayout, Parts, Residual, Share, finish_residual, finish_rows, stream_parts
 from .row_operands import RowShape, norm_factor, write_carried_row, write_row, write_rows, write_taps
-from .screen import ScreenShape, screen_topk
+from .screen import ScreenShape, screen_states, screen_topk
 from .selection import LOWEST_KEY, order_key
 from .tree_build import TreeCandidates, TreeShape, blank_tree, build_tree, candidates_of
 from .weight_stream import NextOperand, Operand, Tile
 
 FC_PASS, QKV_PASS, O_PASS, DOWN_PASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-SCREEN_PASS = tl.constexpr(4)
 """A level's loop over projections."""
 
 
@@ -133,7 +132,6 @@ class Phases:
     mlp_tile: Tile
     head: HeadTiles
     screen: ScreenShape
-    sum_screen: Share
     select: Selection
     tree: TreeShape
     gather: int
@@ -396,7 +394,7 @@ def draft_kernel(
     ws,  # `Workspace`
     out,  # `TreeOutputs`
     tails,  # `TailRows`, or None
-    exact,  # `ExactRows` behind a screen, or None
+    screen,  # `ScreenTensors`, or None
     HEAD: tl.constexpr,  # `HeadShape`
     PHASES: tl.constexpr,  # `Phases`
     STREAM: tl.constexpr,  # `StreamLayout`
@@ -415,8 +413,6 @@ def draft_kernel(
     SELECT: tl.constexpr = PHASES.select
     LM_HEAD: tl.constexpr = PHASES.head
     SCREEN: tl.constexpr = PHASES.screen
-    SUM_SCREEN: tl.constexpr = PHASES.sum_screen
-    SCREENED: tl.constexpr = SCREEN.rank > 0
     TAIL: tl.constexpr = PHASES.tail
     TAIL_UNITS: tl.constexpr = PHASES.tail_units
     MLP: tl.constexpr = PHASES.mlp
@@ -504,7 +500,7 @@ def draft_kernel(
         first_pass = tl.where(extend, FC_PASS if HEAD.fc_in_loop else QKV_PASS, QKV_PASS)
         if FUSED and HEAD.fc_in_loop:
             first_pass = zero + FC_PASS
-        for index in tl.range(first_pass, 5 if SCREENED else 4, disable_licm=True):
+        for index in tl.range(first_pass, 4, disable_licm=True):
             which = index + zero
             # In EAGLE-3 qkv, in EAGLE-1/2 fc takes (embedding, feature); the other projections have rows of their own.
             pairs = which == (FC_PASS if FUSED else QKV_PASS)
@@ -518,22 +514,14 @@ def draft_kernel(
             group_rows = select(
                 which, STREAM.group_rows.fc, STREAM.group_rows.qkv, STREAM.group_rows.o, STREAM.group_rows.down
             )
-            offset = select(which, 0, STREAM.offsets.qkv, STREAM.offsets.o, STREAM.offsets.down)
-            if SCREENED:
-                own = which == SCREEN_PASS
-                x_start = tl.where(own, OPERANDS.head, x_start)
-                row_size = tl.where(own, HIDDEN, row_size)
-                in_features = tl.where(own, HIDDEN, in_features)
-                split = tl.where(own, 1, split)
-                group_rows = tl.where(own, STREAM.group_rows.screen, group_rows)
-                offset = tl.where(own, STREAM.offsets.screen, offset)
             parts = Parts(ws.partial, split, group_rows)
             operand_row = tl.where(pairs, embed_row, own_row * row_size)
             operand_mask = tl.where(which <= QKV_PASS, mask_in, mask_m)
+            region = my_stream + select(which, 0, STREAM.offsets.qkv, STREAM.offsets.o, STREAM.offsets.down)
             num_chunks = in_features // CHUNK
             segment = tl.where(pairs, HIDDEN // CHUNK, in_features)
             operand = Operand(ws.x + x_start, operand_row, hidden_row, operand_mask, segment, row_size)
-            stream_parts(operand, my_stream + offset, parts, num_chunks, PROGRAMS, CHUNK, LAYER)
+            stream_parts(operand, region, parts, num_chunks, PROGRAMS, CHUNK, LAYER)
             if split > 1:
                 round = next_phase(ws.barrier, round, PROGRAMS)
             else:
@@ -593,22 +581,17 @@ def draft_kernel(
                     NextOperand(ws.x + OPERANDS.head, x_scale), ws.squares_out,
                     SUM_HIDDEN, SCALED, HEAD.has_mlp_bias, not FUSED, False,
                 )  # fmt: skip
-            else:
-                if SCREENED:
-                    factor = (1.0 if FUSED else norm_factor(ws.squares_out, mask_m, PROGRAMS, ROW)) / x_scale
-                    finish_rows(
-                        parts, mask_m, factor, my_scale + STREAM.scales.screen, head.biases, ws.middle,
-                        NextOperand(ws.x + OPERANDS.screen, ones), SUM_SCREEN, SCALED, False, True,
-                    )  # fmt: skip
             round = next_phase(ws.barrier, round, PROGRAMS)
 
         factor = (1.0 if FUSED else norm_factor(ws.squares_out, mask_m, PROGRAMS, ROW)) / x_scale
         nodes = Nodes(num_active, num_nodes)
         my_scratch = ws.scratch + my_lists * LM_HEAD.tile.block_n
-        if SCREENED:
+        if SCREEN.rank > 0:
+            screen_states(ws.x + OPERANDS.head, factor, mask_m, screen, ws.x + OPERANDS.screen, PROGRAMS, SCREEN)
+            round = next_phase(ws.barrier, round, PROGRAMS)
             screen_topk(
                 ws.x + OPERANDS.screen, ws.x + OPERANDS.head, factor, mask_m, nodes, my_stream + STREAM.offsets.head,
-                my_scale + STREAM.scales.head, head.draft_vocab, exact, my_scratch,
+                my_scale + STREAM.scales.head, head.draft_vocab, screen, my_scratch,
                 ws.choice + my_lists * SCREEN.places, lists, PROGRAMS, SELECT, SCREEN,
             )  # fmt: skip
         else:

@@ -1,5 +1,6 @@
 """The LM head behind a screen: the best few rows of each group by a screened score, scored exactly, in one phase.
 
+    y[n] = factor[n] * (x[n] @ B.T)                                     a phase before: `screen_states`
     rows[n, g] = the best ``per_group`` of ``y[n] @ A.T`` among rows g, g + groups, g + 2 * groups ...
     logits[n, g] = x[n] @ W[rows[n, g]].T
 
@@ -22,12 +23,15 @@ import triton.language as tl
 from .lm_topk import SELECT_ROWS, HeadRows, HeadTiles, Lists, Selection, lists_at, stream_topk
 from .selection import LOWEST_KEY, key_index, order_key
 from .weight_stream import (
+    Operand,
     Tile,
     hidden_zero,
     operand_dot,
     operand_mask,
     operand_rows,
     operand_sum,
+    store_activation,
+    stream_matmul,
 )
 
 
@@ -43,6 +47,8 @@ class ScreenShape:
     """A group's rows of A."""
     exact: Tile
     """Candidates of 16 nodes times the columns of a step."""
+    down: Tile
+    """The same of B's rows of one program."""
     hidden: int
 
     @property
@@ -56,11 +62,15 @@ class ScreenShape:
         return self.rows.owned * self.rank
 
 
-class ExactRows(NamedTuple):
-    """The LM head as rows, of which candidates are gathered."""
+class ScreenTensors(NamedTuple):
+    """What is read of a screen and behind it, beside A, which is in the streams."""
 
+    down: Any
+    """B, [rank, hidden]."""
+    down_scale: Any
+    """fp32 [rank], read when scaled."""
     weight: Any
-    """[draft_vocab, hidden]."""
+    """The LM head, [draft_vocab, hidden], of which candidates are gathered."""
     scale: Any
     """fp32 [draft_vocab], read when scaled."""
     ids: Any
@@ -70,7 +80,34 @@ class ExactRows(NamedTuple):
 
 
 @triton.jit
-def gather_matmul(x_ptr, x_row, mask_m, exact, number, in_use, HIDDEN: tl.constexpr, TILE: tl.constexpr):
+def screen_states(x_ptr, factor, mask_m, screen, y_ptr, PROGRAMS: tl.constexpr, SCREEN: tl.constexpr):
+    """Write this program's columns of the screen's states: ``x_ptr`` [block_m, hidden] to ``y_ptr`` [block_m, rank].
+
+    ``factor`` fp32 [block_m] multiplies each row.
+    """
+    RANK: tl.constexpr = SCREEN.rank
+    HIDDEN: tl.constexpr = SCREEN.hidden
+    TILE: tl.constexpr = SCREEN.down
+    OWNED: tl.constexpr = (RANK + PROGRAMS - 1) // PROGRAMS
+    zero = hidden_zero()
+    offs_m = (tl.arange(0, mask_m.shape[0]) + zero).to(tl.int64)
+    offs_n = tl.arange(0, TILE.block_n) + zero
+    first = tl.program_id(0) * OWNED
+    stop = tl.minimum(first + OWNED, RANK)
+    for n0 in tl.range(first, stop, TILE.block_n, disable_licm=True):
+        x = Operand(x_ptr, offs_m * HIDDEN, offs_m, mask_m, 1, HIDDEN)
+        acc = stream_matmul(x, screen.down + n0 * HIDDEN, stop - n0, 0, 0, 1 + zero, False, HIDDEN, TILE)
+        column = n0 + offs_n
+        mine = column < stop
+        if SCREEN.rows.scaled:
+            acc *= tl.load(screen.down_scale + column, mask=mine, other=0.0)[:, None]
+        acc *= factor[None, :]
+        mask = mine[:, None] & mask_m[None, :]
+        store_activation(y_ptr, offs_m[None, :], column[:, None], acc, mask, RANK)
+
+
+@triton.jit
+def gather_matmul(x_ptr, x_row, mask_m, screen, number, in_use, HIDDEN: tl.constexpr, TILE: tl.constexpr):
     """fp32 [pairs, rows of x]: rows ``number`` int64 [pairs] of the LM head times rows of x, where they are in use."""
     BLOCK_K: tl.constexpr = TILE.block_k
     offs_k = tl.arange(0, BLOCK_K) + hidden_zero()
@@ -79,7 +116,7 @@ def gather_matmul(x_ptr, x_row, mask_m, exact, number, in_use, HIDDEN: tl.conste
     acc = tl.zeros([number.shape[0], mask_x.shape[0]], tl.float32)
     for k in tl.range(0, HIDDEN // BLOCK_K + hidden_zero(), num_stages=TILE.stages):
         w_offs = number[:, None] * HIDDEN + (k * BLOCK_K + offs_k)[None, :]
-        w = tl.load(exact.weight + w_offs, mask=in_use[:, None], other=0.0)
+        w = tl.load(screen.weight + w_offs, mask=in_use[:, None], other=0.0)
         x = tl.load(x_ptr + columns[None, :] + (k * BLOCK_K + offs_k)[:, None], mask=mask_x[None, :], other=0.0)
         acc = operand_dot(w, x, acc)
     return operand_sum(x_ptr, acc)
@@ -110,7 +147,7 @@ def store_candidates(logits, ids, real, row, in_use, lists, PLACES: tl.constexpr
 
 @triton.jit
 def score_candidates(
-    x_ptr, row_scale, nodes, exact, choice_ptr, lists, SELECT: tl.constexpr, SCREEN: tl.constexpr
+    x_ptr, row_scale, nodes, screen, choice_ptr, lists, SELECT: tl.constexpr, SCREEN: tl.constexpr
 ):  # fmt: skip
     """Score one group's candidates ``choice_ptr`` [block_m, places] of all nodes in use, into the group's list."""
     PLACES: tl.constexpr = SCREEN.places
@@ -128,13 +165,13 @@ def score_candidates(
         real = key != LOWEST_KEY
         number = tl.where(real, key_index(key), 0).to(tl.int64)
         row = (first + node).to(tl.int64)
-        products = gather_matmul(x_ptr, row * HIDDEN, in_use, exact, number, real, HIDDEN, TILE)
+        products = gather_matmul(x_ptr, row * HIDDEN, in_use, screen, number, real, HIDDEN, TILE)
         logits = tl.sum(tl.where(pair_node[:, None] == node[None, :], products, 0.0), axis=1)
         if SCREEN.rows.scaled:
-            logits *= tl.load(exact.scale + number, mask=real, other=0.0)
+            logits *= tl.load(screen.scale + number, mask=real, other=0.0)
         own = offs_m[None, :] == (first + pair_node)[:, None]
         logits *= tl.sum(tl.where(own, row_scale[None, :], 0.0), axis=1)
-        ids = tl.load(exact.ids + number, mask=real, other=0)
+        ids = tl.load(screen.ids + number, mask=real, other=0)
         store_candidates(logits, ids, real, first + node, in_use, lists, PLACES, SELECT.max_k)
 
 
@@ -148,7 +185,7 @@ def screen_topk(
     stream_ptr,  # this program's rows of A, its groups one after the other
     scale_ptr,  # fp32 [groups of this program, rows of a group], read when scaled
     num_rows,  # of the LM head
-    exact,  # `ExactRows`
+    screen,  # `ScreenTensors`
     scratch_ptr,  # fp32 [block_m, block_n], this program's
     choice_ptr,  # int64 [block_m, places], this program's
     lists,  # `Lists` of all groups
@@ -167,7 +204,7 @@ def screen_topk(
         unit = group // PROGRAMS
         own = lists_at(lists, group.to(tl.int64) * SELECT.block_m, SELECT)
         head = HeadRows(
-            stream_ptr + unit * SCREEN.group_size, scale_ptr + unit * ROWS.owned, exact.numbers + group * ROWS.owned,
+            stream_ptr + unit * SCREEN.group_size, scale_ptr + unit * ROWS.owned, screen.numbers + group * ROWS.owned,
             (num_rows - group + GROUPS - 1) // GROUPS,
         )  # fmt: skip
         # Maxima and sums are those of candidates in the end.
@@ -176,5 +213,5 @@ def screen_topk(
             y_ptr, ones, own_row * SCREEN.rank, mask_m, nodes, head, scratch_ptr, chosen, SCREEN.choice, ROWS
         )  # fmt: skip
         tl.debug_barrier()
-        score_candidates(x_ptr, row_scale, nodes, exact, choice_ptr, own, SELECT, SCREEN)
+        score_candidates(x_ptr, row_scale, nodes, screen, choice_ptr, own, SELECT, SCREEN)
         tl.debug_barrier()

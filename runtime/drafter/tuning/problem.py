@@ -55,6 +55,10 @@ MODELS = {
 """From each model's ``config.json`` on the Hugging Face Hub."""
 
 
+SCREENED = "_screen"
+"""End of the name of a draft that is measured behind a screen."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A draft that is measured: of a head for a known model, after ``prefix`` tokens of each of ``batch`` sequences."""

@@ -14,6 +14,8 @@ from eagle_slim.convert.head.screen_file import SCREEN_FORMAT, SCREEN_NAME, head
 from eagle_slim.convert.manifest import MANIFEST_NAME
 from eagle_slim.convert.weights.checksums import sha256_file
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.compare import CompareOptions
+from eagle_slim.runtime.compare.candidates import find_candidates, rank_heads
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.reference import ReferenceDraft
 from eagle_slim.runtime.drafter.screen import Screen, best_of_groups, load_screen
@@ -27,7 +29,7 @@ from support.conversion import convert
 from support.drafting import random_head, union_head, with_follow, with_screen
 from support.heads import write_freq
 from support.raising import raises
-from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
+from support.tiny_models import VOCAB, plain_greedy, random_prompts, tiny_target, write_head
 
 pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
 
@@ -204,6 +206,17 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.token_ids == [plain_greedy(asked.target.model, prompt, 8) for prompt in prompts]
     assert "behind a screen of rank 8 (asked for)" in output.stats.path
     assert load(slim, screen=False).drafting.endswith("without its screen (asked for)")
+
+    compared = CompareOptions(sizes=("full", 5), screens=(True, False))
+    labels = {
+        each.label: each.screen_rank for each in find_candidates(rank_heads([asked], compared, print), compared, print)
+    }
+    whole = f"all 9 of {VOCAB}"
+    assert labels == {f"{whole} + screen": 8, whole: 0, "5 + screen": 8, "5": 0}
+    assert asked.with_screen(True).drafter.weights is asked.drafter.weights
+    bare = SpeculativeModel(asked.target, asked.with_screen(False).drafter)
+    with raises(UsageError):
+        bare.with_screen(True)
 
     larger = asked.with_draft_vocab(12).drafter.weights
     assert larger.screen is not None
