@@ -115,12 +115,12 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     parser = Command("screen", __doc__)
     parser.add_argument("artifact", type=Path, help="of the built-in head, with a screen")
-    parser.add_argument("--limit", type=whole_from(1), metavar="N", help="the first N prompts of each file only")
+    parser.add_argument("--every", type=whole_from(1), default=1, metavar="N", help="every N-th prompt only")
     parser.add_argument("--new-tokens", type=whole_from(4), default=64, help="tokens of each answer")
     parser.add_argument("--device", help="such as cuda; default the first GPU, else the CPU")
     args = parser.parse_args(argv)
     files = sorted(EXAMPLES.glob("*.jsonl"))
-    prompts = [prompt for file in files for prompt in load_prompts(file, args.limit)]
+    prompts = [prompt for file in files for prompt in load_prompts(file)][:: args.every]
     run(args.artifact, prompts, args.new_tokens, args.device, args.out)
 
 

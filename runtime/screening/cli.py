@@ -38,7 +38,7 @@ Examples:
 @click.option("--rank", default="auto", show_default=True, callback=_rank, metavar="R",
               help="Columns; auto: the fewest that keep 99.5% of the exact top 10's probability.")  # fmt: skip
 @click.option("--states", type=click.IntRange(min=1), metavar="N",
-              help="States to fit it to. Default: 32 for each dimension of the head.")  # fmt: skip
+              help="States to fit it to. Default: 16 for each dimension of the head.")  # fmt: skip
 @click.option("--dataset", "-d", "datasets", multiple=True, metavar="SOURCE",
               help="Text, as eagle-convert takes it; repeat for several. Default: as for a vocabulary.")  # fmt: skip
 @click.option("--target", metavar="T", help="Target model: Hub id or folder. Default: what the artifact names.")

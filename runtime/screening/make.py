@@ -35,7 +35,7 @@ from .texts import Texts
 RANKS = (32, 64, 96, 128, 192, 256, 384, 512)
 """That are measured, and among which the smallest that is good enough is chosen."""
 WANTED_RECALL = 0.995
-STATES_OF_WIDTH = 32
+STATES_OF_WIDTH = 16
 """States for each dimension of the head, unless a number is given."""
 _LEAST_OF_WIDTH = 4
 _IDENTITY_VERSION = 1

@@ -36,7 +36,7 @@ def test_a_run(tmp_path, monkeypatch) -> None:
     by_id = VocabRequest(order="ids")
     slim = tmp_path / "slim"
     convert_head(head, ConvertOptions(draft_vocab=300, target=tmp_path / "target", vocabulary=by_id, out=slim))
-    text = "the quick brown fox jumps over the lazy dog, and sleeps"
+    text = "the quick brown fox jumps over the lazy dog, and then it sleeps, and so does the dog, which is lazier still"
     lines = [json.dumps({"text": f"{text} {place} hours"}) for place in range(20)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     source = CorpusSource(str(tmp_path / "texts.jsonl"))
