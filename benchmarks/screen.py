@@ -36,7 +36,7 @@ from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.timing import machine
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-CANDIDATES: tuple[tuple[int, Sequence[int]], ...] = ((2, RANKS), (1, (96, 128)), (4, (64, 96)))
+CANDIDATES: tuple[tuple[int, Sequence[int]], ...] = ((2, RANKS), (1, (96,)), (4, (64, 96)))
 """Candidates of each group, and the ranks that are measured with them."""
 FREQUENT = (8192, 16384, 32768)
 PLACES = 2

@@ -97,6 +97,6 @@ print(*(script.name for script in scripts))
 
 def test_every_command_starts_there(installed: Path) -> None:
     commands = python(installed, "-c", COMMAND).split()
-    assert len(commands) == 5
+    assert len(commands) == 6
     for name in commands:
         assert "Usage:" in python(installed, "-c", COMMAND, name)

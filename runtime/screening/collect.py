@@ -29,7 +29,8 @@ MOST_TOKENS = 256
 ROOTS = 8
 """Places of a text from which trees are drafted, spread over its last three quarters: a chat begins with a template."""
 LEAST_TOKENS = 32
-_HELD_OUT_EVERY = 8
+# No divisor of the usual weights, so that texts of every source are among them.
+_HELD_OUT_EVERY = 7
 _HELD_OUT_OF_TEXT = 256
 _MOST_HELD_OUT = 4096
 _SAVE_SECONDS = 30.0

@@ -15,7 +15,7 @@ from eagle_slim.convert.artifact.artifact import Artifact, record_of
 from eagle_slim.convert.conversion.vocab_choice import default_corpus
 from eagle_slim.convert.errors import OutputExistsError
 from eagle_slim.convert.head.screen_file import DOWN, PROJECT, ROWS, SCREEN_FORMAT, SCREEN_NAME, head_digest
-from eagle_slim.convert.sources.builtin import embedded_chats
+from eagle_slim.convert.sources.builtin import embedded_chats, embedded_code_chats
 from eagle_slim.convert.weights.dtypes import safetensors_dtype
 from eagle_slim.convert.weights.writer import TensorPlan, whole, write_safetensors
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
@@ -236,7 +236,7 @@ def _collect(
     if collected.moment.count < least or not collected.held_out:
         raise UsageError(
             f"The text gives {collected.moment.count:,} states of {collected.num_texts:,} texts, {least:,} are needed, "
-            f"and one text of every eight to measure on. Name more text with --dataset; texts below {LEAST_TOKENS} "
+            f"and one text of every seven to measure on. Name more text with --dataset; texts below {LEAST_TOKENS} "
             "tokens are left out.",
             option="--dataset", expected=least, found=collected.moment.count,
         )  # fmt: skip
@@ -249,8 +249,8 @@ def _sources(options: ScreenOptions, artifact: Artifact, say: Callable[[str], No
     if options.sources:
         return options.sources
     if artifact.manifest.target.get("wheel"):
-        say("text: the built-in chats")
-        return (CorpusSource(str(embedded_chats())),)
+        say("text: the built-in chats, every fourth with code")
+        return CorpusSource(str(embedded_chats()), weight=3.0), CorpusSource(str(embedded_code_chats()))
     source = default_corpus()
     say(f"text: {source.location}")
     return (source,)
