@@ -39,6 +39,12 @@ DraftStates = Callable[[NDArray[np.int64], NDArray[np.int64]], Tensor]
 """(token ids [tokens], roots [roots]) to states [states, hidden]."""
 
 
+def text_roots(text: NDArray[np.int64]) -> NDArray[np.int64] | None:
+    """Where trees are drafted from in a text's first `MOST_TOKENS` tokens; None for one that is too short."""
+    count = min(len(text), MOST_TOKENS)
+    return None if count < LEAST_TOKENS else np.unique(np.linspace(count // 4, count - 1, ROOTS).astype(np.int64))
+
+
 class Collected:
     """States of ``num_texts`` texts so far; ``file`` keeps them for the same ``identity`` (JSON)."""
 
@@ -71,10 +77,8 @@ class Collected:
         self.save()
 
     def _take(self, text: NDArray[np.int64], draft: DraftStates) -> None:
-        text = text[:MOST_TOKENS]
-        if len(text) >= LEAST_TOKENS:
-            roots = np.unique(np.linspace(len(text) // 4, len(text) - 1, ROOTS).astype(np.int64))
-            states = draft(text, roots)
+        if (roots := text_roots(text)) is not None:
+            states = draft(text[:MOST_TOKENS], roots)
             is_held_out = self._num_used % _HELD_OUT_EVERY == 1 and self.num_held_out < _MOST_HELD_OUT
             if is_held_out:
                 chosen = torch.linspace(0, len(states) - 1, min(_HELD_OUT_OF_TEXT, len(states))).long()

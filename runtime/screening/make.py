@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ from torch import Tensor
 from ..drafter.screen import Screen
 from ..errors import UsageError
 from ..model import SpeculativeModel
-from ..settings import TreeConfig
 from .collect import LEAST_TOKENS, MOST_TOKENS, ROOTS, Collected
 from .factors import screen_factors, screen_rows
 from .recall import recall
@@ -163,8 +162,8 @@ def make_screen(
     ranks = _ranks(options.rank, head.hidden_size)
     say("loading the head with its target")
     model = SpeculativeModel.from_pretrained(
-        target, artifact, dtype=dtype, device=device, drafter="reference", target_backend="transformers",
-        revision=revision, offline=offline,
+        target, artifact, dtype=dtype, device=device, drafter="reference", target_backend="transformers", screen=False,
+        revision=revision, offline=offline, depth=options.depth, top_k=options.top_k,
     )  # fmt: skip
     collected, texts = _collect(model, artifact, options, revision, offline, restart, progress, say)
     weights, moment = model.drafter.weights, collected.moment
@@ -211,10 +210,7 @@ def _collect(
     progress: Callable[[int, int], object],
     say: Callable[[str], None],
 ) -> tuple[Collected, Texts]:
-    folder, weights = artifact.folder, model.drafter.weights
-    tree = TreeConfig.of(options.depth, options.top_k, None)
-    if tree.top_k > weights.draft_vocab:
-        tree = replace(tree, top_k=weights.draft_vocab)
+    folder, weights, tree = artifact.folder.resolve(), model.drafter.weights, model.drafter.tree
     if model.tokenizer_source is None:
         raise UsageError(f"{folder}: the target has no tokenizer to read text with. Name another with --target.")
     texts = Texts(_sources(options, artifact, say), load_tokenizer(model.tokenizer_source, revision, offline), say)
@@ -223,7 +219,7 @@ def _collect(
         "target": [type(model.target.model).__name__, model.tokenizer_source, revision], "dtype": str(weights.dtype),
         "tree": [tree.depth, tree.top_k], "texts": [MOST_TOKENS, LEAST_TOKENS, ROOTS, texts.identity],
     }  # fmt: skip
-    file = folder.with_name(f"{folder.resolve().name}.screen.resume")
+    file = folder.with_name(f"{folder.name}.screen.resume")
     collected = Collected(weights.hidden, weights.device, file, identity)
     if restart:
         collected.remove()

@@ -12,12 +12,12 @@ from eagle_slim.convert.errors import MismatchError, OutputExistsError
 from eagle_slim.convert.head.screen_file import SCREEN_NAME, open_screen_file
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.drafter.reference import ReferenceDraft
-from eagle_slim.runtime.drafter.screen import Screen, load_screen
+from eagle_slim.runtime.drafter.screen import Screen, best_of_groups, load_screen
 from eagle_slim.runtime.screening import collect, make
 from eagle_slim.runtime.screening.cli import screen as command
 from eagle_slim.runtime.screening.factors import SecondMoment, screen_factors, screen_rows
 from eagle_slim.runtime.screening.make import ScreenOptions, make_screen
-from eagle_slim.runtime.screening.recall import recall
+from eagle_slim.runtime.screening.recall import are_candidates, recall
 from eagle_slim.runtime.screening.states import states_a_root, states_of_text
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools.corpus.source import CorpusSource
@@ -111,6 +111,16 @@ def test_recall_by_hand():
     assert recall(blind, state, lm_head, [1])[1] == pytest.approx(float(best[0] + best[1]))
     whole = Screen(lm_head, torch.eye(2), torch.eye(2), groups=2, per_group=2)
     assert recall(whole, state, lm_head, [2])[2] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("rows", "groups", "per_group"), [(5, 2, 1), (300, 128, 2), (64, 8, 3), (3, 7, 2)])
+def test_candidates_are_those_of_the_rule(rows, groups, per_group):
+    # Few values, so that many tie.
+    scores = torch.randint(-3, 3, (20, rows), generator=torch.Generator().manual_seed(rows)).float()
+    every = torch.arange(rows).expand(20, -1)
+    chosen = torch.zeros(20, rows + 1, dtype=torch.bool)
+    chosen.scatter_(1, best_of_groups(scores, groups, per_group) + 1, True)
+    assert torch.equal(are_candidates(scores, every, groups, per_group), chosen[:, 1:])
 
 
 def test_states_are_those_of_a_draft_that_stands_alone(pair):
