@@ -163,7 +163,6 @@ class FusedTarget:
             )  # fmt: skip
             ops(tree_attention)(
                 bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
-                next_weight=layer.o,
             )  # fmt: skip
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
             ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch)
