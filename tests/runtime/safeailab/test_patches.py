@@ -469,7 +469,9 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         changed.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
         with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
             patch_eagle_model(model)
-    patch_eagle_model(model, drafter="reference")
+    with raises(UsageError, option="use_triton"):
+        patch_ea_model_with_triton_drafter(model, use_triton=False, drafter=draft_ref)
+    patch_ea_model_with_triton_drafter(model, use_triton=False)
     with raises(UsageError, option="model"):
         patch_ea_model_with_triton_drafter(model, drafter="reference")
     layer = model.ea_layer
