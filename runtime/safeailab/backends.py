@@ -102,10 +102,13 @@ def _draft_once(
     return launch_drafter(config, features, weights, bufs, how["drafter"])
 
 
-def _generate_patched(patch: EaModelPatch, model: Any, input_ids: Any, options: dict[str, Any]) -> Any:
+def _generate_patched(
+    patch: EaModelPatch, model: Any, input_ids: Any, options: dict[str, Any]
+) -> Tensor | tuple[Any, ...]:  # fmt: skip
     patch.apply()
     try:
-        return model.eagenerate(input_ids, **options)
+        answer: Tensor | tuple[Any, ...] = model.eagenerate(input_ids, **options)
+        return answer
     finally:
         patch.remove()
 
