@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,10 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
 
 
 @NEEDS_UPSTREAM
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build("llama eagle3", tmp_path)
+    # What the command adds to it goes with the test.
+    monkeypatch.setattr(sys, "path", [*sys.path])
     safeailab.main([
         "--upstream", str(UPSTREAM), "--base-model", str(tmp_path / "base"), "--ea-model", str(tmp_path / "head"),
         "--prompt", "hello", "--prompt", "and again", "--new-tokens", "8", "--depths", "2", "--total-tokens", "8",
