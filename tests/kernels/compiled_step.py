@@ -18,7 +18,6 @@ import torch
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
 from eagle_slim.runtime.drafter.kernels import pair_rows, tail_rows
 from eagle_slim.runtime.drafter.launch_params import Chip
-from eagle_slim.runtime.safeailab.kernels import tree_bias
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
@@ -142,7 +141,6 @@ def run_all(compiler: Compiler) -> None:
     bar_ngrams(case.logits, case.trees, texts, case.state.numbers)
     keep_text(state.new_tokens, state.active_slots, state.active_count, texts)
     gather_tails(compiler)
-    tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
     draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths)
 
 
