@@ -29,7 +29,6 @@ from eagle_slim.runtime.drafter.dimensions import DrafterConfig
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.launch import check_finished
 from eagle_slim.runtime.drafter.packed_weights import SharedPacking
-from eagle_slim.runtime.drafter.screen import GROUPS, PER_GROUP
 from eagle_slim.runtime.drafter.tuning.agreement import (
     Step,
     draft_and_replay,
@@ -108,12 +107,10 @@ class Problems:
     def config(self, row: Row, variant: str) -> DrafterConfig:
         """Dimensions of a row, without its head."""
         tree, weights = TreeConfig(row.depth, TOP_K, TOTAL_TOKENS), variant.removesuffix(SCREENED)
-        cfg = draft_config(
-            MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights)
-        )
-        if weights == variant:
-            return cfg
-        return replace(cfg, screen_rank=self.screen_rank, screen_groups=GROUPS, screen_per_group=PER_GROUP)
+        return draft_config(
+            MODELS[row.model], row.draft_vocab, tree, row.batch, CAPACITY, self.dtype, self._stored(weights),
+            screen_rank=0 if weights == variant else self.screen_rank,
+        )  # fmt: skip
 
     def _stored(self, weights: str) -> torch.dtype:
         return self.dtype if weights == "bf16" else WEIGHTS[weights]

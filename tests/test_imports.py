@@ -72,7 +72,7 @@ FLOORS = {
         step
         model
         miss_log
-        compare options_cli safeailab/kernels screening
+        compare options_cli screening
         safeailab
         compare/cli generate_cli screening/cli tune
     """,

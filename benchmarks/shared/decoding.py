@@ -10,13 +10,21 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, first_rows, random_head
+from eagle_slim.runtime.drafter.tuning.problem import (
+    MODELS,
+    Dims,
+    draft_config,
+    first_rows,
+    random_head,
+    with_random_screen,
+)
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
@@ -63,19 +71,23 @@ def random_target(name: str, dims: Dims, dtype: torch.dtype, device: torch.devic
 class RandomModel:
     """A random target and a random head over its whole vocabulary; decoders over them share every weight.
 
-    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs.
+    ``name``: one of `LAYERS`. ``backend``: "fused" for our own forward, "transformers" for theirs. ``screen_rank``:
+    of the head's screen, behind which decoders may draft; 0 for none.
     """
 
     def __init__(
-        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused"
-    ) -> None:
+        self, name: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, backend: str = "fused",
+        screen_rank: int = 0,
+    ) -> None:  # fmt: skip
         self.dims = MODELS[name]
         model = random_target(name, self.dims, dtype, device)
         target = TargetModel(model, default_tap_layers(LAYERS[name]), Choice(backend, "asked for"))
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
         self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        self._drafters: dict[int, Drafter] = {}
+        if screen_rank:
+            self.head = with_random_screen(self.head, screen_rank, lm_head_gain=PEAKED)
+        self._drafters: dict[tuple[int, bool], Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
         """Bytes of the target's keys and values of ``rows`` tokens."""
@@ -99,29 +111,39 @@ class RandomModel:
         drafter = None if tree is None else self._drafter(cache, tree, draft_vocab)
         return Decoder(self.target, cache, drafter, cache.num_slots, self._waits)
 
-    def drawn_decoder(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int]) -> DrawnDecoder:
-        """Build a drafting decoder that accepts drawn lengths."""
-        drafter = self._drafter(cache, tree, draft_vocab)
+    def drawn_decoder(
+        self, cache: KVCache, tree: TreeConfig, draft_vocab: int, lengths: Sequence[int], screened: bool = False
+    ) -> DrawnDecoder:
+        """Build a drafting decoder that accepts drawn lengths; ``screened``: it drafts behind the head's screen."""
+        drafter = self._drafter(cache, tree, draft_vocab, screened)
         return DrawnDecoder(lengths, self.target, cache, drafter, cache.num_slots, self._waits)
 
-    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int) -> BufferedDrafter:
-        if draft_vocab not in self._drafters:
+    def _drafter(self, cache: KVCache, tree: TreeConfig, draft_vocab: int, screened: bool = False) -> BufferedDrafter:
+        key = draft_vocab, screened
+        if key not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
-            self._drafters[draft_vocab] = Drafter(first_rows(self.head, draft_vocab), tree, backend)
-        drafter = self._drafters[draft_vocab]
+            head = first_rows(self.head, draft_vocab)
+            self._drafters[key] = Drafter(head if screened else replace(head, screen=None), tree, backend)
+        drafter = self._drafters[key]
         found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)
         found.bufs.keys.normal_()
         found.bufs.values.normal_()
         return found
 
 
-def compile_ahead(model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device) -> None:
-    """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel."""
+def compile_ahead(
+    model: str, shapes: Iterable[tuple[TreeConfig, int, int]], device: torch.device, screen_rank: int = 0
+) -> None:
+    """Compile the drafter's kernels for trees, numbers of sequences and draft vocabularies, in parallel.
+
+    With a ``screen_rank`` for each behind such a screen too.
+    """
     # Kernels do not depend on the length of the cache.
     dims = MODELS[model]
     jobs = [
-        tuned_job(dims, draft_config(dims, rows, tree, batch, 2048), device)
+        tuned_job(dims, draft_config(dims, rows, tree, batch, 2048, screen_rank=rank), device)
         for tree, batch, rows in dict.fromkeys(shapes)
+        for rank in dict.fromkeys((0, screen_rank))
     ]
     print(f"{sum(compile_all(jobs, COMPILE_S))} of {len(jobs)} kernels compiled ahead", flush=True)
 

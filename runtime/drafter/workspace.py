@@ -222,7 +222,7 @@ def tail_tiles(cfg: DrafterConfig, params: LaunchParams) -> HeadTiles:
 
 
 def screen_shape(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> ScreenShape:
-    """How a screen of ``draft_vocab`` rows is read, in no more shared memory than the LM head takes; rank 0: none."""
+    """How a screen of ``draft_vocab`` rows is read, in no more shared memory than another product; rank 0 for none."""
     rows, tile, programs = block_rows(cfg), params.tiles["head"], params.num_programs
     choice = Selection.of(max(1, cfg.screen_per_group), MAX_NEW_TOKENS, rows, programs)
     owned = streamed_rows(cfg, draft_vocab, programs)
@@ -230,7 +230,7 @@ def screen_shape(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> 
         params.layout.head_rows, owned, cfg.screen_rank, params.layout.chunks["head"], has_pairs(cfg),
         owned > min(params.layout.head_rows, tile.block_n), tile,
     )  # fmt: skip
-    budget = stage_bytes(cfg, "head", tile) * tile.stages
+    budget = max(stage_bytes(cfg, name, each) * each.stages for name, each in params.tiles.items())
 
     def gathered(block_n: int, columns: int) -> Tile:
         stage = block_n * cfg.weight_dtype.itemsize + columns * cfg.dtype.itemsize

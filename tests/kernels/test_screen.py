@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.kernel_launch import chip_of
 from eagle_slim.runtime.drafter.launch import allocate_buffers, launch_drafter
 from eagle_slim.runtime.drafter.tuning.agreement import tree_of
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from kernels.cases import Case
 from kernels.cases import draft as draft_case
 from kernels.replaying import assert_agrees, assert_equal_trees, draft
@@ -71,6 +73,17 @@ def test_with_every_row_a_candidate_it_is_the_draft_without_one(kind: str, devic
     plain = draft(head, (1, 4, 15), [5], [3])
     screened = draft(with_screen(head, head.hidden, 20, 2), (1, 4, 15), [5], [3])
     assert_equal_trees(screened.tree, plain.tree)
+
+
+def test_packings_are_shared_behind_one_screen_only(device: str) -> None:
+    head = random_head(device=device)
+    screened, tree = with_screen(head, 16, 8, 2), TreeConfig(1, 2, 5)
+    drafter = Drafter(screened, tree, "triton")
+    assert drafter.like(screened, TreeConfig(2, 3, 9)).packing is drafter.packing
+    for other in (head, with_screen(head, 16, 8, 2), screened.of_rows(slice(100))):
+        assert drafter.like(other, tree).packing is not drafter.packing
+    with raises(UsageError, field="screen_rank", found=24):
+        Drafter(with_screen(head, 24, 8, 2), tree, "triton")
 
 
 def test_a_screen_is_packed_for_all_its_rows(device: str) -> None:

@@ -149,7 +149,9 @@ def first_rows(head: HeadWeights, draft_vocab: int) -> HeadWeights:
     return head.of_rows(slice(draft_vocab))
 
 
-def with_random_screen(head: HeadWeights, rank: int, groups: int = GROUPS, per_group: int = PER_GROUP) -> HeadWeights:
+def with_random_screen(
+    head: HeadWeights, rank: int, groups: int = GROUPS, per_group: int = PER_GROUP, lm_head_gain: float = 3.0
+) -> HeadWeights:
     """The head with a random LM head of this rank, and the screen that is exact for it but for rounding.
 
     So a draft behind the screen can be replayed: a screen of a random LM head would choose at random.
@@ -160,7 +162,7 @@ def with_random_screen(head: HeadWeights, rank: int, groups: int = GROUPS, per_g
         weight = torch.randn(out, size, generator=generator, device=head.device, dtype=head.dtype)
         return weight.mul_(gain * size**-0.5)
 
-    rows, down = matrix(head.draft_vocab, rank, 3.0), matrix(rank, head.hidden, 1.0)
+    rows, down = matrix(head.draft_vocab, rank, lm_head_gain), matrix(rank, head.hidden, 1.0)
     screen = Screen(rows, down.float(), down.float().T.contiguous(), groups, per_group)
     return replace(head, lm_head=rows @ down, screen=screen)
 
@@ -179,8 +181,9 @@ def random_step(cfg: DrafterConfig, prefix: int, num_new: int, bufs: Buffers) ->
 
 def draft_config(
     dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
-    dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None,
+    dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None, screen_rank: int = 0,
 ) -> DrafterConfig:  # fmt: skip
-    """Dimensions of a draft with `random_head`."""
+    """Dimensions of a draft with `random_head`, and `with_random_screen` where ``screen_rank`` is not 0."""
     head = first_rows(random_head(dims, torch.device("meta"), dtype), draft_vocab)
+    head = with_random_screen(head, screen_rank) if screen_rank else head
     return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)
