@@ -16,7 +16,7 @@ PyTorch twins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -34,6 +34,7 @@ from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
+from .checks import Checks, check_accept, check_commit, check_draft, check_prefill, check_verify, checks_wanted
 from .graphs import GraphPool, Run, recall
 from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
@@ -145,6 +146,8 @@ class Decoder:
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
         self._pool = GraphPool() if pool is None and device.type == "cuda" else pool
+        self.checks = Checks(device) if checks_wanted() else None
+        """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
         self.graph_bytes = 0
         """Memory that capturing graphs has taken."""
 
@@ -154,6 +157,8 @@ class Decoder:
         self.entering.active_count.zero_()
         if self.drafter is not None:
             self.drafter.clear_error_()
+        if self.checks is not None:
+            self.checks.clear_()
 
     @property
     def has_graphs(self) -> bool:
@@ -212,7 +217,7 @@ class Decoder:
         """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
         plain = Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool)
         plain.state, plain.entering, plain.choice, plain.box = self.state, self.entering, self.choice, self.box
-        plain.texts = self.texts
+        plain.texts, plain.checks = self.texts, self.checks
         plain._roots = _Roots(self.state, is_path=True)
         return plain
 
@@ -341,12 +346,34 @@ class Decoder:
             self._remember(state, rules)
             ops(list_active)(state)
 
-        phases = (
+        phases = [
             Phase("verify", verify, self.waits), Phase("accept", accept, host is not None), Phase("commit", commit),
-        )  # fmt: skip
-        return phases if self.drafter is None else (
-            Phase("draft", self.drafter.draft, self.drafter.waits), *phases
-        )  # fmt: skip
+        ]  # fmt: skip
+        if self.drafter is not None:
+            phases.insert(0, Phase("draft", self.drafter.draft, self.drafter.waits))
+        if (checks := self.checks) is None:
+            return phases
+        vocab, capacity = self.target.vocab_size, self.cache.capacity
+        drafted, features = (None, None) if self.drafter is None else (self.drafter.bufs, self.drafter.features)
+        looks: dict[str, Run] = {
+            "draft": lambda: None if drafted is None else check_draft(checks, state, drafted, vocab),
+            "verify": lambda: check_verify(checks, state, rows, bufs, self.cache, trees),
+            "accept": lambda: check_accept(checks, state, choices, trees, capacity, vocab),
+            "commit": lambda: check_commit(checks, state, self.cache, features, nodes),
+        }
+        return self._checked(phases, looks)
+
+    def _checked(self, phases: Sequence[Phase], looks: Mapping[str, Run]) -> Sequence[Phase]:
+        """The same phases, each with what must hold after it."""
+        checks = self.checks
+        assert checks is not None
+
+        def run(phase: Phase) -> None:
+            phase.run()
+            looks[phase.name]()
+            checks.stop_(self.state, self.entering)
+
+        return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -399,10 +426,24 @@ class Decoder:
                 ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
             self._remember(entering, rules)
 
-        return (
+        phases = (
             Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
             Phase("commit", commit),
         )  # fmt: skip
+        if (checks := self.checks) is None:
+            return phases
+        slots, drafter = rows.forward.attention.slots, self.drafter
+        features = None if drafter is None else drafter.features
+        return self._checked(phases, {
+            "verify": lambda: check_verify(checks, entering, rows.forward, bufs, self.cache),
+            "prefill": lambda: (
+                None if drafter is None else check_prefill(checks, slots, rows.pair_rows, drafter.bufs)
+            ),
+            "accept": lambda: check_accept(
+                checks, entering, chunk.choice, roots, self.cache.capacity, self.target.vocab_size
+            ),
+            "commit": lambda: check_commit(checks, entering, self.cache, features, self.nodes, lists_active=False),
+        })  # fmt: skip
 
     def _gather_rows(self) -> None:
         """Bring rows that have joined to where the drafter reads them."""

@@ -219,6 +219,8 @@ class GenerationLoop:
             self.decoder.clear_()
             assert self.decoder.drafter is not None
             raise timed_out(self.decoder.drafter.bufs)
+        if self.decoder.checks is not None:
+            self.decoder.checks.raise_fault()
         self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
         if self.is_paced and record.is_step and self.tree is not None:
             count, took = len(record.sequences), self._seconds
