@@ -9,7 +9,7 @@ Where tokens are chosen on the host, it reads each record before the next step.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,7 +70,7 @@ class GenerationLoop:
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
-        self.num_empty_steps = 0
+        self.num_empty_steps, self.active_sequences = 0, Counter[int]()
         self._free: list[Tensor] = []
         numbers = torch.tensor(rules.numbers, dtype=torch.float32)
         chooses_on_host = rules.host_reason is not None
@@ -122,6 +122,7 @@ class GenerationLoop:
             self.states,
             timings,
             num_empty_steps=self.num_empty_steps,
+            active_sequences=dict(sorted((+self.active_sequences).items())),
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
             **count_tuned(decoder.drafter),
@@ -221,7 +222,9 @@ class GenerationLoop:
             raise timed_out(self.decoder.drafter.bufs)
         if self.decoder.checks is not None:
             self.decoder.checks.raise_fault()
-        self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
+        num_active = sum(row[0] > 0 for row in rows[:-1])
+        self.num_empty_steps += record.is_step and not num_active
+        self.active_sequences[num_active] += record.is_step and num_active > 0
         if self.is_paced and record.is_step and self.tree is not None:
             count, took = len(record.sequences), self._seconds
             pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))
