@@ -297,17 +297,22 @@ def figures(stats: GenerationStats) -> str:
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
         f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
-        + ("; launch parameters not tuned for this shape" if stats.tuned_misses else "")
+        + (f"; launch parameters not tuned here: {', '.join(stats.tuned_misses)}" if stats.tuned_misses else "")
     )
 
 
 def step_figures(stats: GenerationStats) -> str:
     """Return who ran in the steps of a generation, and why they ended, a line each."""
     ends = ", ".join(f"{reason} {count}" for reason, count in stats.finish_reasons.items())
+    hits, misses = stats.tuned_hits, stats.tuned_misses
+    launches = ", ".join(
+        f"{kind} {hits.get(kind, 0)} of {hits.get(kind, 0) + misses.get(kind, 0)}" for kind in sorted({*hits, *misses})
+    )
     return (
         f"steps: {stats.num_steps}, {stats.tokens_per_step:.2f} tokens each; {stats.num_empty_steps} more found no "
         f"sequence\nsequences side by side: mean {stats.mean_active:.2f}, least {stats.least_active}, most "
         f"{stats.most_active}\nanswers ended by: {ends or 'none'}"
+        + (f"\nlaunches with tuned parameters: {launches}" if launches else "")
     )
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..launches import Launches
+
 if TYPE_CHECKING:
     from ..drafter.weights import HeadWeights
 
@@ -127,10 +129,10 @@ class GenerationStats(AcceptedLengths):
     """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
-    tuned_hits: int = 0
-    """Calls whose drafter had launch parameters from the tuned cache, for its head, vocabulary, tree and slots."""
-    tuned_misses: int = 0
-    """Calls whose drafter had to derive them: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
+    tuned_hits: dict[str, int] = field(default_factory=dict)
+    """Launches with tuned parameters (`launches`): of the "drafter", of the target's "products" and "attention"."""
+    tuned_misses: dict[str, int] = field(default_factory=dict)
+    """Launches whose parameters a rule gave: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
     path: str = ""
     """What ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
@@ -211,10 +213,10 @@ class GenerationStats(AcceptedLengths):
     @classmethod
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
-        lengths, active, reasons = Counter[int](), Counter[int](), Counter[str]()
+        lengths, active = Counter[int](), Counter[int]()
+        reasons, hits, misses = Counter[str](), Counter[str](), Counter[str]()
         names = ("num_new_tokens", "num_cut_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens",
-                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps", "tuned_hits",
-                 "tuned_misses")  # fmt: skip
+                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
         items = list(items)
@@ -224,6 +226,8 @@ class GenerationStats(AcceptedLengths):
             lengths.update(item.accepted_lengths)
             active.update(item.active_sequences)
             reasons.update(item.finish_reasons)
+            hits.update(item.tuned_hits)
+            misses.update(item.tuned_misses)
             steps += item.steps
             for name in names:
                 totals[name] += getattr(item, name)
@@ -231,6 +235,8 @@ class GenerationStats(AcceptedLengths):
             accepted_lengths=dict(sorted(lengths.items())),
             active_sequences=dict(sorted(active.items())),
             finish_reasons=dict(sorted(reasons.items())),
+            tuned_hits=dict(sorted(hits.items())),
+            tuned_misses=dict(sorted(misses.items())),
             missed_ids=most_missed_first(item.missed_ids for item in items),
             steps=tuple(steps),
             num_nodes=nodes.pop() if len(nodes) == 1 else 0,
@@ -238,10 +244,12 @@ class GenerationStats(AcceptedLengths):
         )
 
 
-def count_tuned(drafter: object) -> dict[str, int]:
-    """``tuned_hits`` and ``tuned_misses`` of one call with a drafter or None, both 0 without the kernel."""
-    is_tuned = getattr(drafter, "is_tuned", None)
-    return {"tuned_hits": int(is_tuned is True), "tuned_misses": int(is_tuned is False)}
+def count_tuned(launches: Launches) -> dict[str, dict[str, int]]:
+    """``tuned_hits`` and ``tuned_misses`` of launches."""
+    return {
+        name: {kind: number for (kind, found), number in sorted(launches.items()) if found == is_tuned}
+        for name, is_tuned in (("tuned_hits", True), ("tuned_misses", False))
+    }
 
 
 class PhaseTimer:

@@ -28,6 +28,7 @@ from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
+from ..launches import count_again, counted_apart
 from ..ops import Ops, side_stream
 from ..settings import MAX_NEW_TOKENS
 from ..target.cache import ForwardBuffers, KVCache, Target
@@ -288,7 +289,7 @@ class Decoder:
 
     def _practise(self, runs: Iterable[Run]) -> None:
         """Run work over no slots, to compile kernels and create handles: a capture could not."""
-        with self._no_slots(), side_stream():
+        with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()
 
@@ -296,9 +297,15 @@ class Decoder:
         """Capture work that has run before into a graph."""
         assert self._pool is not None
         before = torch.cuda.mem_get_info()[0]
-        replay = self._pool.capture(run)
+        with counted_apart() as launches:
+            replay = self._pool.capture(run)
         self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
-        return replay
+
+        def replayed() -> None:
+            count_again(launches)
+            replay()
+
+        return replayed
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:

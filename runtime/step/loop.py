@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.launch import timed_out
+from ..launches import counted_apart
 from ..ops import current
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
@@ -82,7 +83,7 @@ class GenerationLoop:
         if not self.waiting:
             return collect(self.states, {})
         device = self.decoders.target.device
-        with self.lock.hold(), current(device):
+        with self.lock.hold(), current(device), counted_apart() as self.launches:
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
@@ -125,7 +126,7 @@ class GenerationLoop:
             active_sequences=dict(sorted((+self.active_sequences).items())),
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
-            **count_tuned(decoder.drafter),
+            **count_tuned(self.launches),
         )
 
     def _look_at_pace(self) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from ...launches import tuned_tiles
 from . import product_kernels as kernels
 from .machine import num_processors, overlapping
 from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
@@ -125,8 +126,19 @@ def product_tiles(
         # As wide as registers allow: shared memory bounds the instructions of narrower ones.
         is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if rows > 128 and kind != "logits" else 3)
+    return walking(tiles, shape, rows, num_sms)
+
+
+def walking(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -> ProductTiles:
+    """The same tiles, with a program that sums all parts where there are many."""
     count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
     return replace(tiles, walks=rows > 64 and (shape.splits == 1 or count >= _enough(num_sms)))
+
+
+def fits_scratch(tiles: ProductTiles, shape: ProductShape) -> bool:
+    """Whether `split_scratch` has room for tiles of any rows."""
+    widest = 256 if shape.splits == 1 else 128
+    return 64 <= tiles.block_n <= 128 and 16 <= tiles.block_rows <= widest
 
 
 def _enough(num_sms: int) -> int:
@@ -360,7 +372,13 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 def _tiles(
     shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor
 ) -> ProductTiles:  # fmt: skip
-    return product_tiles(shape, rows, kind, weight.itemsize, num_processors(weight.device))
+    device = weight.device
+    own = product_tiles(shape, rows, kind, weight.itemsize, num_processors(device))
+    tiles = tuned_tiles(
+        "products", device, own, lambda tiles: fits_scratch(tiles, shape), form=kind, size=shape.size,
+        depth=shape.depth, rows=rows, dtype=str(weight.dtype).removeprefix("torch."),
+    )  # fmt: skip
+    return walking(tiles, shape, rows, num_processors(device))
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:
