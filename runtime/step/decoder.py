@@ -29,7 +29,7 @@ from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
 from ..launches import count_again, counted_apart
-from ..ops import Ops, side_stream
+from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS
 from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
@@ -146,7 +146,7 @@ class Decoder:
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
-        self._pool = GraphPool() if pool is None and device.type == "cuda" else pool
+        self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
         self.checks = Checks(device) if checks_wanted() else None
         """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
         self.graph_bytes = 0
@@ -183,16 +183,6 @@ class Decoder:
     def _places_for(self, num_active: int) -> int:
         """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
-
-    @contextmanager
-    def named_range(self, name: str) -> Iterator[None]:
-        """Name what runs inside for a profiler (NVTX)."""
-        if self._pool is None:
-            yield
-            return
-        torch.cuda.nvtx.range_push(name)
-        yield
-        torch.cuda.nvtx.range_pop()
 
     @property
     def tails(self) -> Tails | None:

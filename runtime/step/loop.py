@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..drafter.launch import timed_out
 from ..launches import counted_apart
-from ..ops import current
+from ..ops import current, named_range
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
 from ..settings import TreeConfig
@@ -194,7 +194,7 @@ class GenerationLoop:
             for phase in self.decoder.timed_step(num_active, self.rules, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
                 started = time.perf_counter()
-                with self.timer.phase(name), self.decoder.named_range(phase.name):
+                with self.timer.phase(name), named_range(phase.name):
                     phase.run()
                 self._seconds[phase.name] = time.perf_counter() - started
         else:
