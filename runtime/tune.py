@@ -170,7 +170,8 @@ def search(
         except DrafterError as error:
             trial = Trial(name, float("inf"), float("inf"), str(error))
         except Exception as error:  # Triton has no common base for what does not compile or fit
-            if type(error).__name__ not in ("OutOfResources", "CompilationError", "CompileTimeAssertionFailure"):
+            known = ("OutOfResources", "CompilationError", "CompileTimeAssertionFailure")
+            if type(error).__name__ not in known and "PassManager" not in str(error):
                 raise
             trial = Trial(name, float("inf"), float("inf"), f"{type(error).__name__}: {error}")
         trials.append(trial)
@@ -323,6 +324,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--variants", type=whole_from(0), help="most variants to try of each; 0 only checks what is derived"
     )
+    parser.add_argument(
+        "--prefixes", nargs="+", type=whole_from(1), metavar="N", help="tokens before the rows whose attention is timed"
+    )
     try:
         run(parser.parse_args(argv))
     except EagleSlimError as error:
@@ -410,7 +414,7 @@ def tune_tiles(
     args: argparse.Namespace, left: Callable[[], float],
 ) -> int:  # fmt: skip
     """Tune products and attention of the target; how many were."""
-    from .drafter.tuning.target_tiles import measure_tiles, task_of
+    from .drafter.tuning.target_tiles import PREFIXES, measure_tiles, task_of
 
     done = 0
     for kind, shape in todo:
@@ -418,7 +422,7 @@ def tune_tiles(
         if left() < 0:
             print(f"out of time: {kind} {key} left out", flush=True)
             continue
-        task = task_of(kind, shape, device)
+        task = task_of(kind, shape, device, args.prefixes or PREFIXES)
         tried = dict(list(task.variants().items())[: args.variants])
         best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left)
         print_trials(f"{kind} {key}", trials, best)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_slim.runtime import launches
+from eagle_slim.runtime import launches, tune
 from eagle_slim.runtime.drafter.tuned_cache import TunedCache
-from eagle_slim.runtime.drafter.tuning import target_tiles
+from eagle_slim.runtime.drafter.tuning import problem, target_tiles
 from eagle_slim.runtime.errors import DrafterError, UsageError
+from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.runtime.target.kernels import products
 from eagle_slim.runtime.target.kernels.product_kernels import ProductTiles
+from kernels.chips import KNOWN_CHIPS
 from support.raising import raises
 
 CPU = torch.device("cpu")
@@ -29,7 +31,6 @@ def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(json.dumps({"layouts": {}, "launches": {}, "products": {SUM_KEY: {"num_stages": 4}}}))
     monkeypatch.setenv("EAGLE_SLIM_TUNED", str(path))
     monkeypatch.setattr(target_tiles, "_TURNS_BYTES", 1)
-    monkeypatch.setattr(target_tiles, "PREFIXES", (70,))
     return path
 
 
@@ -90,10 +91,9 @@ def test_tiles_for_experiments(seen: list[Any], monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("EAGLE_SLIM_TILES", '{"products": {"num_warps": 8}, "attention": {"num_stages": 2}}')
     add(3)
     assert (seen[0].num_warps, seen[0].num_stages) == (8, 4)
-    for text, error in (
-        ('{"products": {"block_n": 512}}', DrafterError), ('{"products": {"colour": 1}}', DrafterError),
-        ('{"drafter": {}}', UsageError), ("{", UsageError),
-    ):  # fmt: skip
+    wrong = {'{"products": {"block_n": 512}}': DrafterError, '{"products": {"block_k": 96}}': DrafterError,
+             '{"products": {"colour": 1}}': DrafterError, '{"drafter": {}}': UsageError, "{": UsageError}  # fmt: skip
+    for text, error in wrong.items():
         monkeypatch.setenv("EAGLE_SLIM_TILES", text)
         with pytest.raises(error, match="EAGLE_SLIM_TILES"):
             add(3)
@@ -134,7 +134,7 @@ def test_the_cache_keeps_all_kernels_of_all_gpus(tuned: Path) -> None:
      ("attention", TREE), ("attention", {**TREE, "path": True})],
 )  # fmt: skip
 def test_tasks_compute_the_same_with_every_tile(kind: str, shape: dict[str, Any]) -> None:
-    task = target_tiles.task_of(kind, shape, CPU)
+    task = target_tiles.task_of(kind, shape, CPU, (3, 70))
     expected = [run().clone() for run in task.runs(task.own)]
     tried = task.variants()
     assert len(tried) >= 4
@@ -158,6 +158,43 @@ def test_variants_with_other_bits_lose(monkeypatch: pytest.MonkeyPatch) -> None:
     assert min(measure(None, ProductTiles(64, 64, 16, 4, 2))) > 0
     with raises(DrafterError):
         measure(None, ProductTiles(64, 64, 16, 4, 9))
+
+
+def test_one_command_tunes_all_kernels(
+    tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes, chip = tmp_path / "shapes.json", KNOWN_CHIPS[90]
+    monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(shapes))
+    cfg = problem.draft_config(problem.MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 1, 512)
+    TunedCache(tmp_path / "none.json").find(cfg, chip)
+    for kind, shape in (("products", SUM), ("attention", TREE)):
+        launches.record({"kernel": kind, "chip": chip.name, **shape})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.kernel_launch.chip_of", lambda _: chip)
+    monkeypatch.setattr("eagle_slim.runtime.drafter.tuning.precompile.compile_all", lambda jobs, _: [True] * len(jobs))
+    # Drafts are faster with parts of 128 keys, the target's kernels with 8 warps.
+    monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
+    task_of = target_tiles.task_of
+    monkeypatch.setattr(target_tiles, "task_of", lambda kind, shape, _, lengths: task_of(kind, shape, CPU, lengths))
+    monkeypatch.setattr(
+        target_tiles, "measure_tiles", lambda *_: lambda own, other: (100.0, 90.0 if other.num_warps == 8 else 101.0)
+    )
+    asked = [str(shapes), "--out", str(tuned), "--variants", "9"]
+    tune.main(asked)
+    assert "3 of 3 shapes tuned" in capsys.readouterr().out
+    cache = TunedCache(tuned)
+    assert cache.find(cfg, chip)[1]
+    keys = {kind: launches.shape_key(chip.name, shape) for kind, shape in (("products", SUM), ("attention", TREE))}
+    for kind, key in keys.items():
+        assert cache.tiles[kind][key]["num_warps"] == 8
+        assert not {"walks", "rows"} & set(cache.tiles[kind][key])
+    # What other GPUs have stays; what is tuned is not tuned again unless that is asked for.
+    assert cache.tiles["products"][SUM_KEY] == {"num_stages": 4}
+    tune.main(asked)
+    assert "0 of 0 shapes tuned" in capsys.readouterr().out
+    tune.main([*asked, "--again", "--kernels", "attention"])
+    assert "1 of 1 shapes tuned" in capsys.readouterr().out
 
 
 def test_shapes_of_another_kind_are_refused() -> None:

@@ -25,7 +25,7 @@ from .timing import capture, interleave
 _TURNS_BYTES = 256 << 20
 """Weights, or keys and values, that a sample goes through."""
 PREFIXES = (512, 8192)
-"""Tokens before the rows, whose attention counts alike."""
+"""Tokens before the rows while attention is timed, where nobody says; all count alike."""
 
 
 class TileTask(Protocol):
@@ -103,7 +103,7 @@ class ProductTask:
             name: products.walking(tiles, self._shape, self.rows, num_processors(self.device))
             for name, tiles in tried.items()
         }
-        return {name: t for name, t in walked.items() if t != own and products.fits_scratch(t, self._shape)}
+        return {name: t for name, t in walked.items() if t != own and products.can_launch(t, self._shape)}
 
     def runs(self, tiles: ProductTiles) -> Sequence[Callable[[], Tensor]]:
         """See `TileTask`; all weights in turn."""
@@ -125,7 +125,7 @@ class ProductTask:
 
 @dataclass
 class AttentionTask:
-    """Attention of ``places`` sequences of ``nodes`` rows, a chain's (``path``) or a tree's."""
+    """Attention of ``places`` sequences of ``nodes`` rows, a chain's or a tree's, after ``prefixes`` tokens."""
 
     group: int
     kv_heads: int
@@ -135,10 +135,11 @@ class AttentionTask:
     path: bool
     dtype: torch.dtype
     device: torch.device
+    prefixes: Sequence[int] = PREFIXES
 
     def __post_init__(self) -> None:
         """Draw keys and queries, and lay out a tree in which each node has two children."""
-        self._capacity = max(PREFIXES) + self.nodes + 1
+        self._capacity = max(self.prefixes) + self.nodes + 1
         heads = self.group * self.kv_heads
         cache = (self.places, self.kv_heads, self._capacity, self.head_dim)
         bytes_each = 2 * self.places * self.kv_heads * self._capacity * self.head_dim * self.dtype.itemsize
@@ -180,7 +181,7 @@ class AttentionTask:
         return {name: tiles for name, tiles in tried.items() if tiles != own}
 
     def runs(self, tiles: AttentionTiles) -> Sequence[Callable[[], Tensor]]:
-        """See `TileTask`; all caches in turn, at each of `PREFIXES`."""
+        """See `TileTask`; all caches in turn, at each of ``prefixes``."""
 
         def run(prefix: int) -> Tensor:
             self._lengths.fill_(prefix)
@@ -192,19 +193,22 @@ class AttentionTask:
                 )  # fmt: skip
             return self._out
 
-        return [lambda prefix=prefix: run(prefix) for prefix in PREFIXES]  # type: ignore[misc]
+        return [lambda prefix=prefix: run(prefix) for prefix in self.prefixes]  # type: ignore[misc]
 
 
 TASKS = {"products": ProductTask, "attention": AttentionTask}
 
 
-def task_of(kind: str, shape: dict[str, Any], device: torch.device) -> TileTask:
+def task_of(
+    kind: str, shape: dict[str, Any], device: torch.device, prefixes: Sequence[int] = PREFIXES
+) -> TileTask:  # fmt: skip
     """Build a recorded shape's task. Raises `UsageError` for values that are no shape of this kind."""
     task: Any = TASKS[kind]
-    names = [field.name for field in fields(task)]
-    if [*shape, "device"] != names or not hasattr(torch, str(shape["dtype"])):
-        raise UsageError(f"{shape} is no shape of {kind}; expected {', '.join(names[:-1])}.", found=shape)
-    made: TileTask = task(**{**shape, "dtype": getattr(torch, shape["dtype"])}, device=device)
+    names = [field.name for field in fields(task) if field.name not in ("device", "prefixes")]
+    if [*shape] != names or not hasattr(torch, str(shape["dtype"])):
+        raise UsageError(f"{shape} is no shape of {kind}; expected {', '.join(names)}.", found=shape)
+    lengths = {"prefixes": prefixes} if kind == "attention" else {}
+    made: TileTask = task(**{**shape, "dtype": getattr(torch, shape["dtype"])}, device=device, **lengths)
     return made
 
 

@@ -135,10 +135,11 @@ def walking(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -
     return replace(tiles, walks=rows > 64 and (shape.splits == 1 or count >= _enough(num_sms)))
 
 
-def fits_scratch(tiles: ProductTiles, shape: ProductShape) -> bool:
-    """Whether `split_scratch` has room for tiles of any rows."""
+def can_launch(tiles: ProductTiles, shape: ProductShape) -> bool:
+    """Whether `split_scratch` has room for tiles, and their steps divide the parts of K."""
     widest = 256 if shape.splits == 1 else 128
-    return 64 <= tiles.block_n <= 128 and 16 <= tiles.block_rows <= widest
+    fits = 64 <= tiles.block_n <= 128 and 16 <= tiles.block_rows <= widest
+    return fits and tiles.block_k >= 16 and _SPLIT_UNIT % tiles.block_k == 0
 
 
 def _enough(num_sms: int) -> int:
@@ -375,7 +376,7 @@ def _tiles(
     device = weight.device
     own = product_tiles(shape, rows, kind, weight.itemsize, num_processors(device))
     tiles = tuned_tiles(
-        "products", device, own, lambda tiles: fits_scratch(tiles, shape), form=kind, size=shape.size,
+        "products", device, own, lambda tiles: can_launch(tiles, shape), form=kind, size=shape.size,
         depth=shape.depth, rows=rows, dtype=str(weight.dtype).removeprefix("torch."),
     )  # fmt: skip
     return walking(tiles, shape, rows, num_processors(device))
