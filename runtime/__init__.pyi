@@ -12,7 +12,9 @@ from .drafter.launch import (
     set_tail,
 )
 from .drafter.packed_weights import Weights
+from .drafter.rope import RotaryEmbedding
 from .drafter.tuned_cache import open_tuned_cache
+from .drafter.weights import HeadWeights
 from .errors import (
     AcceptanceWarning,
     DrafterError,
@@ -58,10 +60,12 @@ __all__ = [
     "GenerationOutput",
     "GenerationStats",
     "HeadWarning",
+    "HeadWeights",
     "MissLog",
     "PairingError",
     "PromptError",
     "RequestOutput",
+    "RotaryEmbedding",
     "SamplingConfig",
     "SpeculativeModel",
     "TargetError",

@@ -427,7 +427,8 @@ def tune_tiles(
         best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left)
         print_trials(f"{kind} {key}", trials, best)
         # Who adds parts follows from the other tiles, and the number of rows of attention is a constant.
-        cache.tiles[kind][key] = {name: value for name, value in asdict(best).items() if name not in ("walks", "rows")}
+        ruled = ("walks", "shares", "rows")
+        cache.tiles[kind][key] = {name: value for name, value in asdict(best).items() if name not in ruled}
         cache.save()
         done += 1
     return done

@@ -72,7 +72,7 @@ FLOORS = {
         step
         model
         miss_log
-        compare options_cli safeailab/kernels
+        compare options_cli
         safeailab
         compare/cli generate_cli tune
     """,

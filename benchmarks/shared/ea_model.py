@@ -24,11 +24,35 @@ _PROBABLE = 16
 _PROMPT = "<|im_start|>user\nWhat are three good habits for learning a new language?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vocab: int = 0) -> Any:
+def load_ea_model(
+    base_model: str, ea_model: str, use_eagle3: bool, dtype: torch.dtype, device: torch.device
+) -> Any:  # fmt: skip
+    """Load an EaModel by upstream's own ``from_pretrained``."""
+    EaModel = importlib.import_module("eagle.model.ea_model").EaModel
+    # A device_map needs accelerate, which a CPU can do without.
+    where = {"device_map": str(device)} if device.type == "cuda" else {}
+    return EaModel.from_pretrained(
+        use_eagle3=use_eagle3, base_model_path=base_model, ea_model_path=ea_model, torch_dtype=dtype, **where
+    ).eval()
+
+
+def encode(tokenizer: Any, text: str, device: torch.device) -> Tensor:
+    """Encode a prompt, as a message where the tokenizer has a chat template: int64 [1, seq]."""
+    if getattr(tokenizer, "chat_template", None):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+    else:
+        ids = tokenizer(text).input_ids
+    return torch.tensor([ids], device=device)
+
+
+def build_ea_model(
+    dims: str, dtype: torch.dtype, device: torch.device, draft_vocab: int = 0, num_layers: int = 0
+) -> Any:  # fmt: skip
     """Build an EaModel with an EAGLE-3 head.
 
     ``dims``: `BUILT_IN` for the built-in head with its target; "tiny" or a name of `problem.MODELS` for a random model
     in which few tokens are probable, so that drafts are accepted. ``draft_vocab``: rows of a random head, 0 for all.
+    ``num_layers`` of a random target; 0 for the model's own, or 8 of those that are not in `LAYERS`.
     """
     EaModel = importlib.import_module("eagle.model.ea_model").EaModel
     LlamaForCausalLM = importlib.import_module("eagle.model.modeling_llama_kv").LlamaForCausalLM
@@ -47,7 +71,9 @@ def build_ea_model(dims: str, dtype: torch.dtype, device: torch.device, draft_vo
         else:
             from transformers import LlamaConfig
 
-            config = LlamaConfig(**_config(sizes), num_hidden_layers=LAYERS.get(dims, 8), tie_word_embeddings=False)
+            config = LlamaConfig(
+                **_config(sizes), num_hidden_layers=num_layers or LAYERS.get(dims, 8), tie_word_embeddings=False
+            )
             base = LlamaForCausalLM(config).to(dtype)
         path = _write_folder(Path(folder), sizes, own)
         tree = TreeConfig()

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..drafter.buffers import Buffers
 from ..drafter.choose import CHOICES
-from ..drafter.launch import DraftFunction
+from ..drafter.dimensions import DrafterConfig
+from ..drafter.launch import DraftFunction, launch_drafter
+from ..drafter.packed_weights import Weights
 from ..errors import GPUAssertionError, UsageError, check_choice, misfit
 from ..model import SpeculativeModel
 from ..requests.output import GenerationOutput
@@ -53,43 +56,74 @@ def registered_backends() -> tuple[str, ...]:
 
 def frontier_generate(
     model: Any, input_ids: Any, *, backend: str = "triton", head: Any = None, draft_vocab: Any = None,
-    tree: TreeConfig | None = None, **options: Any,
+    tree: TreeConfig | None = None, weights: Weights | None = None, bufs: Buffers | None = None, **options: Any,
 ) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
-    """Generate with a named drafting backend; the text is the target's own with any.
+    """Generate with a named drafting backend; the text is the target's own with any. Or draft once, from features.
+
+        output = frontier_generate(model, input_ids, backend="mine", max_new_tokens=128)
+        tokens, paths, mask, positions = frontier_generate(config, features_concat, weights=weights, bufs=bufs)
 
     ``model``: a `SpeculativeModel`, a loaded transformers model with its ``head`` (`from_pretrained`), or an
     EaModel. ``input_ids``, ``options`` and the result are those of `SpeculativeModel.generate`, or of ``eagenerate``:
     int64 [1, seq]; afterwards the EaModel's methods are upstream's again. The drafter is kept with the model, and built
     again after that was moved to another device or type, or got another ``ea_layer`` or base model. Raises `UsageError`
     for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it cannot run.
+
+    Where there is no target at hand, a `DrafterConfig` takes the model's place and features that of the ids:
+    [slots, new, feature_width], taps side by side. ``weights`` and ``bufs``, which hold the new tokens, are then those
+    of `launch_drafter`, and so are result and errors; `UsageError` for either missing, for anything else beside them,
+    and for a backend in FP8 with a configuration that is not.
     """
     check_choice("backend", backend, registered_backends())
     how = _registered.get(backend, {"drafter": backend, "draft_weights": "auto"})
+    if isinstance(model, DrafterConfig):
+        return _draft_once(
+            model, input_ids, weights, bufs, how, {"head": head, "draft_vocab": draft_vocab, "tree": tree, **options}
+        )
+    if weights is not None or bufs is not None:
+        raise misfit("model", "a DrafterConfig beside weights and bufs", type(model).__name__)
     if head is None and not isinstance(model, SpeculativeModel) and not is_ea_model(model):
         raise misfit("model", "a SpeculativeModel, an EaModel, or given with its head", type(model).__name__)
     built = _build_once(model, how, head, draft_vocab, tree)
     if isinstance(built, SpeculativeModel):
         return built.generate(input_ids, **options)
-    built.apply()
+    return _generate_patched(built, model, input_ids, options)
+
+
+def _draft_once(
+    config: DrafterConfig, features: Tensor, weights: Weights | None, bufs: Buffers | None, how: dict[str, Any],
+    others: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    given = [name for name, value in others.items() if value is not None]
+    if weights is None or bufs is None or given:
+        raise misfit("model", "a DrafterConfig with weights and bufs alone", [*given] or "no weights and bufs")
+    if how["draft_weights"] == "fp8" and config.weight_dtype != torch.float8_e4m3fn:
+        raise misfit("backend", f"one for {config.weight_dtype}, which the configuration has", "fp8")
+    return launch_drafter(config, features, weights, bufs, how["drafter"])
+
+
+def _generate_patched(
+    patch: EaModelPatch, model: Any, input_ids: Any, options: dict[str, Any]
+) -> Tensor | tuple[Any, ...]:  # fmt: skip
+    patch.apply()
     try:
-        return model.eagenerate(input_ids, **options)  # type: ignore[no-any-return]
+        answer: Tensor | tuple[Any, ...] = model.eagenerate(input_ids, **options)
+        return answer
     finally:
-        built.remove()
+        patch.remove()
 
 
 def fused_draft_token_generation(
     model: nn.Module | SpeculativeModel | str | Path | None, input_ids: Prompts, temperature: float = 0.0,
     max_new_tokens: int = 256, *, drafter: str = "triton", draft_weights: str = "auto", head: Any = None,
     draft_vocab: Any = None, tree: TreeConfig | None = None, **options: Any,
-) -> GenerationOutput:  # fmt: skip
-    """Generate with a transformers model and its draft head, the whole step on the GPU: one call.
+) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+    """Generate with a transformers model and its draft head, or with an EaModel, the whole step on the GPU: one call.
 
     As `frontier_generate`; ``model`` may also be what `SpeculativeModel.from_pretrained` loads, at every call. Raises
     `GPUAssertionError` unless ``drafter`` is "reference" or there is an NVIDIA GPU of sm_80 or later with the model on
-    it; `UsageError` for an EaModel, for what a `SpeculativeModel` has already, and as `from_pretrained` and `generate`.
+    it; `UsageError` for what a `SpeculativeModel` or an EaModel has already, and as `from_pretrained` and `generate`.
     """
-    if is_ea_model(model):
-        raise misfit("model", "a transformers model (frontier_generate takes an EaModel)", type(model).__name__)
     device = (_place(model) or [torch.device("cuda")])[0]
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
@@ -101,8 +135,11 @@ def fused_draft_token_generation(
     if isinstance(model, SpeculativeModel) and draft_weights != "auto":
         raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
     how = {"drafter": drafter, "draft_weights": draft_weights}
-    whole: SpeculativeModel = _build_once(model, how, head, draft_vocab, tree)
-    return whole.generate(input_ids, temperature=temperature, max_new_tokens=max_new_tokens, **options)
+    options |= {"temperature": temperature, "max_new_tokens": max_new_tokens}
+    built: SpeculativeModel | EaModelPatch = _build_once(model, how, head, draft_vocab, tree)
+    if isinstance(built, SpeculativeModel):
+        return built.generate(input_ids, **options)
+    return _generate_patched(built, model, input_ids, options)
 
 
 class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it begin anew.

@@ -36,6 +36,7 @@ def patch_ea_model_with_triton_drafter(
     counts: TokenCounts | str | Path | None = None,
     token_map: DraftVocab | str | Path | None = None,
     tokenizer: LoadedTokenizer | str | Path | None = None,
+    use_triton: bool = True,
     drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
 ) -> Any:
@@ -58,6 +59,7 @@ def patch_ea_model_with_triton_drafter(
         token_map: ids best first (FR-Spec's ``freq_N.pt``, JSON, ``d2t``, a converted head: `import_token_map`).
         tokenizer: with counts, the target's tokenizer: a folder or repository that is on this machine, or what
             `load_tokenizer` gives; None is the one of the model's own folder.
+        use_triton: False is ``drafter="reference"``.
         drafter: "triton", "reference" for the same in plain PyTorch, on any device, or a `DraftFunction` of your own.
         draft_weights: "fp8" stores the drafter's matrices in FP8 (sm_89 and later); "auto" in the model's type.
 
@@ -65,10 +67,18 @@ def patch_ea_model_with_triton_drafter(
         The model.
 
     Raises:
-        UsageError: no EaModel, one that is patched already, or a vocabulary that does not fit (`choose_ids`).
+        UsageError: no EaModel, one that is patched already, a vocabulary that does not fit (`choose_ids`), or
+            ``use_triton=False`` beside a drafter of your own.
         UnsupportedModelError: the model lies on several devices, or its head is outside what can be drafted with.
         DrafterError: "triton" without an NVIDIA GPU and without ``TRITON_INTERPRET=1``, and "fp8" where it cannot run.
     """
+    if not use_triton:
+        if drafter not in BACKENDS:
+            raise UsageError(
+                "use_triton=False drafts in plain PyTorch, and a drafter of your own was given: leave one out.",
+                option="use_triton", found=drafter,
+            )  # fmt: skip
+        drafter = "reference"
     return _apply(
         model, EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False)
     )
@@ -83,6 +93,7 @@ def patch_eagle_model(
     tokenizer: LoadedTokenizer | str | Path | None = None,
     drafter: str | DraftFunction = "triton",
     draft_weights: str = "auto",
+    target_backend: str = "auto",
 ) -> Any:
     """Draft an `EaModel`'s trees with the persistent kernel, and replace what follows a draft by kernels too.
 
@@ -91,22 +102,28 @@ def patch_eagle_model(
             ...
         unpatch_eagle_model(model)
 
-    Beyond `patch_ea_model_with_triton_drafter`: the attention mask of a tree, the evaluation of its candidates, and the
-    copying of the accepted path's keys and values. ``eagenerate`` and ``ea_generate`` remain upstream's code and give
-    the same text, sampled text too for the same seeds (`random.seed`, `torch.manual_seed`), up to rounding;
-    ``naivegenerate`` and ``naive_generate`` are as they were. Only this object changes.
+    Beyond `patch_ea_model_with_triton_drafter`: the base model's forward over a tree, in upstream's own KV cache, the
+    choice of tokens, greedy and sampled, the acceptance, and the copying of the accepted path. ``eagenerate`` and
+    ``ea_generate`` remain upstream's code. Greedy text is the same up to rounding; sampled text has the same
+    distribution, from other random numbers (`torch.manual_seed`). ``naivegenerate``, ``naive_generate`` and a prompt's
+    forward are as they were. Only this object changes.
 
-    Arguments, result and errors are those of `patch_ea_model_with_triton_drafter`.
+    ``target_backend``: "fused" verifies trees with our forward over the base model's weights (Llama, Qwen2, Qwen3),
+    "upstream" with the base model's own; "auto" takes the fused one on a GPU where it can run. Raises
+    `UnsupportedModelError`, with the reason, for "fused" where it cannot. Other arguments, result and errors are those
+    of `patch_ea_model_with_triton_drafter`.
     """
-    return _apply(
-        model, EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=True)
+    patch = EaModelPatch(
+        model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, target_backend=target_backend
     )
+    return _apply(model, patch)
 
 
 def unpatch_ea_model(model: Any) -> Any:
     """Undo `patch_ea_model_with_triton_drafter` or `patch_eagle_model` and return the model.
 
-    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included. After
+    The object is exactly what it was: its methods, its classes, and its ``__dict__``, ``stable_kv`` included (matrices
+    that the fused forward packed side by side stay so, as views: same parameters, same values). After
     `patch_eagle_model`, so are a base model and an ``ea_layer`` that it had then and were replaced since. A model that
     is not patched is returned as it is. Raises `UsageError` for non-EaModel objects.
     """
@@ -138,6 +155,7 @@ class EaModelPatch:
         drafter: str | DraftFunction = "triton",
         draft_weights: str = "auto",
         whole: bool = True,
+        target_backend: str = "auto",
     ) -> None:
         check_ea_model(model)
         if is_rebound(model) or is_rebound(model.ea_layer):
@@ -151,7 +169,7 @@ class EaModelPatch:
         self.layer = LayerPatch(
             model.ea_layer, target_lm_head(model), lambda tree: Session(built.like(built.weights, tree))
         )
-        self.step = StepPatch(model, self.layer) if whole else None
+        self.step = StepPatch(model, self.layer, target_backend) if whole else None
 
     def apply(self) -> None:
         """Put the patch on; see `LayerPatch.apply`."""

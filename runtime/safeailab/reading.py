@@ -135,7 +135,7 @@ def read_head(model: Any, draft_ids: NDArray[np.int64] | None = None) -> HeadWei
         embedding=embedding,
         lm_head=lm_head.to(embedding.device, embedding.dtype),
         draft_to_target=torch.from_numpy(available[rows]).to(embedding.device),
-        rotary=_rotary(attention.rotary_emb, embedding.device),
+        rotary=rotary_of(attention.rotary_emb, embedding.device),
         hidden=embedding.shape[1],
         num_heads=int(attention.num_heads),
         num_kv_heads=int(attention.num_key_value_heads),
@@ -168,8 +168,11 @@ def _tensors(layer: Any, block: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{module}.{name}", parameter.detach()
 
 
-def _rotary(module: Any, device: torch.device) -> RotaryEmbedding:
-    """Recompute the frequencies in fp32: the module's own buffers were rounded to the model's type with its weights."""
+def rotary_of(module: Any, device: torch.device) -> RotaryEmbedding:
+    """Recompute the frequencies in fp32: the module's own buffers were rounded to the model's type with its weights.
+
+    Raises `UnsupportedModelError` for RoPE that changes with length.
+    """
     if "Dynamic" in type(module).__name__:
         raise UnsupportedModelError(
             "The head uses dynamic RoPE scaling, which recomputes frequencies as the text grows, so keys already "

@@ -105,7 +105,7 @@ class Session:
             return
         with torch.cuda.device(self.head.device):
             if self._graph is None:
-                self._graph = self._capture()
+                self._graph = captured(self._draft)
             self._graph()
 
     def _draft(self) -> None:
@@ -116,15 +116,6 @@ class Session:
         if self._packed_tree is None:
             self._packed_tree = torch.empty_like(packed)
         self._packed_tree.copy_(packed)
-
-    def _capture(self) -> Callable[[], None]:
-        """Record a draft; it runs once before, which changes nothing: the same inputs give the same tree."""
-        graph = torch.cuda.CUDAGraph()
-        with side_stream() as stream:
-            self._draft()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._draft()
-        return graph.replay
 
     def read_tree(self, sampling: bool) -> UpstreamTree:
         """Wait for the last draft and return it, by one copy to the host; with ``sampling`` the paths are sorted as
@@ -161,6 +152,19 @@ class Session:
         self.length = keys.shape[2]
         self.bufs.keys[:, :, : self.length] = keys
         self.bufs.values[:, :, : self.length] = values
+
+
+def captured(run: Callable[[], None]) -> Callable[[], None]:
+    """Record work on the current GPU into a graph and return what replays it.
+
+    It runs once before, and again when replayed, so twice with the same inputs it must give the same.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with side_stream() as stream:
+        run()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            run()
+    return graph.replay
 
 
 def _check_kv(kv: StableKV, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -3,20 +3,22 @@
 `eagenerate` and `ea_generate` stay upstream's own code. They are run with other bindings for three of the functions of
 ``eagle/model/utils.py`` that they call, in this one model alone:
 
-* ``tree_decoding``: the same forward, without gathering the logits of every path ([leaves, depth, vocabulary]);
-* ``evaluate_posterior``: greedy, the target's choice at every node and the walk down the tree, two kernels; sampled,
-  upstream's own function;
+* ``tree_decoding``: the fused forward over the tree in upstream's KV cache (`forward`), or the base model's own; both
+  without gathering the logits of every path ([leaves, depth, vocabulary]);
+* ``evaluate_posterior``: the target's choice at every node, greedy or sampled, and the walk down the tree;
 * ``update_inference_inputs``: keys, values and features of the path move by one kernel each, the next draft starts
   after them on the device, and only then the host waits for the accepted tokens.
 
-The attention mask of a tree, which the base model makes anew at every forward, is written by one kernel.
+So a pass waits once. Sampled, a node's choice is drawn from the target's own distribution there, and the walk goes on
+where it is a drafted child. Upstream tries the children one after another, each with its share of the probability that
+is left, which accepts each with the same probability: the text has the same distribution, from other random numbers.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -24,17 +26,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..drafter.buffers import Buffers
 from ..drafter.launch import timed_out
 from ..errors import UnsupportedModelError, UsageError
 from ..ops import Ops, current
-from ..step.kernels.acceptance import RECORD_HEAD, SlotState, commit_features, commit_kv, walk
+from ..settings import TreeConfig
+from ..step.kernels.acceptance import SlotState, commit_features, commit_kv, walk
 from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
-from ..tree import Trees, sort_paths
+from ..tree import Trees
 from .drafting import LayerPatch
-from .kernels.tree_bias import tree_bias
+from .forward import TreeForward, choose_forward, fuse
 from .rebind import rebind, restore
 from .session import Session
 
@@ -51,6 +55,7 @@ class _Tensors:
 
     bufs: Buffers
     state: SlotState
+    trees: Trees
     choice: ChoiceState
     choices: Tensor
     scratch: ChoiceScratch
@@ -59,8 +64,8 @@ class _Tensors:
     """The state's record on the host, in pinned memory where there is a GPU."""
 
     @classmethod
-    def over(cls, bufs: Buffers, nodes: int, vocab: int) -> _Tensors:
-        device = bufs.keys.device
+    def over(cls, bufs: Buffers, tree: TreeConfig, vocab: int) -> _Tensors:
+        device, nodes = bufs.keys.device, tree.total_tokens
         shared = {name: getattr(bufs, name) for name in _SHARED}
         before = {name: tensor.clone() for name, tensor in shared.items()}
         state = SlotState.allocate(1, 1, device, bufs.new_tokens.shape[1], **shared)
@@ -69,7 +74,10 @@ class _Tensors:
             shared[name].copy_(tensor)
         state.max_generated.fill_(_NO_END)
         return cls(
-            bufs, state, ChoiceState.allocate(1, 1, vocab, device),
+            bufs, state,
+            Trees(state.active_slots, state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids),
+            # A number for every depth of a tree, drawn anew for each.
+            ChoiceState.allocate(1, tree.path_width, vocab, device),
             torch.zeros((1, nodes), dtype=torch.int32, device=device),
             choice_scratch(1, nodes, vocab, device),
             torch.zeros(1, dtype=torch.int32, device=device),
@@ -80,31 +88,31 @@ class _Tensors:
 class StepPatch:
     """The step of one `EaModel`; its ``layer_patch`` drafts from buffers.
 
-    Raises `UnsupportedModelError` for a model whose loops do not call what is replaced.
+    ``target_backend``: as `choose_forward`, which says what it raises. Raises `UnsupportedModelError` for a model whose
+    loops do not call what is replaced.
     """
 
-    def __init__(self, model: Any, layer_patch: LayerPatch) -> None:
+    def __init__(self, model: Any, layer_patch: LayerPatch, target_backend: str = "auto") -> None:
         self.model, self.layer_patch = model, layer_patch
-        self.decoder = model.base_model.model
-        self._tensors: _Tensors | None = None
-        self._retrieve_indices: Tensor | None = None
-        self._evaluate: Callable[..., Any] | None = None
-        """Upstream's ``evaluate_posterior``."""
-        session = layer_patch.session
-        self.ops = Ops(session.backend == "triton")
         for name in LOOPS:
             _check_loop(type(model), name)
-        self._mask_method = _mask_method(self.decoder)
+        self.backend = choose_forward(target_backend, model)
+        """The forward that verifies, and why."""
+        session = layer_patch.session
+        self.ops = Ops(session.backend == "triton" or session.head.device.type == "cuda")
+        self._target = fuse(model, self.ops) if self.backend.name == "fused" else None
+        self._forward: TreeForward | None = None
+        self._tensors: _Tensors | None = None
+        self._numbers: tuple[float, ...] | None = None
+        """Numbers of the sampling rules that lie on the device."""
 
     def apply(self) -> None:
         """Generate with the step's kernels from now on."""
         loops = {name: self._loop(type(self.model), name) for name in LOOPS}
         rebind(self.model, {**loops, _STEP: self})
-        rebind(self.decoder, _masks_by(self.ops(tree_bias), *self._mask_method))
 
     def remove(self) -> None:
         """Leave the model as it was before `apply`."""
-        restore(self.decoder)
         restore(self.model)
 
     def _loop(self, model_class: type, name: str) -> Callable[..., Any]:
@@ -120,7 +128,6 @@ class StepPatch:
                     "it, and patch again.",
                     option="model",
                 )
-            self._evaluate = plain.__globals__["evaluate_posterior"]
             # Upstream's globals as they are at the call, so that what others change there counts.
             function = FunctionType(
                 plain.__code__, {**plain.__globals__, **replaced}, plain.__name__, plain.__defaults__, plain.__closure__
@@ -139,20 +146,28 @@ class StepPatch:
         self, model: Any, tree_candidates: Tensor, past_key_values: Any, tree_position_ids: Tensor, input_ids: Tensor,
         retrieve_indices: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:  # fmt: skip
-        """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], its outputs."""
+        """Run the target over the tree: logits [1, nodes, vocab], features [1, nodes, width], its outputs.
+
+        The fused forward has no outputs beside these, and reads the tree from the drafter's buffers.
+        """
+        session = self.session
+        with self._buffers():
+            # The next draft's pairs, so that nothing has to grow between the walk and that draft.
+            session.reserve(session.length + session.tree.path_width)
+            tensors = self._current()
+            tensors.state.lengths.fill_(input_ids.shape[1])
+        if self._target is not None:
+            forward = self._forward_of(model.past_key_values_data, tensors)
+            # What upstream allocated may be a tensor of inference mode.
+            with torch.inference_mode(), current(session.head.device):
+                forward.run()
+            return forward.logits[None], forward.features[None], None
         positions = (tree_position_ids + input_ids.shape[1])[None]
         outputs, logits, features = model(
             tree_candidates, output_orig=True, past_key_values=past_key_values, position_ids=positions
         )
         if self.layer_patch.kind == "eagle3":
             features = torch.cat(list(outputs["hidden_states"]), -1)
-        self._retrieve_indices = retrieve_indices
-        session = self.session
-        with self._buffers():
-            # The next draft's pairs, so that nothing has to grow between the walk and that draft.
-            session.reserve(session.length + session.tree.path_width)
-            tensors = self._current(logits.shape[-1])
-            tensors.state.lengths.fill_(input_ids.shape[1])
         return logits, features, outputs
 
     @contextmanager
@@ -161,60 +176,57 @@ class StepPatch:
         with torch.inference_mode(False), torch.no_grad(), current(self.session.head.device):
             yield
 
-    def _current(self, vocab: int) -> _Tensors:
+    def _current(self) -> _Tensors:
         """Return the tensors over the drafter's buffers as they are now."""
-        bufs = self.session.bufs
-        if self._tensors is None or self._tensors.bufs is not bufs:
-            self._tensors = _Tensors.over(bufs, self.session.tree.total_tokens, vocab)
+        session = self.session
+        if self._tensors is None or self._tensors.bufs is not session.bufs:
+            vocab = self.model.base_model.lm_head.weight.shape[0]
+            self._tensors = _Tensors.over(session.bufs, session.tree, vocab)
+            self._forward = self._numbers = None
         return self._tensors
 
-    def evaluate_posterior(
-        self, logits: Tensor, candidates: Tensor, logits_processor: Any
-    ) -> tuple[Tensor, int | None, Tensor | None]:
-        """Accept a path into the state.
+    def _forward_of(self, data_list: list[Tensor], tensors: _Tensors) -> TreeForward:
+        """Return the forward over the tree in upstream's cache as it is now."""
+        assert self._target is not None
+        (data,) = data_list
+        if self._forward is None or self._forward.data is not data:
+            with self._buffers():
+                self._forward = TreeForward(
+                    self._target, data, self.session.tree, tensors.trees, tensors.state.lengths
+                )  # fmt: skip
+        return self._forward
 
-        Returns what `update_inference_inputs` takes: the path's nodes int32 [width]; when sampling, also how many there
-        are and the probabilities of the next token, float [vocab].
-        """
+    def evaluate_posterior(self, logits: Tensor, candidates: Tensor, logits_processor: Any) -> tuple[None, None, None]:
+        """Accept a path into the state, where `update_inference_inputs` finds it; ``logits`` [1, nodes, vocab]."""
+        tensors, rules, scores = self._tensors, ChoiceRules(), logits[0]
+        assert tensors is not None
         with self._buffers():
-            tensors = self._current(logits.shape[-1])
-            if logits_processor is None:
-                self._accept_greedy(tensors, logits[0])
-                return tensors.state.path[0], None, None
-            assert self._evaluate is not None
-            assert self._retrieve_indices is not None
-            by_path = logits[0, self._retrieve_indices]
-            best, accepted, probabilities = self._evaluate(by_path, candidates, logits_processor)
-            count, path = int(accepted) + 1, tensors.state.path[0]
-            path.fill_(-1)
-            path[:count] = self._retrieve_indices[int(best), :count]
-            return path, count, probabilities
-
-    def _accept_greedy(self, tensors: _Tensors, logits: Tensor) -> None:
-        bufs, state = tensors.bufs, tensors.state
-        trees = Trees(
-            state.active_slots, state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids
-        )  # fmt: skip
-        self.ops(choose_tokens)(
-            logits.contiguous(), trees, ChoiceRules(), tensors.choice, tensors.choices, tensors.scratch
-        )
-        self.ops(walk)(tensors.choices, trees, self.session.tree.path_width, state, self.session.drafter.error)
+            if logits_processor is not None:
+                known = _kernel_rules(logits_processor)
+                if known is None:
+                    scores = logits_processor(None, scores)
+                rules, numbers = known or (ChoiceRules(sampled=True), _NEUTRAL)
+                if numbers != self._numbers:
+                    tensors.choice.numbers.copy_(torch.tensor(numbers))
+                    self._numbers = numbers
+                tensors.choice.uniforms.uniform_()
+            self.ops(choose_tokens)(
+                scores.contiguous(), tensors.trees, rules, tensors.choice, tensors.choices, tensors.scratch
+            )
+            width = self.session.tree.path_width
+            self.ops(walk)(tensors.choices, tensors.trees, width, tensors.state, self.session.drafter.error)
+        return None, None, None
 
     def update_inference_inputs(
-        self, input_ids: Tensor, candidates: Tensor, best_candidate: Tensor, accept_length: int | None,
+        self, input_ids: Tensor, candidates: Tensor, best_candidate: None, accept_length: None,
         retrieve_indices: Tensor, logits_processor: Any, new_token: int, past_key_values_data_list: list[Tensor],
-        current_length_data: Tensor, model: Any, hidden_state_new: Tensor, sample_p: Tensor | None,
+        current_length_data: Tensor, model: Any, hidden_state_new: Tensor, sample_p: None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, None, Tensor]:  # fmt: skip
         """Keep the accepted path and draft the next tree: upstream's eight values."""
         session, tensors = self.session, self._tensors
         assert tensors is not None
         state, bufs, drafter = tensors.state, tensors.bufs, session.drafter
-        sampled = None
         with self._buffers():
-            if sample_p is not None:
-                assert accept_length is not None
-                sampled = torch.multinomial(sample_p, 1)
-                self._write_path(tensors, accept_length, sampled)
             # Copies, as the next draft overwrites what they are made from.
             kept = bufs.draft_tokens[0, state.path[0].clamp(min=0).long()]
             newest = state.new_tokens[0].long()
@@ -241,24 +253,10 @@ class StepPatch:
             input_ids = torch.cat((input_ids, kept[None, :count].to(input_ids.device)), -1)
             tree = (bufs.draft_tokens, bufs.retrieve_indices[0], bufs.tree_mask, bufs.tree_position_ids[0])
             tokens, paths, mask, positions = (field.clone() for field in tree)
-            paths = paths if logits_processor is None else sort_paths(paths)
         with torch.inference_mode():
             current_length_data.fill_(input_ids.shape[1])
         token = newest[count - 1 : count][None]
         return input_ids, tokens, paths, mask, positions, new_token + count, None, token
-
-    def _write_path(self, tensors: _Tensors, count: int, sampled: Tensor) -> None:
-        """Write a sampled path into the state, as `acceptance.walk` does for a greedy one."""
-        state, bufs = tensors.state, tensors.bufs
-        nodes = state.path[0, 1:count].long()
-        state.new_tokens[0, : count - 1] = bufs.draft_tokens[0, nodes].int()
-        state.new_tokens[0, count - 1 : count] = sampled.int()
-        state.prefix.add_(state.num_new)
-        state.num_new.fill_(count)
-        state.lengths.add_(count)
-        state.record.zero_()
-        state.record[0, :RECORD_HEAD] = torch.tensor([count, count, 0], dtype=torch.int32)
-        state.record[-1, 0] = self.session.drafter.error[0]
 
 
 def step_of(model: object) -> StepPatch | None:
@@ -281,59 +279,25 @@ def _check_loop(model_class: type, name: str) -> None:
         )  # fmt: skip
 
 
-def _masks_by(tree_bias: Callable[..., Tensor], name: str, original: Callable[..., Any]) -> Mapping[str, Any]:
-    """Members for `rebind`: masks of whole trees by the kernel, all others by the model's own method."""
-
-    def of_llama(
-        decoder: Any, attention_mask: Tensor | None, input_shape: Any, inputs_embeds: Tensor, past_length: int
-    ) -> Any:
-        tree = _whole_tree(decoder, attention_mask, input_shape[-1], past_length + input_shape[-1])
-        if tree is None:
-            return original(decoder, attention_mask, input_shape, inputs_embeds, past_length)
-        # As upstream: float32, whatever the model's type.
-        return _bias(tree, attention_mask, past_length, inputs_embeds.device, torch.float32)
-
-    def of_qwen2(decoder: Any, attention_mask: Tensor | None, **options: Any) -> Any:
-        nodes, keys = options["sequence_length"], options["target_length"]
-        tree = _whole_tree(decoder, attention_mask, nodes, keys)
-        if tree is None:
-            return original(decoder, attention_mask, **options)
-        return _bias(tree, attention_mask, keys - nodes, options["device"], options["dtype"])
-
-    def _bias(
-        tree: Tensor, attention_mask: Tensor | None, length: int, device: torch.device, dtype: torch.dtype
-    ) -> Tensor:
-        tree = tree.to(device)
-        keys = torch.ones(length + len(tree), dtype=torch.bool, device=device)
-        key_mask = keys if attention_mask is None else attention_mask[0].to(device)
-        with current(device):
-            return tree_bias(tree, key_mask, dtype)[None, None]
-
-    return {name: of_qwen2 if name == _QWEN2_MASK else of_llama}
+_NEUTRAL = (1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0)
 
 
-_LLAMA_MASK = "_prepare_decoder_attention_mask"
-_QWEN2_MASK = "_prepare_4d_causal_attention_mask_with_cache_position"
+def _kernel_rules(processors: Any) -> tuple[ChoiceRules, tuple[float, ...]] | None:
+    """Rules and numbers (`ChoiceState`) of warpers that `choose_tokens` applies; None for others.
 
-
-def _mask_method(decoder: Any) -> tuple[str, Callable[..., Any]]:
-    """Find where a base model makes its mask: Llama, Qwen3 and Mixtral in one method, Qwen2 in another."""
-    for name in (_LLAMA_MASK, _QWEN2_MASK):
-        if hasattr(type(decoder), name):
-            return name, inspect.getattr_static(type(decoder), name)
-    raise UnsupportedModelError(
-        f"{type(decoder).__name__} makes its attention mask neither in {_LLAMA_MASK} nor in {_QWEN2_MASK}. "
-        "patch_ea_model_with_triton_drafter replaces the drafter alone.",
-        method=_LLAMA_MASK, found=type(decoder).__name__,
+    Upstream cuts by top-p before top-k, transformers and the kernels after: both together are applied as they are.
+    """
+    if not isinstance(processors, list):
+        return None
+    found = {type(each): each for each in processors}
+    kinds = [type(each) for each in processors]
+    cuts = kinds[1:] if kinds[:1] == [TemperatureLogitsWarper] else kinds
+    if len(cuts) > 1 or not set(cuts) <= {TopPLogitsWarper, TopKLogitsWarper}:
+        return None
+    warmth, top_p, top_k = (found.get(kind) for kind in (TemperatureLogitsWarper, TopPLogitsWarper, TopKLogitsWarper))
+    rules = ChoiceRules(sampled=True, has_top_k=top_k is not None, has_top_p=top_p is not None)
+    temperature = 1.0 if warmth is None else float(warmth.temperature)
+    return rules, (
+        temperature, 0.0 if top_k is None else float(top_k.top_k), 1.0 if top_p is None else float(top_p.top_p),
+        *_NEUTRAL[3:],
     )  # fmt: skip
-
-
-def _whole_tree(decoder: Any, attention_mask: Tensor | None, nodes: int, keys: int) -> Tensor | None:
-    """Return the tree's mask [nodes, nodes] if the forward is over one whole tree of one sequence."""
-    mask = getattr(decoder, "tree_mask", None)
-    if mask is None or mask.shape[0] != 1 or mask.shape[-1] != nodes:
-        return None
-    if attention_mask is not None and attention_mask.shape != (1, keys):
-        return None
-    tree: Tensor = mask[0, 0]
-    return tree

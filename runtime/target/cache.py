@@ -98,6 +98,15 @@ class KVCache:
         self._places = [places[layer] for layer in range(len(shapes))]
         self._list_layers()
 
+    @classmethod
+    def over(cls, keys: Tensor, values: Tensor) -> KVCache:
+        """A cache in tensors that are there: keys and values [layers, slots, kv_heads, capacity, head_dim]."""
+        cache = object.__new__(cls)
+        cache._places = [(0, layer) for layer in range(len(keys))]
+        cache.stacks = [(keys, values)]
+        cache._list_layers()
+        return cache
+
     def _list_layers(self) -> None:
         pairs = [(self.stacks[stack], place) for stack, place in self._places]
         self.layers = [(keys[place], values[place]) for (keys, values), place in pairs]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,10 +65,13 @@ class FusedTarget:
     """The fused forward of a loaded model; see the module. Raises nothing: ask `unfit_reason` first.
 
     ``tap_layers`` as in `TargetModel`: the features are the hidden states entering these layers, or None for the last
-    hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere.
+    hidden state after the final norm. ``ops`` default to kernels on a GPU and to twins elsewhere. ``rotary``: what has
+    ``inv_freq`` and ``attention_scaling``, where that is not the decoder's ``rotary_emb``.
     """
 
-    def __init__(self, model: nn.Module, tap_layers: Sequence[int] | None, ops: Ops | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, tap_layers: Sequence[int] | None, ops: Ops | None = None, rotary: Any = None
+    ) -> None:
         config: Any = model.config
         decoder: Any = model.model
         self.model = model
@@ -84,10 +87,10 @@ class FusedTarget:
         self.head_dim = int(first.head_dim)
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(config.num_key_value_heads)
-        self.scale = float(first.scaling)
+        self.scale = float(getattr(first, "scaling", self.head_dim**-0.5))
         self.layers = [_fuse_layer(layer, eps) for layer in decoder.layers]
         self.ops = ops or Ops.for_device(self.device)
-        self._rotary = decoder.rotary_emb
+        self._rotary = decoder.rotary_emb if rotary is None else rotary
         self._old_tables: list[tuple[Tensor, Tensor]] = []
         self.cos, self.sin = self._tables(1)
 
@@ -163,7 +166,6 @@ class FusedTarget:
             )  # fmt: skip
             ops(tree_attention)(
                 bufs.query, *cache.layers[index], rows.attention, self.scale, layer.window, bufs.attended, bufs.scratch,
-                next_weight=layer.o,
             )  # fmt: skip
             ops(add_product)(bufs.attended, layer.o, layer.o_bias, layer.norm_post, normed, None, scratch)
             ops(gated_product)(normed, layer.norm_post, layer.gate_up, layer.gate_up_bias, bufs.gated, scratch)
@@ -212,13 +214,18 @@ def unfit_reason(model: nn.Module, tap_layers: Sequence[int] | None) -> str | No
     norm = norms.get(type(model))
     if norm is None:
         return f"{name} is none of {', '.join(kind.__name__ for kind in norms)}"
-    config: Any = model.config
+    return unfit_part(model, norm)
+
+
+def unfit_part(model: nn.Module, norm: type[nn.Module]) -> str | None:
+    """Why a model of a known class is not fused all the same; ``norm`` is the class of its RMSNorms."""
+    name, config = type(model).__name__, cast(Any, model.config)
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     dtypes, devices = ({getattr(p, what) for p in model.parameters()} for what in ("dtype", "device"))
     if len(dtypes) > 1 or not dtypes <= set(_DTYPES):
         return f"its weights are {', '.join(sorted(map(str, dtypes)))}, not one of float32, bfloat16, float16"
-    if len(devices) > 1 or getattr(model, "hf_device_map", None):
+    if len(devices) > 1 or len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "its weights are spread over devices"
     rope: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if "longrope" in str(rope):

@@ -2,33 +2,101 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from eagle_slim.runtime.settings import TreeConfig
-from support.upstream_models import build, prompt
+from support import upstream_stand_in
+from support.upstream_models import NEEDS_UPSTREAM, UPSTREAM, build, prompt
 
 from benchmarks import safeailab
 
 
-def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def arguments(tmp_path: Path) -> Any:
+    """Reads a command line with a folder that looks like a clone."""
+    clone = tmp_path / "EAGLE" / "eagle" / "model" / "ea_model.py"
+    clone.parent.mkdir(parents=True)
+    clone.touch()
+    return lambda *line: safeailab.parse(["--upstream", str(tmp_path / "EAGLE"), "--device", "cpu", *line])
+
+
+def test_variants(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("stand-in eagle3", tmp_path)
     # Upstream's allocates what a tree of another size needs.
     monkeypatch.setattr(model.ea_layer, "init_tree", lambda: None, raising=False)
-    rows = safeailab.run(model, TreeConfig(2, 3, 8), prompt(model), "reference", new_tokens=6, rounds=1)
-    assert [row["variant"] for row in rows] == ["upstream", "drafter", "whole"]
-    assert all(row["is_equal"] and row["equal_tokens"] == row["new_tokens"] for row in rows)
-    assert [set(row) >= {"pass_ms", "tokens_per_s"} for row in rows] == [True] * 3
-    assert ["draft_ms" in row for row in rows] == [True, True, False]
+    args = arguments(
+        "--runs", "1", "--new-tokens", "6", "--depths", "1", "2", "--total-tokens", "8", "--top-k", "3",
+        "--target-backend", "fused",
+    )  # fmt: skip
+    verify, prompts, rows = upstream_stand_in.tree_decoding, [prompt(model), prompt(model, 5)], []
+    for tree in args.trees:
+        rows += safeailab.run(model, tree, prompts, args)
+    assert [(row["tree"], row["variant"]) for row in rows] == [
+        ([depth, 3, 8], variant) for depth in (1, 2) for variant in safeailab.VARIANTS
+    ]
+    assert all(row["is_equal"] and row["equal_tokens"] == row["new_tokens"] >= 12 for row in rows)
+    times = ("draft_ms", "verify_ms", "pass_ms", "tokens_per_s", "draft_speedup", "speedup")
+    assert all(row[name] > 0 for row in rows for name in times)
+    assert {row.get("forward") for row in rows} == {None, "fused (asked for)"}
+    assert upstream_stand_in.tree_decoding is verify, "what was listened to is as it was"
+    lines = safeailab.table(rows).splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert {line.count("|") for line in lines} == {11}
+
+    args = arguments("--runs", "0", "--compare", "drafter", "--new-tokens", "4", "--temperature", "0.5")
+    (row,) = safeailab.run(model, TreeConfig(1, 3, 8), prompts[:1], args)
+    assert row["variant"] == "drafter"
+    assert not {"is_equal", "speedup", "pass_ms"} & set(row)
 
 
 def test_the_first_difference() -> None:
     assert safeailab.equal_length([1, 2, 3], [1, 2, 4]) == 2
     assert safeailab.equal_length([1, 2], [1, 2, 4]) == 2
+    texts = [[1, 2, 3], [4, 5]]
+    assert safeailab.compare_texts(texts, [[1, 2, 3, 9], [4]]) == {"equal_tokens": 4, "is_equal": True}
+    assert safeailab.compare_texts(texts, [[1, 2, 7], [4, 5]]) == {"equal_tokens": 4, "is_equal": False}
 
 
-def test_a_clone_is_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        safeailab.main(["--upstream", str(tmp_path)])
-    assert stopped.value.code == 2
-    assert "must name a clone" in capsys.readouterr().err
+def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("--base-model", "here", "--ea-model", "there")
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    records = [{"question_id": 1, "turns": ["three", "later"]}, {"prompt": "four"}]
+    (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, records)))
+    args = arguments(*own, "--prompt", "zero", "--prompts", str(tmp_path / "lines.txt"))
+    assert args.prompt == ["zero", "one", "two"]
+    assert arguments(*own, "--prompts", str(tmp_path / "question.jsonl")).prompt == ["three", "four"]
+    (tmp_path / "wrong.jsonl").write_text("[]")
+    for line, words in (
+        (("--upstream", str(tmp_path)), "must name a clone"),
+        (("--base-model", "here"), "go together"),
+        (own, "needs --prompt"),
+        ((*own, "--prompt", "one", "--dims", "tiny"), "takes no --dims"),
+        (("--prompt", "one"), "for --base-model"),
+        ((*own, "--prompts", str(tmp_path / "wrong.jsonl")), "wrong.jsonl"),
+        (("--warmup", "0"), "--warmup must be at least 1"),
+        (("--depths", "0"), "depth"),
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            arguments(*line)
+        assert stopped.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+@NEEDS_UPSTREAM
+def test_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build("llama eagle3", tmp_path)
+    # What the command adds to it goes with the test.
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    safeailab.main([
+        "--upstream", str(UPSTREAM), "--base-model", str(tmp_path / "base"), "--ea-model", str(tmp_path / "head"),
+        "--prompt", "hello", "--prompt", "and again", "--new-tokens", "8", "--depths", "2", "--total-tokens", "8",
+        "--top-k", "3", "--runs", "1", "--device", "cpu", "--dtype", "float32", "--target-backend", "fused",
+        "--out", str(tmp_path / "result.json"),
+    ])  # fmt: skip
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [row["is_equal"] for row in result["rows"]] == [True] * 3
+    assert (result["num_prompts"], result["draft_vocab"], result["layers"]) == (2, 64, 8)

@@ -18,7 +18,6 @@ import torch
 from eagle_slim.runtime.drafter.follow import FollowRows, Tails
 from eagle_slim.runtime.drafter.kernels import pair_rows, tail_rows
 from eagle_slim.runtime.drafter.launch_params import Chip
-from eagle_slim.runtime.safeailab.kernels import tree_bias
 from eagle_slim.runtime.step.kernels import acceptance, prompt_chunks
 from eagle_slim.runtime.step.kernels.acceptance import SlotState
 from eagle_slim.runtime.step.kernels.choose_tokens import mark_seen
@@ -33,6 +32,7 @@ from kernels.choosing import ALL_RULES, RULES, random_case
 from kernels.compiled_drafter import POINTERS, assembler_report, spills_among_products, to_ptx
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks.shared.drawn_verdicts import draw_paths
 
@@ -85,6 +85,8 @@ class Compiler:
             return type(value)(*(self._type(each) for each in value))
         if isinstance(value, torch.Tensor):
             return POINTERS[value.dtype]
+        if isinstance(value, TensorDescriptor):
+            return f"tensordesc<{POINTERS[value.base.dtype][1:]}[{','.join(map(str, value.block_shape))}]>"
         return "fp32" if isinstance(value, float) else "i32"
 
 
@@ -139,7 +141,6 @@ def run_all(compiler: Compiler) -> None:
     bar_ngrams(case.logits, case.trees, texts, case.state.numbers)
     keep_text(state.new_tokens, state.active_slots, state.active_count, texts)
     gather_tails(compiler)
-    tree_bias.tree_bias(torch.ones(NODES, NODES, dtype=torch.bool), torch.ones(1024).bool(), torch.float32)
     draw_paths(choices, trees, torch.ones(240, dtype=torch.int32), state.lengths)
 
 
@@ -159,10 +160,11 @@ def multiply(compiler: Compiler, lengths: torch.Tensor, keys: torch.Tensor) -> N
         products.embed(qkv, ints, norm, normed, x if norms else None)
         products.qkv_product(normed, norm, qkv, bias, head_norms, heads, keys, keys, scratch)
         products.add_product(x, qkv[:HIDDEN], bias, norm, normed, x if norms else None, scratch)
+        # Never written, so no memory is taken.
         gate_up, down, lm_head = (
-            torch.zeros(1, dtype=torch.bfloat16).expand(*shape) for shape in
-            ((2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE), (VOCAB, HIDDEN))
-        )  # fmt: skip
+            torch.empty(shape, dtype=torch.bfloat16)
+            for shape in ((2 * MIDDLE, HIDDEN), (HIDDEN, MIDDLE), (VOCAB, HIDDEN))
+        )
         products.gated_product(normed, norm, gate_up, bias, gated, scratch)
         products.add_product(gated, down, bias, norm, normed, None, scratch)
         products.norm_rows(normed, norm, x)
@@ -188,7 +190,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     compiler = Compiler(KNOWN_CHIPS[parser.parse_args().chip])
-    machine.major_capability = lambda _device: compiler.chip.capability // 10
+    machine.major_capability = products.major_capability = lambda _device: compiler.chip.capability // 10
     overlaps = compiler.chip.capability >= 90
     launch = machine.NO_FUSION | ({"launch_pdl": True} if overlaps else {})
     products.overlapping = attention.overlapping = lambda _device: (overlaps, launch)

@@ -15,9 +15,11 @@ from torch import Tensor
 SIXTEEN = [
     ProductTiles(64, 64, 16, 4, 4), ProductTiles(64, 128, 32, 4, 1), ProductTiles(128, 64, 64, 8, 3, ahead=256),
     ProductTiles(128, 64, 128, 8, 3, walks=True), ProductTiles(64, 64, 32, 4, 2, walks=True),
-    ProductTiles(128, 64, 16, 4, 3),
+    ProductTiles(128, 64, 16, 4, 3), ProductTiles(64, 128, 16, 4, 3, shares=True),
+    ProductTiles(128, 64, 64, 4, 3, shares=True), ProductTiles(128, 64, 128, 8, 3, shares=True, bulk=True),
+    ProductTiles(128, 64, 256, 8, 4, walks=True, bulk=True),
 ]  # fmt: skip
-WALKING = SIXTEEN[4]
+WALKING, BULK = SIXTEEN[4], SIXTEEN[-1]
 THIRTY_TWO = [ProductTiles(64, 32, 16, 4, 2), ProductTiles(128, 32, 32, 4, 1, walks=True)]
 
 
@@ -116,7 +118,7 @@ def test_kernels_are_their_twins(
     layer = layer_of(dtype, device, hidden, heads, middle, has_extras)
     x = torch.randn(5, hidden, device=device).to(dtype)
     wanted = run_layer(layer, x, True)
-    for tiles in (None, THIRTY_TWO[-1] if dtype == torch.float32 else WALKING):
+    for tiles in (None, *([THIRTY_TWO[-1]] if dtype == torch.float32 else [WALKING, BULK])):
         found = run_layer(layer, x, False, tiles)
         for name, value in wanted.items():
             error = (found[name].float() - value.float()).abs().max() / value.float().abs().max()

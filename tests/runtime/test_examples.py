@@ -109,7 +109,8 @@ def test_safeailab_dropin_says_what_it_needs(
         return caught.value.code
 
     monkeypatch.delenv("EAGLE_SLIM_UPSTREAM", raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    # A clone that other tests have put there would come first: its package has an __init__.py.
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder != UPSTREAM])
     assert ended() is None
     assert "git clone https://github.com/SafeAILab/EAGLE" in capsys.readouterr().out
     for option in ("--base-model", "--ea-model"):

@@ -27,6 +27,11 @@ REAL = {
     "llama eagle3": ("Llama", "eagle3", 64), "llama eagle3 full": ("Llama", "eagle3", None),
     "qwen3 eagle3": ("Qwen3", "eagle3", 64), "llama eagle": ("Llama", "eagle", None),
     "qwen2 eagle": ("Qwen2", "eagle", None), "mixtral eagle": ("Mixtral", "eagle", None),
+    "llama 3.1 eagle3": ("Llama", "eagle3", 64, {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }),
+    "llama linear eagle3": ("Llama", "eagle3", 64, {"type": "linear", "factor": 2.0}),
 }  # fmt: skip
 NEEDS_UPSTREAM = pytest.mark.skipif(
     UPSTREAM is None, reason="EAGLE_SLIM_UPSTREAM names no clone of SafeAILab/EAGLE (docs/upstream.md)"
@@ -53,7 +58,7 @@ def prompt(model: Any, length: int = 9, seed: int = 0) -> torch.Tensor:
     return ids.to(embedding.device)
 
 
-def _real(folder: Path, family: str, kind: str, draft_vocab: int | None) -> Any:
+def _real(folder: Path, family: str, kind: str, draft_vocab: int | None, rope: dict[str, Any] | None = None) -> Any:
     assert UPSTREAM is not None
     if UPSTREAM not in sys.path:
         sys.path.insert(0, UPSTREAM)
@@ -70,7 +75,7 @@ def _real(folder: Path, family: str, kind: str, draft_vocab: int | None) -> Any:
     sizes = {
         "vocab_size": vocab, "hidden_size": _HIDDEN, "intermediate_size": 48, "num_hidden_layers": 8,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-        "num_local_experts": 2, "num_experts_per_tok": 1,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "rope_scaling": rope,
     }  # fmt: skip
     target = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**sizes))
     widen(target.named_parameters())

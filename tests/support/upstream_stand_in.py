@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, MIDDLE, LAYERS, POSITIONS = 48, 16, 2, 1, 8, 32, 3, 128
 LIKELY = 8
@@ -74,15 +75,17 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A head's decoder layer; ``input_layernorm`` and ``hidden_norm`` only in EAGLE-3."""
+    """A decoder layer of the base model or a head; EAGLE-1/2 heads have no ``input_layernorm``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.self_attn = Attention(2 * HIDDEN if kind == "eagle3" else HIDDEN)
         self.mlp = MLP()
         self.post_attention_layernorm = RMSNorm()
+        if kind != "eagle":
+            self.input_layernorm = RMSNorm()
         if kind == "eagle3":
-            self.input_layernorm, self.hidden_norm = RMSNorm(), RMSNorm()
+            self.hidden_norm = RMSNorm()
 
 
 class Head(nn.Module):
@@ -187,8 +190,8 @@ class KVCache:
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed_tokens, self.embed_positions = nn.Embedding(VOCAB, HIDDEN), nn.Embedding(POSITIONS, HIDDEN)
-        self.layers = nn.ModuleList([Block("eagle") for _ in range(LAYERS)])
+        self.embed_tokens, self.norm = nn.Embedding(VOCAB, HIDDEN), RMSNorm()
+        self.layers = nn.ModuleList([Block("base") for _ in range(LAYERS)])
         self.tree_mask: Tensor | None = None
 
     def _prepare_decoder_attention_mask(
@@ -203,21 +206,26 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, past_key_values: Any, position_ids: Tensor | None = None, **_: Any) -> Any:
         past, new = int(past_key_values[0][0].current_length), input_ids.shape[1]
         positions = torch.arange(past, past + new)[None] if position_ids is None else position_ids
-        x = (self.embed_tokens(input_ids) + self.embed_positions(positions))[0]
+        x = self.embed_tokens(input_ids)[0]
         ones = torch.ones(1, past + new, dtype=torch.bool)
         bias = self._prepare_decoder_attention_mask(ones, (1, new), x[None], past)[0, 0]
         taps = []
         for block, (keys, values) in zip(self.layers, past_key_values, strict=True):
             taps.append(x[None])
-            q, k, v = block.self_attn.project(block.post_attention_layernorm(x))
+            q, k, v = block.self_attn.project(block.input_layernorm(x))
+            q, k = (block.self_attn.rotary_emb(each, positions[0]) for each in (q, k))
             x = x + block.self_attn.attend(q, keys.cat(k[None])[0], values.cat(v[None])[0], bias)
             x = x + block.mlp(block.post_attention_layernorm(x))
-        return {0: x[None], "hidden_states": tuple(taps)}
+        return {0: self.norm(x)[None], "hidden_states": tuple(taps)}
 
 
-class CausalLM(nn.Module):
+class LlamaForCausalLM(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.config = SimpleNamespace(
+            hidden_act="silu", rms_norm_eps=1e-5, hidden_size=HIDDEN, intermediate_size=MIDDLE,
+            num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+        )  # fmt: skip
         self.model, self.lm_head = Decoder(), nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, input_ids: Tensor, past_key_values: Any) -> Any:
@@ -308,7 +316,7 @@ class EaModel(nn.Module):
     def __init__(self, kind: str = "eagle3", draft_vocab: int = VOCAB) -> None:
         super().__init__()
         self.use_eagle3 = kind == "eagle3"
-        self.base_model, self.ea_layer = CausalLM(), Head(kind, draft_vocab)
+        self.base_model, self.ea_layer = LlamaForCausalLM(), Head(kind, draft_vocab)
         self.base_model_name_or_path = "stand-in"
         with torch.no_grad():
             for name, parameter in self.named_parameters():
@@ -328,7 +336,10 @@ class EaModel(nn.Module):
         self.past_key_values, self.past_key_values_data, self.current_length_data = initialize_past_key_values(
             POSITIONS
         )
-        return None if temperature == 0 else (lambda ids, logits: logits / temperature)
+        return None if temperature == 0 else self.processor(temperature)
+
+    def processor(self, temperature: float) -> Any:
+        return LogitsProcessorList([TemperatureLogitsWarper(temperature)])
 
     @torch.no_grad()
     def ea_generate(self, input_ids: Tensor, temperature: float = 0.0, max_new_tokens: int = 20) -> Iterator[Tensor]:

@@ -77,9 +77,11 @@ class ProductTask:
         whole = (self._shape, products.tiled_size(self.size))
         self._scratch = products.split_scratch([whole], self.rows, self.device)
         form: Any = self.form
-        self.own = products.product_tiles(
-            self._shape, self.rows, form, self.dtype.itemsize, num_processors(self.device)
+        self._has_bulk = products.has_descriptors(self._weights[0], self._x)
+        own = products.product_tiles(
+            self._shape, self.rows, form, self.dtype.itemsize, num_processors(self.device), self._has_bulk
         )
+        self.own = products.who_sums(own, self._shape, self.rows, self.device)
 
     def variants(self) -> dict[str, ProductTiles]:
         """See `TileTask`."""
@@ -99,11 +101,11 @@ class ProductTask:
             "nothing ahead": replace(own, ahead=0),
             "twice as far ahead": replace(own, ahead=max(128, own.ahead * 2)),
         }
-        walked = {
-            name: products.walking(tiles, self._shape, self.rows, num_processors(self.device))
-            for name, tiles in tried.items()
-        }
-        return {name: t for name, t in walked.items() if t != own and products.can_launch(t, self._shape)}
+        if self._has_bulk:
+            tried["no descriptors" if own.bulk else "descriptors"] = replace(own, bulk=not own.bulk)
+        fit = {name: tiles for name, tiles in tried.items() if products.can_launch(tiles, self._shape)}
+        summed = {name: products.who_sums(tiles, self._shape, self.rows, self.device) for name, tiles in fit.items()}
+        return {name: tiles for name, tiles in summed.items() if tiles != own}
 
     def runs(self, tiles: ProductTiles) -> Sequence[Callable[[], Tensor]]:
         """See `TileTask`; all weights in turn."""
@@ -169,7 +171,9 @@ class AttentionTask:
     def variants(self) -> dict[str, AttentionTiles]:
         """See `TileTask`."""
         own = self.own
+        more = {} if own.walks else {"twice the programs": replace(own, programs=own.programs * 2)}
         tried = {
+            **more,
             "half the programs": replace(own, programs=max(1, own.programs // 2)),
             "a quarter of the programs": replace(own, programs=max(1, own.programs // 4)),
             "other warps": replace(own, num_warps=12 - own.num_warps),

@@ -24,11 +24,8 @@ from torch import Tensor
 
 from ...launches import tuned_tiles
 from . import attention_kernels as kernels
-from .attention_kernels import BLOCK, GROUP, MAIN_ROWS, REACH, TAIL_ROWS
+from .attention_kernels import BLOCK, MAIN_ROWS, REACH, TAIL_ROWS
 from .machine import num_processors, overlapping
-
-_MOST_AHEAD = 20 << 20
-"""Bytes of the next weight that are asked for while attention runs: what an L2 holds beside the keys."""
 
 
 class AttentionRows(NamedTuple):
@@ -86,15 +83,14 @@ class AttentionScratch(NamedTuple):
 class AttentionTiles:
     """How main parts are shared out: decides no bits.
 
-    ``programs`` share the splits of a block of rows, or groups of them where there are many; one alone (``walks``)
-    keeps one state of all.
+    ``programs`` share the splits of a block of rows; one alone (``walks``) keeps one state of all.
     """
 
     programs: int
     rows: int = MAIN_ROWS
     num_warps: int = 4
     num_stages: int = 3
-    tail_warps: int = 2
+    tail_warps: int = 4
 
     @property
     def walks(self) -> bool:
@@ -104,17 +100,16 @@ class AttentionTiles:
 
 def num_splits(capacity: int) -> int:
     """Splits of a sequence of ``capacity`` rows: `attention_kernels.split_of` the last, and 1."""
-    key = max(capacity - 1, 0)
-    return min(key, 512) // 128 + max(key - 512, 0) // 256 + 1
+    splits, first = 0, 0
+    for size, end in ((128, 512), (256, 1024), (512, 4096), (1024, 32768), (2048, capacity)):
+        splits += -(-max(min(capacity, end) - first, 0) // size)
+        first = end
+    return max(splits, 1)
 
 
 def num_states(capacity: int, tiles: AttentionTiles) -> int:
-    """States that a place of ``capacity`` rows may have at once (`attention_kernels._sharing`)."""
-    if tiles.walks:
-        return 1
-    splits = num_splits(capacity)
-    # States of splits: of fewer groups than 3 / 16 of the programs.
-    return max(min(splits, GROUP * (-(-3 * tiles.programs // 16))), -(-splits // GROUP))
+    """States that a place of ``capacity`` rows may have at once."""
+    return 1 if tiles.walks else num_splits(capacity)
 
 
 def attention_tiles(units: int, num_sms: int, is_wide: bool = False) -> AttentionTiles:
@@ -138,14 +133,13 @@ def tree_attention_ref(
     scratch: AttentionScratch | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    next_weight: Tensor | None = None,
 ) -> None:
     """Attend, in fp32.
 
     ``qkv`` [places * nodes, >= heads * head_dim]: rotated queries in the first columns; ``keys``, ``values`` [slots,
     kv_heads, capacity, head_dim]; ``window``: a key is seen if query position - key position is below it; ``out``
     [places * nodes, heads * head_dim]. ``sinks`` [heads], of any float type. Rows of empty places and rows from
-    ``counts`` on are set to 0. ``next_weight``: what is read next; memory has nothing else to do meanwhile.
+    ``counts`` on are set to 0.
     """
     places, kv_heads, head_dim = len(rows.slots), keys.shape[1], keys.shape[3]
     nodes, heads = qkv.shape[0] // places, out.shape[1] // head_dim
@@ -187,7 +181,6 @@ def tree_attention(
     scratch: AttentionScratch | None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    next_weight: Tensor | None = None,
     tiles: AttentionTiles | None = None,
 ) -> None:
     """Run `tree_attention_ref` as two launches; ``scratch`` is allocated for at least these places, rows and heads.
@@ -202,9 +195,9 @@ def tree_attention(
     is_wide = head_dim > 128 or qkv.dtype == torch.float32
     if tiles is None:
         own = attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
-        # `AttentionScratch.allocate` makes room for the states of as many programs.
+        # `AttentionScratch.allocate` makes room for one state where one program is the rule.
         tiles = tuned_tiles(
-            "attention", device, own, lambda tiles: tiles.programs <= own.programs and tiles.rows == own.rows,
+            "attention", device, own, lambda tiles: tiles.rows == own.rows and own.walks <= tiles.walks,
             group=group, kv_heads=kv_heads, head_dim=head_dim, places=places, nodes=nodes, path=rows.paths is None,
             dtype=str(qkv.dtype).removeprefix("torch."),
         )  # fmt: skip
@@ -220,10 +213,8 @@ def tree_attention(
     )  # fmt: skip
     overlaps, options = overlapping(device)
     seen = rows if rows.paths is not None else rows._replace(paths=rows.slots)
-    lines = 0 if next_weight is None else min(next_weight.nbytes, _MOST_AHEAD) // 128
-    next_weight = qkv if next_weight is None else next_weight
     kernels.main_kernel[(kv_heads * blocks, min(tiles.programs, num_splits(capacity)), places)](
-        qkv, keys, values, seen, scratch, numbers, parts, tiles.programs, next_weight, lines, SHAPE=shape,
+        qkv, keys, values, seen, scratch, numbers, parts, SHAPE=shape,
         WALKS=tiles.walks, ROWS=tiles.rows, STAGES=tiles.num_stages, OVERLAP=overlaps, num_warps=tiles.num_warps,
         **options,
     )  # fmt: skip
@@ -232,8 +223,7 @@ def tree_attention(
     groups = triton.cdiv(group, TAIL_ROWS // in_tile)
     kernels.tail_kernel[(triton.cdiv(nodes, in_tile), kv_heads * groups, places)](
         qkv, keys, values, seen, scratch, scratch.stats if sinks is None else sinks, out, numbers, parts,
-        tiles.programs, SHAPE=shape,
-        WALKS=tiles.walks, ROWS=TAIL_ROWS, IN_TILE=in_tile, SINKS=sinks is not None, OVERLAP=overlaps,
+        SHAPE=shape, WALKS=tiles.walks, ROWS=TAIL_ROWS, IN_TILE=in_tile, SINKS=sinks is not None, OVERLAP=overlaps,
         num_warps=tiles.tail_warps, **options,
     )  # fmt: skip
 

@@ -1,16 +1,18 @@
 """Attention of a forward's rows as kernels: what a row gets depends on its own position and keys alone.
 
 Nothing is cut by how long a sequence happens to be. A row at position p sees the keys up to `tail_start` (p) in its
-main part and those from there to itself in its tail, at most two blocks of `BLOCK` keys:
+main part and those from there to itself in its tail, one block of `BLOCK` keys:
 
     main    0 .. tail_start(p) - 1: all committed, whoever asks, as a tree is at most `REACH` deep. Cut at absolute
             places into splits (`split_start`), each a chain of blocks with a running maximum
     tail    tail_start(p) .. p: gathered by position, from the committed rows or from the row's ancestors
 
-Splits are merged in order within a group of `GROUP`, then groups in order, then the tail. So a program may leave the
-state of a split, where there are few rows, or that of a group, or of all it has seen. A block that is masked for a row
-changes no bit of its state, so rows of other positions may share a tile. Probabilities are summed as integers (2^23 of
-each), so that no sum has an order; a block has 64 keys, so that they stay below 2^31.
+Splits are merged in order, then the tail. So a program may leave the state of a split, or go on through all of them. A
+block that is masked for a row changes no bit of its state, so rows of other positions may share a tile. Probabilities
+are summed as integers (2^23 of each), so that no sum has an order.
+
+Tails need nothing of the main parts, so the second kernel computes them while the first still runs: that one lets it
+begin once the kernel before both, which leaves queries, keys and values, has ended.
 """
 
 from __future__ import annotations
@@ -21,18 +23,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .machine import let_next_begin, prefetch, wait_for_previous
+from .machine import let_next_begin, wait_for_previous
 
 BLOCK = 64
 """Keys of a block."""
 REACH = 32
 """Deepest node of a tree that branches: keys farther back than that are committed."""
 _BLOCK, _REACH = tl.constexpr(BLOCK), tl.constexpr(REACH)
-_NONE = tl.constexpr(-1.0e30)
+_TAIL = tl.constexpr(BLOCK - REACH)  # what tails begin at whole multiples of
+_NONE = tl.constexpr(-1.0e20)
+_MASKED = tl.constexpr(-1.0e35)  # a score whose weight is 0 in a state that has seen nothing, too
 _FAR = tl.constexpr(1 << 30)
-GROUP = 4
-"""Splits that are merged with one another first."""
-_SPLITS = tl.constexpr(GROUP)
+_ALL_ONES = tl.constexpr(0x4B000000 * BLOCK % (1 << 32) - (1 << 32))  # the bits of 2^23, BLOCK times
 TAIL_ROWS = 16
 """Query rows of a tail's program."""
 MAIN_ROWS = 64
@@ -72,61 +74,61 @@ class AttentionShape:
 @triton.jit
 def tail_start(position):
     """The first key of a position's tail."""
-    return tl.maximum(position - _REACH, 0) // _BLOCK * _BLOCK
+    return tl.maximum(position - _REACH, 0) // _TAIL * _TAIL
 
 
 @triton.jit
 def split_start(split):
-    """The first key of a split: 128 keys each up to 512, then 256."""
-    return 128 * split + 128 * tl.maximum(split - 4, 0)
+    """The first key of a split: 128 keys up to 512, 256 up to 1,024, 512 up to 4,096, 1,024 up to 32,768, then 2,048.
+
+    Few where the prefix is long, as states are written and read; many where it is short, as they are done side by side.
+    """
+    more = 128 * tl.maximum(split - 4, 0) + 256 * tl.maximum(split - 6, 0) + 512 * tl.maximum(split - 12, 0)
+    return 128 * split + more + 1024 * tl.maximum(split - 40, 0)
 
 
 @triton.jit
 def split_of(key):
     """The split that a key is in."""
-    return tl.minimum(key, 512) // 128 + tl.maximum(key - 512, 0) // 256
+    first = tl.minimum(key, 512) // 128 + tl.minimum(tl.maximum(key - 512, 0), 512) // 256
+    more = tl.minimum(tl.maximum(key - 1024, 0), 3072) // 512 + tl.minimum(tl.maximum(key - 4096, 0), 28672) // 1024
+    return first + more + tl.maximum(key - 32768, 0) // 2048
 
 
 @triton.jit
-def _sharing(length, programs, numbers, SHAPE: tl.constexpr, WALKS: tl.constexpr):
-    """How many splits a place's states are of, 1 or GROUP, and the first state that its rows may have.
-
-    Of one split where groups would leave multiprocessors without work. By the place's length, so that whoever writes
-    states and whoever reads them agree.
-    """
-    last = split_of(length + numbers.nodes) // _SPLITS
-    first = 0
+def _first_state(length, numbers, SHAPE: tl.constexpr):
+    """The first split that rows of a place may have a state of."""
     if SHAPE.has_window:
-        first = split_of(tl.maximum(length - numbers.window + 1, 0)) // _SPLITS
-    if WALKS:
-        return _SPLITS, first
+        return split_of(tl.maximum(length - numbers.window + 1, 0))
     else:
-        width = tl.where(16 * (last - first + 1) < 3 * programs, 1, _SPLITS)
-        return width, first * (_SPLITS // width)
+        return 0
 
 
 @triton.jit
 def _scores(q, key, numbers, SHAPE: tl.constexpr):
-    """Scores in powers of two."""
-    score = tl.dot(q, tl.trans(key), input_precision=SHAPE.precision) * (numbers.scale * 1.4426950408889634)
+    """Scores, and what makes them powers of two."""
+    score = tl.dot(q, tl.trans(key), input_precision=SHAPE.precision)
+    unit = numbers.scale * 1.4426950408889634
     if SHAPE.is_capped:
         # tanh(x) = 1 - 2 / (exp(2 x) + 1)
         cap = numbers.softcap * 1.4426950408889634
-        score = cap - 2.0 * cap / (tl.exp2(score * (2.0 / numbers.softcap)) + 1.0)
-    return score
+        score = cap - 2.0 * cap / (tl.exp2(score * unit * (2.0 / numbers.softcap)) + 1.0)
+        unit = 1.0
+    return score, unit
 
 
 @triton.jit
-def _see(best, total, acc, score, seen, value, SHAPE: tl.constexpr):
-    """Go on with a state through one block: ``score``, ``seen`` [rows, BLOCK], ``value`` [BLOCK, block_d]."""
-    score = tl.where(seen, score, _NONE)
-    new_best = tl.maximum(best, tl.max(score, 1))
+def _see(best, total, acc, score, unit, value, SHAPE: tl.constexpr):
+    """Go on with a state through a block: ``score`` [rows, BLOCK], `_MASKED` if unseen; ``value`` [BLOCK, block_d]."""
+    new_best = tl.maximum(best, tl.max(score, 1) * unit)
     decay = tl.exp2(best - new_best)
-    weight = tl.where(seen, tl.exp2(score - new_best[:, None]), 0.0)
+    units = tl.full(score.shape, 1.0, tl.float32) * unit
+    weight = tl.exp2(tl.fma(score, units, tl.broadcast_to(-new_best[:, None], score.shape)))
     # From 2^23 to 2^24 floats are whole numbers, and their bits count up with them.
     scale = tl.full(weight.shape, 8388608.0, tl.float32)
-    units = tl.fma(weight, scale, scale).to(tl.int32, bitcast=True) - 0x4B000000
-    total = tl.fma(total, decay, tl.sum(units, 1).to(tl.float32))
+    bits = tl.fma(weight, scale, scale).to(tl.int32, bitcast=True)
+    counted = tl.sum(bits, 1) - _ALL_ONES  # both modulo 2^32
+    total = tl.fma(total, decay, counted.to(tl.float32))
     acc = tl.dot(weight.to(value.dtype), value, acc * decay[:, None], input_precision=SHAPE.precision)
     return new_best, total, acc
 
@@ -163,33 +165,56 @@ def _positions(rows, place, node, in_use, length, numbers, SHAPE: tl.constexpr):
 def _queries(q_ptr, place, node, head, in_use, numbers, SHAPE: tl.constexpr):
     d = tl.arange(0, SHAPE.block_d)
     at = (place * numbers.nodes + node)[:, None] * numbers.stride_query + (head * SHAPE.head_dim)[:, None] + d[None, :]
-    return tl.load(q_ptr + at, mask=in_use[:, None] & (d < SHAPE.head_dim)[None, :], other=0.0)
+    mask = in_use[:, None] & (d < SHAPE.head_dim)[None, :]
+    return tl.load(q_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _see_blocks(
+    best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, SHAPE: tl.constexpr,
+    STAGES: tl.constexpr, MASKS: tl.constexpr,
+):  # fmt: skip
+    """Go on with a state from key ``start`` to ``stop``; without MASKS every row sees all of them."""
+    in_head = (tl.arange(0, SHAPE.block_d) < SHAPE.head_dim)[None, :]
+    for at in tl.range(start, stop, _BLOCK, num_stages=STAGES):
+        k = at + tl.arange(0, _BLOCK)
+        # Rows behind the longest tail may not be committed.
+        there = in_head
+        if MASKS:
+            there = in_head & (k < stop)[:, None]
+        key = tl.load(key_at + at * SHAPE.head_dim, mask=there, other=0.0)
+        value = tl.load(value_at + at * SHAPE.head_dim, mask=there, other=0.0)
+        score, unit = _scores(q, key, numbers, SHAPE)
+        if MASKS:
+            score = tl.where((k[None, :] < tail[:, None]) & (k[None, :] >= first_key[:, None]), score, _MASKED)
+        best, total, acc = _see(best, total, acc, score, unit, value, SHAPE)
+    return best, total, acc
 
 
 @triton.jit
 def _split_state(
-    q, key_ptr, value_ptr, base, split, first_key, tail, numbers, SHAPE: tl.constexpr, STAGES: tl.constexpr
+    q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE: tl.constexpr, STAGES: tl.constexpr
 ):  # fmt: skip
-    """The state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``."""
+    """The state of rows over one split: each row sees its keys from ``first_key`` to before ``tail``.
+
+    All rows see those before ``common``, whole blocks of them.
+    """
     BLOCK_D: tl.constexpr = SHAPE.block_d
-    d = tl.arange(0, BLOCK_D)
-    in_head = (d < SHAPE.head_dim)[None, :]
     # A row that is not in use has no tail, and no first key.
     start = tl.maximum(split_start(split), tl.min(first_key, 0) // _BLOCK * _BLOCK)
     stop = tl.minimum(split_start(split + 1), tl.max(tail, 0))
     best = tl.full([q.shape[0]], _NONE, tl.float32)
     total = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
-    in_block = tl.arange(0, _BLOCK)[:, None] * SHAPE.head_dim + d[None, :]
-    for at in tl.range(start, stop, _BLOCK, num_stages=STAGES):
-        k = at + tl.arange(0, _BLOCK)
-        block = base + at * SHAPE.head_dim
-        # A whole block lies before the longest tail, so all of its rows are committed.
-        key = tl.load(key_ptr + block + in_block, mask=in_head, other=0.0)
-        value = tl.load(value_ptr + block + in_block, mask=in_head, other=0.0)
-        seen = (k[None, :] < tail[:, None]) & (k[None, :] >= first_key[:, None])
-        best, total, acc = _see(best, total, acc, _scores(q, key, numbers, SHAPE), seen, value, SHAPE)
-    return best, total, acc
+    middle = tl.minimum(stop, common)
+    if not SHAPE.has_window:
+        best, total, acc = _see_blocks(
+            best, total, acc, q, key_at, value_at, start, middle, first_key, tail, numbers, SHAPE, STAGES, False
+        )  # fmt: skip
+        start = tl.maximum(start, middle)
+    return _see_blocks(
+        best, total, acc, q, key_at, value_at, start, stop, first_key, tail, numbers, SHAPE, STAGES, True
+    )  # fmt: skip
 
 
 @triton.jit
@@ -217,24 +242,12 @@ def _state(scratch, part, node, head, had, numbers, SHAPE: tl.constexpr):
     return best, total, tl.load(scratch.out + at[:, None] * SHAPE.head_dim + d[None, :], mask=mask, other=0.0)
 
 
-@triton.jit
-def _ask_for(next_ptr, lines):
-    """Have this program's share of the next product's weights, ``lines`` of 128 bytes, brought into the L2."""
-    programs = tl.num_programs(0) * tl.num_programs(1) * tl.num_programs(2)
-    program = (tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(0) + tl.program_id(0)
-    start = next_ptr.to(tl.int64)
-    for at in range(program * 512, lines, programs * 512):
-        line = tl.minimum(at + tl.arange(0, 512), lines - 1)
-        prefetch(start + line.to(tl.int64) * 128)
-
-
-@triton.jit(do_not_specialize=["parts", "programs", "next_lines"])
+@triton.jit(do_not_specialize=["parts"])
 def main_kernel(
-    q_ptr, key_ptr, value_ptr, rows, scratch, numbers, parts, programs, next_ptr, next_lines, SHAPE: tl.constexpr,
-    WALKS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    q_ptr, key_ptr, value_ptr, rows, scratch, numbers, parts, SHAPE: tl.constexpr, WALKS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Main parts of ``ROWS`` query rows of a key head: states of some splits or groups, or one of all (WALKS)."""
-    let_next_begin(OVERLAP)
+    """Main parts of ``ROWS`` query rows of a key head: states of some splits, or one of all (WALKS)."""
     BLOCK_D: tl.constexpr = SHAPE.block_d
     kv_head = tl.program_id(0) % SHAPE.kv_heads
     block = tl.program_id(0) // SHAPE.kv_heads
@@ -251,54 +264,76 @@ def main_kernel(
     tail = tl.where(in_use, tail_start(position), 0)
     first_key = tl.where(in_use, _first_key(position, numbers, SHAPE), _FAR)
     end = tl.max(tail, 0)
-    if OVERLAP:
-        _ask_for(next_ptr, next_lines)
+    common = tl.min(tl.where(in_use, tail, _FAR), 0) // _BLOCK * _BLOCK
+    first = tl.min(first_key, 0)
     wait_for_previous(OVERLAP)
-    if end > 0:
+    let_next_begin(OVERLAP)
+    # Windows may end behind main parts.
+    if end > first:
         q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
+        d = tl.arange(0, BLOCK_D)
+        in_block = tl.arange(0, _BLOCK)[:, None] * SHAPE.head_dim + d[None, :]
         base = slot * numbers.stride_slot + kv_head * numbers.stride_head
-        first_split = split_of(tl.minimum(tl.min(first_key, 0), end - 1))
+        key_at, value_at = key_ptr + base + in_block, value_ptr + base + in_block
+        first_split = split_of(first)
         last_split = split_of(end - 1)
-        width, first_state = _sharing(length, programs, numbers, SHAPE, WALKS)
-        for unit in tl.range(first_split // width + tl.program_id(1), last_split // width + 1, tl.num_programs(1)):
-            best = tl.full([ROWS], _NONE, tl.float32)
-            total = tl.zeros([ROWS], tl.float32)
-            acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-            from_split = tl.maximum(unit * width, first_split)
-            for split in tl.range(from_split, tl.minimum(unit * width + width, last_split + 1)):
-                best_2, total_2, acc_2 = _split_state(
-                    q, key_ptr, value_ptr, base, split, first_key, tail, numbers, SHAPE, STAGES
-                )  # fmt: skip
-                best, total, acc = _merge(best, total, acc, best_2, total_2, acc_2)
+        count = last_split - first_split + 1
+        for index in tl.range(tl.program_id(1), count, tl.num_programs(1)):
+            # In order, or the longest ones first.
+            split = first_split + index if WALKS else last_split - index
+            best, total, acc = _split_state(
+                q, key_at, value_at, split, first_key, tail, common, numbers, SHAPE, STAGES
+            )  # fmt: skip
             if WALKS:
-                had = tl.where(unit > first_split // width, tail, 0) > 0
+                had = tl.where(index > 0, tail, 0) > 0
                 best_2, total_2, acc_2 = _state(scratch, place, node, head, had, numbers, SHAPE)
                 best, total, acc = _merge(best_2, total_2, acc_2, best, total, acc)
                 _put_state(scratch, place, node, head, in_use, best, total, acc, numbers, SHAPE)
                 # Other threads may read it.
                 tl.debug_barrier()
             else:
-                part = place * parts + unit - first_state
+                part = place * parts + split - _first_state(length, numbers, SHAPE)
                 _put_state(scratch, part, node, head, in_use, best, total, acc, numbers, SHAPE)
 
 
 @triton.jit
-def _tail_keys(rows, place, begin, last, length, numbers, SHAPE: tl.constexpr):
-    """Where the keys of a block lie in their head's rows, and which of them there are."""
+def _see_tail(
+    best, total, acc, q, key_ptr, value_ptr, base, rows, place, begin, tail, position, first_key, length, numbers,
+    SHAPE: tl.constexpr,
+):  # fmt: skip
+    """Go on with the state of rows whose ``tail`` begins at ``begin``; past the L1: nothing was waited for."""
+    d = tl.arange(0, SHAPE.block_d)
     k = begin + tl.arange(0, _BLOCK)
-    there = k <= last
+    mine = tail == begin
+    there = k <= tl.max(tl.where(mine, position, -1), 0)
     row = k
     if not SHAPE.is_path:
         # One node's own tail: its ancestors' rows lie behind the committed ones, in the tree's order.
         own = there & (k >= length)
         path = (place * numbers.nodes + tl.program_id(0)) * numbers.path_width + k - length
         row = tl.where(own, length + tl.load(rows.paths + path, mask=own, other=0), k)
-    return row.to(tl.int64) * SHAPE.head_dim, there
+    at = base + row.to(tl.int64)[:, None] * SHAPE.head_dim + d[None, :]
+    # Masked: a row that was never written may hold NaN.
+    mask = there[:, None] & (d < SHAPE.head_dim)[None, :]
+    key = tl.load(key_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    value = tl.load(value_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
+    score, unit = _scores(q, key, numbers, SHAPE)
+    seen = (k[None, :] >= first_key[:, None]) & (k[None, :] <= position[:, None]) & mine[:, None]
+    return _see(best, total, acc, tl.where(seen, score, _MASKED), unit, value, SHAPE)
 
 
-@triton.jit(do_not_specialize=["parts", "programs"])
+@triton.jit
+def _main_state(
+    scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE: tl.constexpr
+):  # fmt: skip
+    """What main parts have left of a split."""
+    had = in_use & (tail > first_key) & (split_start(split) < tail) & (split_start(split + 1) > first_key)
+    return _state(scratch, part + split, node, head, had, numbers, SHAPE)
+
+
+@triton.jit(do_not_specialize=["parts"])
 def tail_kernel(
-    q_ptr, key_ptr, value_ptr, rows, scratch, sink_ptr, out_ptr, numbers, parts, programs, SHAPE: tl.constexpr,
+    q_ptr, key_ptr, value_ptr, rows, scratch, sink_ptr, out_ptr, numbers, parts, SHAPE: tl.constexpr,
     WALKS: tl.constexpr, ROWS: tl.constexpr, IN_TILE: tl.constexpr, SINKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Tails of ``ROWS`` query rows of a key head, of IN_TILE nodes; then the merge with main parts, and the result.
@@ -318,71 +353,59 @@ def tail_kernel(
     head = kv_head * SHAPE.group + of_group
     there = (node < numbers.nodes) & (of_group < SHAPE.group)
     d = tl.arange(0, SHAPE.block_d)
-    in_head = (d < HEAD_DIM)[None, :]
     slot = tl.load(rows.slots + place).to(tl.int64)
     length = tl.load(rows.lengths + tl.maximum(slot, 0))
     count = tl.where(slot < 0, 0, tl.load(rows.counts + place))
     in_use = there & (node < count)
     position = _positions(rows, place, node, in_use, length, numbers, SHAPE)
-    tail = tl.where(in_use, tail_start(position), 0)
+    tail = tl.where(in_use, tail_start(position), -1)
     first_key = _first_key(position, numbers, SHAPE)
-    # Two blocks hold the tails of all rows: a tail begins at most REACH + BLOCK - 1 keys back, and nodes are few.
-    begin = tl.min(tl.where(in_use, tail, _FAR), 0)
-    last = tl.max(tl.where(in_use, position, -1), 0)
-    offset_1, there_1 = _tail_keys(rows, place, begin, last, length, numbers, SHAPE)
-    offset_2, there_2 = _tail_keys(rows, place, begin + _BLOCK, last, length, numbers, SHAPE)
-    base = slot * numbers.stride_slot + kv_head * numbers.stride_head + d[None, :]
-    wait_for_previous(OVERLAP)
-    q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
-    # Masked: a row that was never written may hold NaN.
-    key_1 = tl.load(key_ptr + base + offset_1[:, None], mask=in_head & there_1[:, None], other=0.0)
-    key_2 = tl.load(key_ptr + base + offset_2[:, None], mask=in_head & there_2[:, None], other=0.0)
-    value_1 = tl.load(value_ptr + base + offset_1[:, None], mask=in_head & there_1[:, None], other=0.0)
-    score_1 = _scores(q, key_1, numbers, SHAPE)
-    score_2 = _scores(q, key_2, numbers, SHAPE)
-    value_2 = tl.load(value_ptr + base + offset_2[:, None], mask=in_head & there_2[:, None], other=0.0)
-    first_seen = tl.maximum(tail, first_key)
-    k = begin + tl.arange(0, _BLOCK)
+    base = slot * numbers.stride_slot + kv_head * numbers.stride_head
     best_2 = tl.full([ROWS], _NONE, tl.float32)
     total_2 = tl.zeros([ROWS], tl.float32)
     acc_2 = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    seen = (k[None, :] >= first_seen[:, None]) & (k[None, :] <= position[:, None]) & in_use[:, None]
-    best_2, total_2, acc_2 = _see(best_2, total_2, acc_2, score_1, seen, value_1, SHAPE)
-    k += _BLOCK
-    seen = (k[None, :] >= first_seen[:, None]) & (k[None, :] <= position[:, None]) & in_use[:, None]
-    best_2, total_2, acc_2 = _see(best_2, total_2, acc_2, score_2, seen, value_2, SHAPE)
-
+    end = tl.max(tail, 0)
+    if end >= 0:
+        q = _queries(q_ptr, place, node, head, in_use, numbers, SHAPE)
+        begin = tl.min(tl.where(in_use, tail, _FAR), 0)
+        best_2, total_2, acc_2 = _see_tail(
+            best_2, total_2, acc_2, q, key_ptr, value_ptr, base, rows, place, begin, tail, position, first_key, length,
+            numbers, SHAPE,
+        )  # fmt: skip
+        # A tile's positions are few: their tails begin at one place or at two.
+        if IN_TILE > 1 and end > begin:
+            best_2, total_2, acc_2 = _see_tail(
+                best_2, total_2, acc_2, q, key_ptr, value_ptr, base, rows, place, end, tail, position, first_key,
+                length, numbers, SHAPE,
+            )  # fmt: skip
+    wait_for_previous(OVERLAP)
     best = tl.full([ROWS], _NONE, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    end = tl.max(tail, 0)
-    if end > 0:
+    first = tl.min(tl.where(in_use, first_key, _FAR), 0)
+    if end > first:
         if WALKS:
-            best, total, acc = _state(scratch, place, node, head, in_use & (tail > 0), numbers, SHAPE)
+            best, total, acc = _state(scratch, place, node, head, in_use & (tail > first_key), numbers, SHAPE)
         else:
-            width, first_state = _sharing(length, programs, numbers, SHAPE, WALKS)
-            first_unit = split_of(tl.minimum(tl.min(tl.where(in_use, first_key, _FAR), 0), end - 1)) // width
-            end_unit = split_of(end - 1) // width + 1
-            for group in tl.range(first_unit // _SPLITS * _SPLITS, end_unit, _SPLITS):
-                # States of splits are merged with their group's first.
-                begun = width > 1
-                best_1 = tl.where(begun, best, _NONE)
-                total_1 = tl.where(begun, total, 0.0)
-                acc_1 = tl.where(begun, acc, 0.0)
-                # Two at a time are on their way.
-                for unit in tl.range(group, tl.minimum(group + _SPLITS, end_unit), 2):
-                    start, middle = split_start(unit * width), split_start((unit + 1) * width)
-                    had = in_use & (start < tail) & (middle > first_key)
-                    has_next = in_use & (middle < tail) & (split_start((unit + 2) * width) > first_key)
-                    part = place * parts + unit - first_state
-                    best_3, total_3, acc_3 = _state(scratch, part, node, head, had, numbers, SHAPE)
-                    best_4, total_4, acc_4 = _state(scratch, part + 1, node, head, has_next, numbers, SHAPE)
-                    best_1, total_1, acc_1 = _merge(best_1, total_1, acc_1, best_3, total_3, acc_3)
-                    best_1, total_1, acc_1 = _merge(best_1, total_1, acc_1, best_4, total_4, acc_4)
-                best_3, total_3, acc_3 = _merge(best, total, acc, best_1, total_1, acc_1)
-                best = tl.where(begun, best_1, best_3)
-                total = tl.where(begun, total_1, total_3)
-                acc = tl.where(begun, acc_1, acc_3)
+            part = place * parts - _first_state(length, numbers, SHAPE)
+            for split in tl.range(split_of(first), split_of(end - 1) + 1, 4):
+                # All four are on their way before the first is merged.
+                best_3, total_3, acc_3 = _main_state(
+                    scratch, part, split, node, head, in_use, tail, first_key, numbers, SHAPE
+                )  # fmt: skip
+                best_4, total_4, acc_4 = _main_state(
+                    scratch, part, split + 1, node, head, in_use, tail, first_key, numbers, SHAPE
+                )  # fmt: skip
+                best_5, total_5, acc_5 = _main_state(
+                    scratch, part, split + 2, node, head, in_use, tail, first_key, numbers, SHAPE
+                )  # fmt: skip
+                best_6, total_6, acc_6 = _main_state(
+                    scratch, part, split + 3, node, head, in_use, tail, first_key, numbers, SHAPE
+                )  # fmt: skip
+                best, total, acc = _merge(best, total, acc, best_3, total_3, acc_3)
+                best, total, acc = _merge(best, total, acc, best_4, total_4, acc_4)
+                best, total, acc = _merge(best, total, acc, best_5, total_5, acc_5)
+                best, total, acc = _merge(best, total, acc, best_6, total_6, acc_6)
     best, total, acc = _merge(best, total, acc, best_2, total_2, acc_2)
     if SINKS:
         sink = tl.load(sink_ptr + head, mask=there, other=0.0).to(tl.float32) * 1.4426950408889634
@@ -394,5 +417,5 @@ def tail_kernel(
     to = (place * numbers.nodes + node) * (SHAPE.group * SHAPE.kv_heads) + head
     tl.store(
         out_ptr + to[:, None] * HEAD_DIM + d[None, :], result.to(out_ptr.dtype.element_ty),
-        mask=there[:, None] & in_head,
+        mask=there[:, None] & (d < HEAD_DIM)[None, :],
     )  # fmt: skip

@@ -5,8 +5,12 @@ one, so that one row and a hundred take the same instructions. What decides bits
 cut into `ProductShape.splits` parts of `ProductShape.split_size`, each part is summed in order of k by one accumulator,
 the parts are added in order. Tiles, warps, stages and who sums which part decide nothing:
 
-* with few tiles each part has a program of its own; the one that is done last adds all parts, in order;
+* with few tiles each part has a program of its own. When all are done, each adds all parts of its share of the rows
+  (``shares``), in order; or, where programs cannot wait for one another, the one that is done last adds them all;
 * with many (``walks``) a program sums all parts of its tile, one after another.
+
+Programs that wait for one another have numbers that follow one another, and a GPU begins programs by number: those that
+a waiting one needs have begun, or are the next to begin.
 
 Rows of w that belong together, gate and up or both halves of a head, share a tile: `PAIRED` of the one, then as many of
 the other. A thread's part of a product of 16 rows is row r and row r + 8, so a pair is in one thread's hands.
@@ -50,7 +54,8 @@ class ProductShape:
 class ProductTiles:
     """What decides no bits: rows of w, columns of a step, rows of x, warps, stages, and who sums the parts.
 
-    ``ahead``: columns of w that a program asks for before it may read x.
+    ``ahead``: columns of w that a program asks for before it may read x. ``bulk``: w and x are copied by descriptors
+    (TMA), without threads' registers and instructions, which bound products of many rows.
     """
 
     block_n: int
@@ -60,10 +65,12 @@ class ProductTiles:
     num_stages: int
     walks: bool = False
     ahead: int = 0
+    shares: bool = False
+    bulk: bool = False
 
 
 class SplitScratch(NamedTuple):
-    """Parts of products that other programs add, and counters of finished parts, all 0 between launches."""
+    """Parts of products that other programs add, and counters of finished parts and of readers, 0 between launches."""
 
     parts: Tensor
     finished: Tensor
@@ -110,10 +117,21 @@ class HeadShape:
 
 @triton.jit
 def _place(rows, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Block of rows, block of w and part of this program: blocks of rows first, so that they share w in the L2."""
+    """Block of rows, block of w and part of this program: parts first, then blocks of rows, that share w in the L2."""
+    PARTS: tl.constexpr = 1 if TILES.walks else SHAPE.splits
     blocks = tl.cdiv(rows, TILES.block_rows)
-    at = tl.program_id(0)
-    return at % blocks, at // blocks, tl.program_id(1)
+    at = tl.program_id(0) // PARTS
+    return at % blocks, at // blocks, tl.program_id(0) % PARTS
+
+
+@triton.jit
+def _own_rows(block, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """The rows whose result this program writes, if it does."""
+    if TILES.shares:
+        SHARE: tl.constexpr = TILES.block_rows // SHAPE.splits
+        return block * TILES.block_rows + part * SHARE + tl.arange(0, SHARE)
+    else:
+        return block * TILES.block_rows + tl.arange(0, TILES.block_rows)
 
 
 @triton.jit
@@ -144,12 +162,37 @@ def _sum_part(
 
 
 @triton.jit
+def _bulk_part(
+    x_tiles, w_tiles, row, first, second, part, SHAPE: tl.constexpr, TILES: tl.constexpr, PAIRS: tl.constexpr
+):  # fmt: skip
+    """A part of a tile by descriptors: rows of w from ``first`` on; of pairs as many again from ``second`` on."""
+    ROWS: tl.constexpr = TILES.block_rows
+    SIZE: tl.constexpr = TILES.block_n // 2 if PAIRS else TILES.block_n
+    start = part * SHAPE.split_size
+    stop = tl.minimum(start + SHAPE.split_size, SHAPE.depth)
+    if PAIRS:
+        one = tl.zeros([SIZE, ROWS], tl.float32)
+        two = tl.zeros([SIZE, ROWS], tl.float32)
+        for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
+            x = x_tiles.load([row, at]).T
+            one = tl.dot(w_tiles.load([first, at]), x, one, input_precision=SHAPE.precision)
+            two = tl.dot(w_tiles.load([second, at]), x, two, input_precision=SHAPE.precision)
+        return _interleaved(one, two)
+    else:
+        acc = tl.zeros([SIZE, ROWS], tl.float32)
+        for at in tl.range(start, stop, TILES.block_k, num_stages=TILES.num_stages):
+            x = x_tiles.load([row, at]).T
+            acc = tl.dot(w_tiles.load([first, at]), x, acc, input_precision=SHAPE.precision)
+        return acc
+
+
+@triton.jit
 def _ask_ahead(w_ptr, n, n_inside, k0, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Have the columns after the first step's brought into the L2."""
+    """Have columns from ``k0`` on brought into the L2."""
     if TILES.ahead > 0:
         LINE: tl.constexpr = 128 * 8 // w_ptr.dtype.element_ty.primitive_bitwidth
         AHEAD: tl.constexpr = TILES.ahead
-        lines = k0 + TILES.block_k + tl.arange(0, AHEAD // LINE) * LINE
+        lines = k0 + tl.arange(0, AHEAD // LINE) * LINE
         # Beyond the matrix the first line is asked for again.
         at = n.to(tl.int64)[:, None] * SHAPE.depth + lines[None, :]
         prefetch(w_ptr + tl.where(n_inside[:, None] & (lines < SHAPE.depth)[None, :], at, 0))
@@ -162,41 +205,70 @@ def _add(x, y):
 
 
 @triton.jit
-def _part_at(scratch, tile, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """Where a part lies until the last program of its tile reads it."""
-    ROWS: tl.constexpr = TILES.block_rows
-    i = tl.arange(0, TILES.block_n)[:, None] * ROWS + tl.arange(0, TILES.block_rows)[None, :]
-    return scratch.parts + (tile.to(tl.int64) * SHAPE.splits + part) * (TILES.block_n * ROWS) + i
+def _part_at(scratch, part, row, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Where some rows of a part of this program's tile lie until they are added: fp32 [block_n, rows]."""
+    tile = tl.program_id(0) // SHAPE.splits
+    SIZE: tl.constexpr = TILES.block_n * TILES.block_rows
+    i = (row % TILES.block_rows)[None, :] * TILES.block_n + tl.arange(0, TILES.block_n)[:, None]
+    return scratch.parts + (tile.to(tl.int64) * SHAPE.splits + part) * SIZE + i
 
 
 @triton.jit
-def _part(scratch, tile, part, SHAPE: tl.constexpr, TILES: tl.constexpr):
+def _part(scratch, part, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
     # From the L2: what other programs wrote.
-    return tl.load(_part_at(scratch, tile, part, SHAPE, TILES), cache_modifier=".cg")
+    at = _part_at(scratch, part, row, SHAPE, TILES)
+    return tl.load(at, mask=inside[None, :], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
-def _add_parts(scratch, tile, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The sum of a tile's parts, two or four, in order; all are on their way before the first is added."""
-    tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
-    first = _part(scratch, tile, 0, SHAPE, TILES)
-    second = _part(scratch, tile, 1, SHAPE, TILES)
-    if SHAPE.splits == 4:
-        third = _part(scratch, tile, 2, SHAPE, TILES)
-        fourth = _part(scratch, tile, 3, SHAPE, TILES)
-        return ((first + second) + third) + fourth
+def _whole(scratch, acc, row, inside, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """The sum of a tile for the rows that this program writes: of parts, two or four, in order.
+
+    All are on their way before the first is added.
+    """
+    if TILES.walks or SHAPE.splits == 1:
+        return acc
     else:
-        return first + second
+        tl.static_assert(SHAPE.splits == 2 or SHAPE.splits == 4)
+        first = _part(scratch, 0, row, inside, SHAPE, TILES)
+        second = _part(scratch, 1, row, inside, SHAPE, TILES)
+        if SHAPE.splits == 4:
+            third = _part(scratch, 2, row, inside, SHAPE, TILES)
+            fourth = _part(scratch, 3, row, inside, SHAPE, TILES)
+            return ((first + second) + third) + fourth
+        else:
+            return first + second
 
 
 @triton.jit
-def _is_last(scratch, tile, SHAPE: tl.constexpr):
-    """Count a finished part; whether it was the tile's last. What the others wrote can then be read."""
-    tl.debug_barrier()
-    is_last = tl.atomic_add(scratch.finished + tile, 1, sem="acq_rel") == SHAPE.splits - 1
-    if is_last:
-        tl.store(scratch.finished + tile, 0)
-    return is_last
+def _may_end(scratch, acc, row, inside, has_own, SHAPE: tl.constexpr, TILES: tl.constexpr):
+    """Leave a part, and whether this program goes on to write rows: all parts can be read then.
+
+    A counter's low byte counts parts that are left, the next one programs that have seen that all are.
+    """
+    if TILES.walks or SHAPE.splits == 1:
+        return True
+    else:
+        PARTS: tl.constexpr = SHAPE.splits
+        at = scratch.finished + tl.program_id(0) // PARTS
+        tl.store(_part_at(scratch, tl.program_id(0) % PARTS, row, SHAPE, TILES), acc, mask=inside[None, :])
+        tl.debug_barrier()
+        if TILES.shares:
+            if has_own:
+                found = tl.atomic_add(at, 1, sem="acq_rel") + 1
+                while found & 255 < PARTS:
+                    found = tl.atomic_add(at, 0, sem="acquire")
+                tl.debug_barrier()
+                if tl.atomic_add(at, 256, sem="relaxed") >> 8 == PARTS - 1:
+                    tl.store(at, 0)
+            elif tl.atomic_add(at, 257, sem="release") >> 8 == PARTS - 1:
+                tl.store(at, 0)
+            return has_own
+        else:
+            is_last = tl.atomic_add(at, 1, sem="acq_rel") == PARTS - 1
+            if is_last:
+                tl.store(at, 0)
+            return is_last
 
 
 @triton.jit
@@ -205,7 +277,9 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
 
     Between both a kernel loads what it needs at its end.
     """
-    if TILES.walks:
+    if TILES.walks or TILES.bulk:
+        if OVERLAP:
+            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return n
     else:
@@ -213,42 +287,40 @@ def _begin(w_ptr, n, n_inside, part, SHAPE: tl.constexpr, TILES: tl.constexpr, O
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
         w = _weights(w_ptr + n.to(tl.int64)[:, None] * SHAPE.depth + k[None, :], n_inside, k, stop, SHAPE)
         if OVERLAP:
-            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size, SHAPE, TILES)
+            _ask_ahead(w_ptr, n, n_inside, part * SHAPE.split_size + TILES.block_k, SHAPE, TILES)
         wait_for_previous(OVERLAP)
         return w
 
 
 @triton.jit
 def _product(
-    first_weights, x_ptr, w_ptr, row, inside, n, n_inside, part, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr
+    first_weights, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, n, n_inside, second, part, SHAPE: tl.constexpr,
+    TILES: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product, [block_n, block_rows], and whether this program ends it: `_whole` adds its parts."""
-    acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-    is_last = True
-    if TILES.walks:
+    """A tile of the product, [block_n, block_rows], or this program's part of it: `_may_end` and `_whole` end it.
+
+    ``n``: the tile's rows of w; of PAIRS those of the other kind begin at ``second``. ``x_tiles``, ``w_tiles``: with
+    ``bulk`` descriptors of x and w.
+    """
+    if TILES.bulk:
+        row_0, n_0 = tl.min(row, 0), tl.min(n, 0)
+        acc = _bulk_part(x_tiles, w_tiles, row_0, n_0, second, part, SHAPE, TILES, PAIRS)
+        if TILES.walks:
+            for each in tl.range(1, SHAPE.splits):
+                acc = _add(_bulk_part(x_tiles, w_tiles, row_0, n_0, second, each, SHAPE, TILES, PAIRS), acc)
+    elif TILES.walks:
+        acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, 0, 0, acc, SHAPE, TILES)
         for each in tl.range(1, SHAPE.splits):
             none = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
-            next_part = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES)
-            acc = _add(next_part, acc)
+            acc = _add(_sum_part(x_ptr, w_ptr, row, inside, n, n_inside, each, 0, none, SHAPE, TILES), acc)
     else:
+        acc = tl.zeros([n.shape[0], row.shape[0]], tl.float32)
         k = part * SHAPE.split_size + tl.arange(0, TILES.block_k)
         stop = tl.minimum((part + 1) * SHAPE.split_size, SHAPE.depth)
         x = _columns(x_ptr + row.to(tl.int64)[None, :] * SHAPE.depth + k[:, None], inside, k, stop)
         acc = tl.dot(first_weights, x, acc, input_precision=SHAPE.precision)
         acc = _sum_part(x_ptr, w_ptr, row, inside, n, n_inside, part, TILES.block_k, acc, SHAPE, TILES)
-        if SHAPE.splits > 1:
-            tile = tl.program_id(0)
-            tl.store(_part_at(scratch, tile, part, SHAPE, TILES), acc)
-            is_last = _is_last(scratch, tile, SHAPE)
-    return acc, is_last
-
-
-@triton.jit
-def _whole(scratch, acc, SHAPE: tl.constexpr, TILES: tl.constexpr):
-    """The sum of the parts of this program's tile."""
-    if not TILES.walks and SHAPE.splits > 1:
-        acc = _add_parts(scratch, tl.program_id(0), SHAPE, TILES)
     return acc
 
 
@@ -260,6 +332,17 @@ def _pairs(acc):
     apart = tl.permute(tl.reshape(acc, (SIZE // _PAIRED, 2, _PAIRED, ROWS)), (0, 2, 3, 1))
     first, second = tl.split(apart)
     return tl.reshape(first, (SIZE, ROWS)), tl.reshape(second, (SIZE, ROWS))
+
+
+@triton.jit
+def _interleaved(first, second):
+    """What `_pairs` takes apart."""
+    SIZE: tl.constexpr = first.shape[0]
+    ROWS: tl.constexpr = first.shape[1]
+    both = tl.join(
+        tl.reshape(first, (SIZE // _PAIRED, _PAIRED, ROWS)), tl.reshape(second, (SIZE // _PAIRED, _PAIRED, ROWS))
+    )  # fmt: skip
+    return tl.reshape(tl.permute(both, (0, 3, 1, 2)), (2 * SIZE, ROWS))
 
 
 @triton.jit
@@ -349,36 +432,38 @@ def norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def add_product_kernel(
-    x_ptr, w_ptr, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr, stride_tap, scratch,
-    SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, bias_ptr, gain_ptr, shrink, rows, residual_ptr, scaled_ptr, square_ptr, tap_ptr,
+    stride_tap, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, BIAS: tl.constexpr, TAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The residual gains a product."""
     let_next_begin(OVERLAP)
     block, tile, part = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
+    own = _own_rows(block, part, SHAPE, TILES)
     n = tile * TILES.block_n + tl.arange(0, TILES.block_n)
-    inside, n_inside = row < rows, n < SHAPE.size
+    inside, own_inside, n_inside = row < rows, own < rows, n < SHAPE.size
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
-    residual_at = residual_ptr + row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
-    before = tl.load(residual_at, mask=n_inside[:, None] & inside[None, :], other=0.0)
-    acc, is_last = _product(w, x_ptr, w_ptr, row, inside, n, n_inside, part, scratch, SHAPE, TILES)
-    if is_last:
+    residual_at = residual_ptr + own.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
+    before = tl.load(residual_at, mask=n_inside[:, None] & own_inside[None, :], other=0.0)
+    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
+    if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         gain = tl.load(gain_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
         if BIAS:
             bias = tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)
-        acc = _whole(scratch, acc, SHAPE, TILES)
+        total = _whole(scratch, acc, own, own_inside, SHAPE, TILES)
         if BIAS:
-            acc = _add(acc, tl.broadcast_to(bias[:, None], acc.shape))
+            total = _add(total, tl.broadcast_to(bias[:, None], total.shape))
         put_residual(
-            _add(acc, before.to(tl.float32)), gain, shrink, row, inside, n, n_inside, residual_ptr, scaled_ptr,
+            _add(total, before.to(tl.float32)), gain, shrink, own, own_inside, n, n_inside, residual_ptr, scaled_ptr,
             square_ptr, tap_ptr, stride_tap, SHAPE.size, TAP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows"])
 def head_product_kernel(
-    x_ptr, w_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, factor, rows, out_ptr, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Logits; of one part."""
     let_next_begin(OVERLAP)
@@ -388,7 +473,7 @@ def head_product_kernel(
     inside, n_inside = row < rows, n < SHAPE.size
     w = _begin(w_ptr, n, n_inside, part, SHAPE, TILES, OVERLAP)
     squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc, _ = _product(w, x_ptr, w_ptr, row, inside, n, n_inside, part, scratch, SHAPE, TILES)
+    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, n, n_inside, 0, part, SHAPE, TILES, False)
     times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
     to = row.to(tl.int64)[None, :] * SHAPE.size + n[:, None]
     value = (acc * times[None, :]).to(out_ptr.dtype.element_ty)
@@ -397,7 +482,7 @@ def head_product_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def gated_product_kernel(
-    x_ptr, w_ptr, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, bias_ptr, factor, rows, out_ptr, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
     GROUPS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """SwiGLU of a product."""
@@ -408,13 +493,16 @@ def gated_product_kernel(
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     pair, is_up = _pair_of(tl.arange(0, TILES.block_n))
     in_tile = tile * PAIRS + pair
-    inside = row < rows
+    own = _own_rows(block, part, SHAPE, TILES)
+    inside, own_inside = row < rows, own < rows
     w_row, w_inside = in_tile + is_up * SIZE, in_tile < SIZE
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc, is_last = _product(w, x_ptr, w_ptr, row, inside, w_row, w_inside, part, scratch, SHAPE, TILES)
-    if is_last:
-        gate, up = _pairs(_whole(scratch, acc, SHAPE, TILES))
+    squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
+    acc = _product(
+        w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, w_row, w_inside, tile * PAIRS + SIZE, part, SHAPE, TILES, True
+    )
+    if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
+        gate, up = _pairs(_whole(scratch, acc, own, own_inside, SHAPE, TILES))
         n = tile * PAIRS + tl.arange(0, PAIRS)
         n_inside = n < SIZE
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
@@ -423,15 +511,15 @@ def gated_product_kernel(
         if BIAS:
             gate += tl.load(bias_ptr + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
             up += tl.load(bias_ptr + SIZE + n, mask=n_inside, other=0.0).to(tl.float32)[:, None]
-        to = row.to(tl.int64)[None, :] * SIZE + n[:, None]
+        to = own.to(tl.int64)[None, :] * SIZE + n[:, None]
         value = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + to, value, mask=n_inside[:, None] & inside[None, :])
+        tl.store(out_ptr + to, value, mask=n_inside[:, None] & own_inside[None, :])
 
 
 @triton.jit(do_not_specialize=["rows"])
 def qkv_product_kernel(
-    x_ptr, w_ptr, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr,
-    HEADS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, w_ptr, x_tiles, w_tiles, factor, heads, rows, scratch, SHAPE: tl.constexpr, TILES: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, BIAS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Queries, and keys and values in the cache."""
     let_next_begin(OVERLAP)
@@ -442,26 +530,29 @@ def qkv_product_kernel(
     block, tile, part = _place(rows, SHAPE, TILES)
     row = block * TILES.block_rows + tl.arange(0, TILES.block_rows)
     pair, is_second = _pair_of(tl.arange(0, TILES.block_n))
-    of_head, inside = tile * IN_TILE + pair // BLOCK, row < rows
+    own = _own_rows(block, part, SHAPE, TILES)
+    inside, own_inside = row < rows, own < rows
+    of_head = tile * IN_TILE + pair // BLOCK
     w_row = of_head * HEADS.head_dim + pair % BLOCK + is_second * HALF
     w_inside = (pair % BLOCK < HALF) & (of_head < HEADS.heads + 2 * HEADS.kv_heads)
     # Written before the pass began, so they can be read before the kernel before has ended.
-    position = tl.load(heads.positions + row, mask=inside, other=0).to(tl.int64)
-    kv_row = tl.load(heads.kv_rows + row, mask=inside, other=-1).to(tl.int64)
-    slot = tl.load(heads.slots + row // heads.nodes, mask=inside, other=0).to(tl.int64)
+    position = tl.load(heads.positions + own, mask=own_inside, other=0).to(tl.int64)
+    kv_row = tl.load(heads.kv_rows + own, mask=own_inside, other=-1).to(tl.int64)
+    slot = tl.load(heads.slots + own // heads.nodes, mask=own_inside, other=0).to(tl.int64)
     w = _begin(w_ptr, w_row, w_inside, part, SHAPE, TILES, OVERLAP)
-    squares = _squares(factor, row, inside, SHAPE.depth, GROUPS)
-    acc, is_last = _product(w, x_ptr, w_ptr, row, inside, w_row, w_inside, part, scratch, SHAPE, TILES)
-    if is_last:
+    squares = _squares(factor, own, own_inside, SHAPE.depth, GROUPS)
+    halfway = tile * HEADS.head_dim + HALF
+    acc = _product(w, x_ptr, w_ptr, x_tiles, w_tiles, row, inside, w_row, w_inside, halfway, part, SHAPE, TILES, True)
+    if _may_end(scratch, acc, row, inside, tl.min(own, 0) < rows, SHAPE, TILES):
         i = tl.arange(0, PAIRS)
         head, d = tile * IN_TILE + i // BLOCK, i % BLOCK
         n = head * HEADS.head_dim + d
         n_inside = (d < HALF) & (head < HEADS.heads + 2 * HEADS.kv_heads)
         at = position[None, :] * HALF + d[:, None]
-        turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & inside[None, :]
+        turned = (n_inside & (head < HEADS.heads + HEADS.kv_heads))[:, None] & own_inside[None, :]
         cos = tl.load(heads.cos + at, mask=turned, other=1.0)
         sin = tl.load(heads.sin + at, mask=turned, other=0.0)
-        first, second = _pairs(_whole(scratch, acc, SHAPE, TILES))
+        first, second = _pairs(_whole(scratch, acc, own, own_inside, SHAPE, TILES))
         times = norm_factor(squares, factor.eps, factor.unshrink, SHAPE.depth)
         first *= times[None, :]
         second *= times[None, :]
@@ -472,10 +563,10 @@ def qkv_product_kernel(
         is_value = head >= HEADS.heads + HEADS.kv_heads
         if HEADS.has_norms:
             of_pair = tl.where(n_inside[:, None], first * first + second * second, 0.0)
-            sums = exact_sum(tl.reshape(of_pair, (IN_TILE, BLOCK, row.shape[0])), 1)
+            sums = exact_sum(tl.reshape(of_pair, (IN_TILE, BLOCK, own.shape[0])), 1)
             scale = tl.rsqrt(sums / HEADS.head_dim + heads.norm_eps)
             scale = tl.reshape(
-                tl.broadcast_to(scale[:, None, :], (IN_TILE, BLOCK, row.shape[0])), (i.shape[0], row.shape[0])
+                tl.broadcast_to(scale[:, None, :], (IN_TILE, BLOCK, own.shape[0])), (i.shape[0], own.shape[0])
             )  # fmt: skip
             of_query, of_key = n_inside & is_query, n_inside & (head >= HEADS.heads)
             w1 = tl.load(heads.norm_q + d, mask=of_query, other=0.0).to(tl.float32)
@@ -487,8 +578,8 @@ def qkv_product_kernel(
         kind = heads.query.dtype.element_ty
         one = tl.fma(first, cos, -(second * sin)).to(kind)
         two = tl.fma(second, cos, first * sin).to(kind)
-        to = row.to(tl.int64)[None, :] * (HEADS.heads * HEADS.head_dim) + n[:, None]
-        kept = (n_inside & is_query)[:, None] & inside[None, :]
+        to = own.to(tl.int64)[None, :] * (HEADS.heads * HEADS.head_dim) + n[:, None]
+        kept = (n_inside & is_query)[:, None] & own_inside[None, :]
         tl.store(heads.query + to, one, mask=kept)
         tl.store(heads.query + to + HALF, two, mask=kept)
         to = (slot * heads.stride_slot + kv_row * HEADS.head_dim)[None, :] + d[:, None]

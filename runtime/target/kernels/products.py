@@ -9,19 +9,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launches import tuned_tiles
 from . import product_kernels as kernels
-from .machine import num_processors, overlapping
-from .product_kernels import SQUARES_GROUP, FactorArgs, HeadArgs, HeadShape, ProductShape, ProductTiles, SplitScratch
+from .machine import major_capability, num_processors, overlapping
+from .product_kernels import (
+    SQUARES_GROUP,
+    FactorArgs,
+    HeadArgs,
+    HeadShape,
+    ProductShape,
+    ProductTiles,
+    SplitScratch,
+)
 
-SUMS_VERSION = 1
+SUMS_VERSION = 2
 """Of all that decides the bits of a row: counted up when a constant of shape and type changes."""
 _SPLIT_UNIT = 128
 _SMALL = 4 << 20
@@ -103,11 +112,17 @@ def _precision(weight: Tensor) -> str:
 
 
 def product_tiles(
-    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], itemsize: int, num_sms: int
+    shape: ProductShape,
+    rows: int,
+    kind: Literal["pairs", "sum", "logits"],
+    itemsize: int,
+    num_sms: int,
+    has_bulk: bool = False,
 ) -> ProductTiles:
     """Choose tiles for some rows; "pairs" of the weight's rows share a tile, a "sum" is added to the residual.
 
-    Measured on one H200 with whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
+    ``has_bulk``: the weight and the rows can be copied by descriptors. Measured on one H200 with single products and
+    whole passes of Llama-3.1-8B's and SmolLM2's dimensions (docs/kernels.md).
     """
     is_pair = kind == "pairs"
     n = 128 if is_pair else 64
@@ -117,22 +132,41 @@ def product_tiles(
         # Many small programs: the rows are cut too, and the weights come from the L2.
         tiles = ProductTiles(n, 64 if is_pair else 128, 16, 4, 4 if is_pair else 3, ahead=512 if rows > 16 else 256)
     elif rows <= 16:
-        tiles = ProductTiles(n, 64 if is_pair else 128, 16, 4, 4 if is_pair else 3, ahead=256)
+        # Of pairs narrower tiles where they are many, deeper ones where they are few.
+        n, is_many = (64, True) if is_pair and shape.splits == 1 else (n, False)
+        tiles = ProductTiles(n, 128, 16, 4, 4 if is_many else 3, ahead=256)
     elif rows <= 64:
         tiles = ProductTiles(n, 64, 64, 4, 3 if is_pair and shape.splits == 1 else 5, ahead=128)
     elif shape.size * shape.depth < _SMALL:
         tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
     else:
-        # As wide as registers allow: shared memory bounds the instructions of narrower ones.
+        # As wide as registers allow, where there is one part; else two programs share a multiprocessor.
         is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
-        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if rows > 128 and kind != "logits" else 3)
-    return walking(tiles, shape, rows, num_sms)
+        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide and has_bulk else 3, bulk=has_bulk)
+    walks = _walks(tiles, shape, rows, num_sms)
+    # One program on a multiprocessor: more in flight.
+    return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and walks else tiles.num_stages)
 
 
-def walking(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -> ProductTiles:
-    """The same tiles, with a program that sums all parts where there are many."""
+def _walks(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -> bool:
+    """Whether a program sums all parts: where there are many."""
     count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
-    return replace(tiles, walks=rows > 64 and (shape.splits == 1 or count >= _enough(num_sms)))
+    return rows > 64 and (shape.splits == 1 or count >= _enough(num_sms))
+
+
+def who_sums(tiles: ProductTiles, shape: ProductShape, rows: int, device: torch.device) -> ProductTiles:
+    """The same tiles, with who sums the parts of these rows there."""
+    walks = _walks(tiles, shape, rows, num_processors(device))
+    # Not on a GPU, programs run one after another, and would wait forever.
+    return replace(tiles, walks=walks, shares=device.type == "cuda" and shape.splits > 1 and not walks)
+
+
+def has_descriptors(weight: Tensor, x: Tensor) -> bool:
+    """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes."""
+    return (
+        major_capability(weight.device) >= 9 and weight.itemsize == 2 and weight.shape[1] % 8 == 0
+        and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+    )  # fmt: skip
 
 
 def can_launch(tiles: ProductTiles, shape: ProductShape) -> bool:
@@ -264,7 +298,7 @@ def qkv_product(
     _, kv_heads, _, head_dim = keys.shape
     heads = weight.shape[0] // head_dim - 2 * kv_heads
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, "pairs", weight)
+    tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
     half_block = _half_block(head_dim)
     # A whole head at least.
     tiles = tiles if 2 * half_block <= tiles.block_n else _of_wide_heads(tiles, half_block)
@@ -276,10 +310,13 @@ def qkv_product(
         count // len(out.slots),
     )  # fmt: skip
     in_tile = tiles.block_n // 2 // half_block
-    blocks = triton.cdiv(heads + 2 * kv_heads, in_tile) * triton.cdiv(count, tiles.block_rows)
-    kernels.qkv_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
-        rows.scaled, weight, _factor(rows, norm), args, count, scratch, SHAPE=shape, TILES=tiles,
-        GROUPS=_groups(shape.depth),
+    if tiles.bulk and head_dim != tiles.block_n:
+        # A descriptor's tile is of rows that follow one another: half a head.
+        tiles = replace(tiles, bulk=False)
+    programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
+    kernels.qkv_product_kernel[(programs,)](
+        *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch, SHAPE=shape,
+        TILES=tiles, GROUPS=_groups(shape.depth),
         HEADS=HeadShape(heads, kv_heads, head_dim, half_block, head_norms is not None),
         BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
@@ -288,7 +325,7 @@ def qkv_product(
 def _of_wide_heads(tiles: ProductTiles, half_block: int) -> ProductTiles:
     return replace(
         tiles, block_n=2 * half_block, block_k=min(tiles.block_k, 64), block_rows=min(tiles.block_rows, 64),
-        num_warps=8, num_stages=min(tiles.num_stages, 3),
+        num_warps=8, num_stages=min(tiles.num_stages, 3), bulk=False,
     )  # fmt: skip
 
 
@@ -311,11 +348,11 @@ def add_product(
     assert scratch is not None
     count = len(x)
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, "sum", weight)
+    tiles = tiles or _tiles(shape, count, "sum", weight, x)
     overlaps, options = overlapping(x.device)
-    blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
-    kernels.add_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
-        x, weight, weight if bias is None else bias, norm.gain, norm.shrink, count, *rows, *_tap(rows, tap), scratch,
+    kernels.add_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
+        *_operands(x, weight, tiles, False), weight if bias is None else bias, norm.gain, norm.shrink, count, *rows,
+        *_tap(rows, tap), scratch,
         SHAPE=shape, TILES=tiles, BIAS=bias is not None, TAP=tap is not None, OVERLAP=overlaps,
         num_warps=tiles.num_warps, **options,
     )  # fmt: skip
@@ -340,13 +377,12 @@ def gated_product(
     assert scratch is not None
     count = len(out)
     shape = product_shape(weight)
-    tiles = tiles or _tiles(shape, count, "pairs", weight)
+    tiles = tiles or _tiles(shape, count, "pairs", weight, rows.scaled)
     overlaps, options = overlapping(out.device)
-    blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
-    kernels.gated_product_kernel[(blocks, 1 if tiles.walks else shape.splits)](
-        rows.scaled, weight, weight if bias is None else bias, _factor(rows, norm), count, out, scratch, SHAPE=shape,
-        TILES=tiles, GROUPS=_groups(shape.depth), BIAS=bias is not None, OVERLAP=overlaps, num_warps=tiles.num_warps,
-        **options,
+    kernels.gated_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
+        *_operands(rows.scaled, weight, tiles, True), weight if bias is None else bias, _factor(rows, norm), count, out,
+        scratch, SHAPE=shape, TILES=tiles, GROUPS=_groups(shape.depth), BIAS=bias is not None, OVERLAP=overlaps,
+        num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
@@ -361,25 +397,38 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
     # A vocabulary gives every multiprocessor work: one part.
     size, depth = weight.shape
     shape = ProductShape(size, depth, 1, depth, _precision(weight))
-    tiles = tiles or _tiles(shape, count, "logits", weight)
+    tiles = tiles or _tiles(shape, count, "logits", weight, rows.scaled)
     overlaps, options = overlapping(out.device)
-    blocks = triton.cdiv(shape.size, tiles.block_n) * triton.cdiv(count, tiles.block_rows)
-    kernels.head_product_kernel[(blocks, 1)](
-        rows.scaled, weight, _factor(rows, norm), count, out, SplitScratch(out, out), SHAPE=shape, TILES=tiles,
+    kernels.head_product_kernel[(_programs(triton.cdiv(shape.size, tiles.block_n), count, shape, tiles),)](
+        *_operands(rows.scaled, weight, tiles, False), _factor(rows, norm), count, out, SHAPE=shape, TILES=tiles,
         GROUPS=_groups(shape.depth), OVERLAP=overlaps, num_warps=tiles.num_warps, **options,
     )  # fmt: skip
 
 
 def _tiles(
-    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor
+    shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor, x: Tensor
 ) -> ProductTiles:  # fmt: skip
-    device = weight.device
-    own = product_tiles(shape, rows, kind, weight.itemsize, num_processors(device))
+    device, has_bulk = weight.device, has_descriptors(weight, x)
+    own = product_tiles(shape, rows, kind, weight.itemsize, num_processors(device), has_bulk)
     tiles = tuned_tiles(
-        "products", device, own, lambda tiles: can_launch(tiles, shape), form=kind, size=shape.size,
-        depth=shape.depth, rows=rows, dtype=str(weight.dtype).removeprefix("torch."),
+        "products", device, own, lambda tiles: can_launch(tiles, shape) and has_bulk >= tiles.bulk, form=kind,
+        size=shape.size, depth=shape.depth, rows=rows, dtype=str(weight.dtype).removeprefix("torch."),
     )  # fmt: skip
-    return walking(tiles, shape, rows, num_processors(device))
+    return who_sums(tiles, shape, rows, device)
+
+
+def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
+    return blocks * -(-rows // tiles.block_rows) * (1 if tiles.walks else shape.splits)
+
+
+def _operands(x: Tensor, weight: Tensor, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:
+    """Rows and a weight, as tensors and as what copies their tiles."""
+    if not tiles.bulk:
+        return x, weight, x, weight
+    return (
+        x, weight, TensorDescriptor.from_tensor(x, [tiles.block_rows, tiles.block_k]),
+        TensorDescriptor.from_tensor(weight, [tiles.block_n // 2 if is_pair else tiles.block_n, tiles.block_k]),
+    )  # fmt: skip
 
 
 def _factor(rows: NormedRows, norm: Norm) -> FactorArgs:

@@ -14,6 +14,7 @@ import torch
 from eagle_slim import runtime
 from eagle_slim.runtime import DrafterError, GPUAssertionError, frontier_generate, fused_draft_token_generation
 from eagle_slim.runtime.drafter.reference import draft_ref
+from eagle_slim.runtime.drafter.tuning.problem import Dims, random_head, random_step
 from eagle_slim.runtime.errors import UsageError
 from support.raising import raises
 from support.tiny_models import plain_greedy, random_prompts, tiny_target, write_head
@@ -102,11 +103,57 @@ def test_an_ea_model_drafts_with_any_backend(tmp_path: Path, drafts: list[None])
     runtime.register_triton_backend("fp8", draft_weights="fp8")
     with raises(DrafterError, option="draft_weights", expected="cuda", found="cpu"):
         frontier_generate(model, prompt(model), backend="fp8")
-    with raises(UsageError, option="model"):
-        fused_draft_token_generation(model, prompt(model), drafter="reference")
+    wanted = model.eagenerate(prompt(model), max_new_tokens=12)
+    found = fused_draft_token_generation(model, prompt(model), max_new_tokens=12, drafter="reference")
+    assert torch.equal(found, wanted)
+    assert len(kept_on(model)) == 2, "frontier_generate's"
+    with raises(UsageError, option="head"):
+        fused_draft_token_generation(model, prompt(model), drafter="reference", head="slim")
+    with raises(GPUAssertionError):
+        fused_draft_token_generation(model, prompt(model))
     runtime.patch_eagle_model(model, drafter="reference")
     with raises(UsageError, option="model"):
         frontier_generate(model, prompt(model), backend="mine")
+
+
+def test_features_alone_draft_a_tree(drafts: list[None]) -> None:
+    head = random_head(Dims(32, 48, 4, 2, 8, 60), torch.device("cpu"), torch.float32)
+    config = runtime.DrafterConfig.of(head, runtime.TreeConfig(2, 3, 8), num_slots=2, capacity=16)
+    weights, trees = runtime.Weights(head), []
+    for backend in ("reference", "mine"):
+        bufs = runtime.allocate_buffers(config, weights)
+        features_concat = random_step(config, 5, 2, bufs)
+        trees.append(frontier_generate(config, features_concat, weights=weights, bufs=bufs, backend=backend))
+        assert trees[-1][0] is bufs.draft_tokens
+    assert len(drafts) == 1
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*trees, strict=True))
+    assert int(trees[0][0].min()) >= 0
+    for parts in ({}, {"weights": weights}, {"weights": weights, "bufs": bufs, "max_new_tokens": 3}):
+        with raises(UsageError, option="model"):
+            frontier_generate(config, features_concat, backend="mine", **parts)
+    with raises(UsageError, option="model", found="Linear"):
+        frontier_generate(torch.nn.Linear(2, 2), [1], weights=weights)
+    runtime.register_triton_backend("fp8", draft_weights="fp8")
+    with raises(UsageError, option="backend", found="fp8"):
+        frontier_generate(config, features_concat, weights=weights, bufs=bufs, backend="fp8")
+
+
+def test_the_pages_draft_from_random_weights() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text()
+    block = page.split("## One draft from random weights")[1].split("```python\n")[1].split("```")[0]
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    # In float32 kernel and reference decide alike.
+    assert "bfloat16" in block
+    exec(compile(block.replace("bfloat16", "float32"), "docs/upstream.md", "exec"), names)
+    config, bufs = names["config"], names["bufs"]
+    runtime.check_finished(bufs)
+    drafted = [getattr(bufs, name).clone() for name in ("draft_tokens", "parents", "retrieve_indices", "tree_mask")]
+    runtime.launch_drafter(config, names["features_concat"], names["weights"], bufs, "reference")
+    found = [getattr(bufs, name) for name in ("draft_tokens", "parents", "retrieve_indices", "tree_mask")]
+    assert drafted[0].shape == (1, 6)
+    assert int(drafted[0][0, 0]) == 11
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(drafted, found, strict=True))
 
 
 def test_one_call_says_what_gpu_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

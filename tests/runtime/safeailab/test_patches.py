@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,23 @@ from eagle_slim.runtime import (
 from eagle_slim.runtime.drafter.reference import draft_ref
 from eagle_slim.runtime.errors import HeadWarning, PairingError, UsageError
 from eagle_slim.runtime.safeailab import session
+from eagle_slim.runtime.safeailab.step import _kernel_rules, step_of
 from eagle_slim.vocab_tools import DraftVocab, load_tokenizer
 from eagle_slim.vocab_tools.errors import TokenizerError
+from support import upstream_stand_in
 from support.raising import raises
 from support.small_tokenizers import write_folder
 from support.token_counts import token_counts
 from support.upstream_models import CASES, NEEDS_UPSTREAM, build, prompt
 from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     # The real code and its transformers, which are not ours to mend.
@@ -39,6 +49,8 @@ pytestmark = pytest.mark.filterwarnings(
 )  # fmt: skip
 
 PATCHES = {"drafter": patch_ea_model_with_triton_drafter, "whole": patch_eagle_model}
+FUSED = {"whole": patch_eagle_model, "fused": partial(patch_eagle_model, target_backend="fused")}
+"""On a CPU, only the second verifies with the fused forward."""
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +142,14 @@ def set_tree(layer: Any, depth: int, top_k: int, total_tokens: int) -> None:
         layer.init_tree()
 
 
-def texts(model: Any, prompts: list[Tensor]) -> list[Tensor]:
-    """Greedy and sampled answers, and those of the other methods."""
+def texts(model: Any, prompts: list[Tensor], sampled: bool = False) -> list[Tensor]:
+    """Greedy answers, those of the other methods and, if asked for, sampled ones."""
     random.seed(1)
     torch.manual_seed(1)
     greedy = [model.eagenerate(ids, max_new_tokens=12) for ids in prompts]
-    sampled = [model.eagenerate(ids, temperature=0.3, max_new_tokens=8) for ids in prompts]
     naive = [model.naivegenerate(prompts[0], max_new_tokens=4)]
-    return greedy + sampled + naive + list(model.ea_generate(prompts[1], max_new_tokens=4))
+    others = naive + list(model.ea_generate(prompts[1], max_new_tokens=4))
+    return greedy + others + [model.eagenerate(ids, temperature=0.3, max_new_tokens=8) for ids in prompts * sampled]
 
 
 def assert_same_texts(found: list[Tensor], wanted: list[Tensor]) -> None:
@@ -146,25 +158,100 @@ def assert_same_texts(found: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("patch", PATCHES)
+@pytest.mark.parametrize("patch", {**PATCHES, **FUSED})
 def test_text_is_upstreams(model_of: Callable[[str], Any], name: str, patch: str) -> None:
     model = model_of(name)
-    prompts = [prompt(model, length, seed=length) for length in (21, 3)]
-    wanted = texts(model, prompts)
-    PATCHES[patch](model, drafter="reference")
-    assert_same_texts(texts(model, prompts), wanted)
+    prompts, sampled = [prompt(model, length, seed=length) for length in (21, 3)], patch == "drafter"
+    wanted = texts(model, prompts, sampled)
+    if patch == "fused" and name == "mixtral eagle":
+        with raises(UnsupportedModelError, option="target_backend"):
+            FUSED[patch](model, drafter="reference")
+        return
+    {**PATCHES, **FUSED}[patch](model, drafter="reference")
+    assert_same_texts(texts(model, prompts, sampled), wanted)
     unpatch_eagle_model(model)
     ids, new_token, passes = model.eagenerate(prompts[0], max_new_tokens=12, log=True)
     assert passes + 1 < int(new_token) == ids.shape[1] - 21, "no draft was accepted"
 
 
-def test_a_step_runs_on_kernels(model_of: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize("patch", FUSED)
+def test_a_step_runs_on_kernels(model_of: Callable[[str], Any], patch: str) -> None:
     with small_tree(model_of("stand-in eagle3")) as model:
         wanted = next(model.ea_generate(prompt(model)))
-        patch_eagle_model(model)
+        FUSED[patch](model)
         found = next(model.ea_generate(prompt(model)))
         unpatch_eagle_model(model)
     assert torch.equal(found, wanted)
+
+
+def _two_cuts(_: Any, temperature: float) -> Any:
+    return LogitsProcessorList([TemperatureLogitsWarper(temperature), TopPLogitsWarper(0.9), TopKLogitsWarper(5)])
+
+
+@pytest.mark.parametrize("processor", [None, _two_cuts], ids=["temperature", "two cuts"])
+@pytest.mark.parametrize("patch", FUSED)
+def test_sampled_tokens_are_the_targets_own_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patch: str, processor: Any
+) -> None:
+    """Every token is where the pass's number for its depth falls in the distribution after all tokens before it."""
+    if processor is not None:
+        monkeypatch.setattr(upstream_stand_in.EaModel, "processor", processor)
+    model = build("stand-in eagle3", tmp_path)
+    ids, passes = prompt(model, 9), []
+    FUSED[patch](model, drafter="reference")
+    for longer in model.ea_generate(ids, temperature=0.25, max_new_tokens=60):
+        passes.append((longer.shape[1] - ids.shape[1], step_of(model)._tensors.choice.uniforms[0].tolist()))
+    unpatch_eagle_model(model)
+    model.base_model.model.tree_mask = None
+    logits = model.base_model(longer, upstream_stand_in.initialize_past_key_values(128)[0]).logits[0]
+    scores = model.processor(0.25)(None, logits)
+    steps = scores.double().softmax(-1).cumsum(-1)
+    begin, lengths = ids.shape[1], []
+    for (end, numbers), before in zip(passes[:-1], [0, *(end for end, _ in passes)], strict=False):
+        lengths.append(end - before)
+        for depth, place in enumerate(range(begin + before, begin + end)):
+            number = torch.tensor([numbers[depth]], dtype=torch.float64)
+            assert int(torch.searchsorted(steps[place], number, right=True)) == int(longer[0, place + 1])
+    assert max(lengths) > 1, "no draft was accepted"
+    assert len({tuple(numbers) for _, numbers in passes}) == len(passes), "numbers are drawn anew for every pass"
+
+
+def test_warpers_run_in_kernels_where_their_order_is_the_same() -> None:
+    warm, top_p, top_k = TemperatureLogitsWarper(0.5), TopPLogitsWarper(0.75), TopKLogitsWarper(7)
+    for processors, has_top_k, has_top_p, numbers in (
+        ([], False, False, (1.0, 0.0, 1.0)), ([warm], False, False, (0.5, 0.0, 1.0)),
+        ([warm, top_p], False, True, (0.5, 0.0, 0.75)), ([top_k], True, False, (1.0, 7.0, 1.0)),
+    ):  # fmt: skip
+        rules, found = _kernel_rules(LogitsProcessorList(processors))
+        assert (rules.sampled, rules.has_top_k, rules.has_top_p, found[:3]) == (True, has_top_k, has_top_p, numbers)
+    for others in ([top_p, warm], [warm, top_p, top_k], [RepetitionPenaltyLogitsProcessor(2.0)]):
+        assert _kernel_rules(LogitsProcessorList(others)) is None
+    assert _kernel_rules(lambda ids, logits: logits) is None
+
+
+def test_a_base_model_that_is_not_fused_says_why(tmp_path: Path) -> None:
+    def refused(model: Any, reason: str) -> None:
+        with raises(UnsupportedModelError, option="target_backend") as caught:
+            patch_eagle_model(model, drafter="reference", target_backend="fused")
+        assert reason in caught.value.facts["reason"]
+        patch_eagle_model(model, drafter="reference")
+        assert step_of(model).backend.name == "upstream"
+
+    model = build("stand-in eagle3", tmp_path)
+    with raises(UsageError, option="target_backend", found="transformers"):
+        patch_eagle_model(model, drafter="reference", target_backend="transformers")
+    patch_eagle_model(model, drafter="reference")
+    assert "is on cpu" in str(step_of(model).backend)
+    for change, reason in (
+        (lambda base: setattr(base, "__class__", type("Other", (type(base),), {})), "Other is none of Llama"),
+        (lambda base: setattr(base.config, "sliding_window", 8), "sliding window"),
+        (lambda base: setattr(base.model.layers[0].self_attn.rotary_emb, "rope_type", "dynamic"), "dynamic RoPE"),
+        (lambda base: setattr(base.config, "hidden_act", "gelu"), "gelu"),
+        (lambda base: base.model.layers.pop(1), "2 layers"),
+    ):
+        model = build("stand-in eagle3", tmp_path)
+        change(model.base_model)
+        refused(model, reason)
 
 
 def snapshot(model: Any) -> list[tuple[type, dict[str, Any]]]:
@@ -382,7 +469,9 @@ def test_what_cannot_be_patched_says_why(tmp_path: Path, monkeypatch: pytest.Mon
         changed.setattr("eagle_slim.runtime.drafter.kernels.persistent.is_interpreted", lambda: False)
         with raises(DrafterError, option="drafter", expected="cuda", found="cpu"):
             patch_eagle_model(model)
-    patch_eagle_model(model, drafter="reference")
+    with raises(UsageError, option="use_triton"):
+        patch_ea_model_with_triton_drafter(model, use_triton=False, drafter=draft_ref)
+    patch_ea_model_with_triton_drafter(model, use_triton=False)
     with raises(UsageError, option="model"):
         patch_ea_model_with_triton_drafter(model, drafter="reference")
     layer = model.ea_layer
@@ -435,15 +524,19 @@ def test_drafts_and_text_on_a_gpu_are_upstreams(tmp_path: Path, name: str) -> No
     # Upstream keeps these beside its buffers, where `to` does not find them.
     model.ea_layer.init_tree()
     prompts = [prompt(model, length, seed=length) for length in (21, 3, 40)]
-    greedy, sampled, wanted = drafts(model), drafts(model, sampled=True), texts(model, prompts)
+    greedy, sampled, wanted = drafts(model), drafts(model, sampled=True), texts(model, prompts, sampled=True)
     assert max(call[0][0].shape[1] for call in greedy[1:]) > 1, "no draft was accepted"
     patch_ea_model_with_triton_drafter(model)
     for calls in (greedy, sampled):
         model.ea_layer.reset_kv()
         for arguments, tree, _ in calls:
             assert_same_tree(model.ea_layer.topK_genrate(*arguments), tree)
-    assert_same_texts(texts(model, prompts), wanted)
+    assert_same_texts(texts(model, prompts, sampled=True), wanted)
     unpatch_eagle_model(model)
-    patch_eagle_model(model)
-    assert_same_texts(texts(model, prompts), wanted)
-    unpatch_eagle_model(model)
+    for backend in ("auto", "upstream"):
+        patch_eagle_model(model, target_backend=backend)
+        assert step_of(model).backend.name == ("upstream" if backend == "upstream" else "fused")
+        found = texts(model, prompts, sampled=True)
+        assert_same_texts(found[: -len(prompts)], wanted[: -len(prompts)])
+        assert_same_texts(texts(model, prompts, sampled=True), found)
+        unpatch_eagle_model(model)

@@ -1,0 +1,145 @@
+"""The fused forward over an `EaModel`'s own base model: verification of a draft tree in upstream's KV cache.
+
+Upstream's base models are transformers' Llama, Qwen2 and Qwen3 with another cache, so that `FusedTarget` reads their
+weights, and their cache holds for each layer what `KVCache` does: keys and values [1, kv_heads, max_length, head_dim].
+Prompts go through upstream's own forward, trees through this one, which a CUDA graph holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnsupportedModelError, UsageError, check_choice
+from ..ops import Ops, current
+from ..settings import TreeConfig
+from ..target.cache import ForwardBuffers, KVCache
+from ..target.choose import Choice
+from ..target.fused import FusedTarget, unfit_part
+from ..target.kernels.attention import REACH
+from ..target.kernels.tree_rows import ForwardRows, tree_rows
+from ..target.wrapper import default_tap_layers
+from ..tree import Trees
+from .reading import kind_of, rotary_of
+from .session import captured
+
+TARGET_BACKENDS = ("auto", "fused", "upstream")
+_BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def choose_forward(asked: str, model: Any) -> Choice:
+    """Choose the forward that verifies trees: "fused", or "upstream" for the base model's own.
+
+    "auto" takes the fused one on a GPU where it can run. Raises `UsageError` for an unknown name,
+    `UnsupportedModelError` for "fused" where the base model cannot be fused.
+    """
+    check_choice("target_backend", asked, TARGET_BACKENDS)
+    if asked == "upstream":
+        return Choice("upstream", "asked for")
+    reason = _unfit_reason(model)
+    if asked == "fused" and reason is not None:
+        raise UnsupportedModelError(
+            f"target_backend = 'fused' cannot run this base model: {reason}. Use target_backend='upstream'.",
+            option="target_backend", reason=reason,
+        )  # fmt: skip
+    if asked == "fused":
+        return Choice("fused", "asked for")
+    device = model.base_model.lm_head.weight.device
+    if reason is None and device.type != "cuda":
+        reason = f"the model is on {device}"
+    return Choice("fused", f"on {device}") if reason is None else Choice("upstream", reason)
+
+
+def fuse(model: Any, ops: Ops) -> FusedTarget:
+    """Build the fused forward; ask `choose_forward` first. The base model's matrices become views of packed ones."""
+    base = model.base_model
+    with torch.inference_mode(False), torch.no_grad(), current(base.lm_head.weight.device):
+        return FusedTarget(base, _tap_layers(model), ops, _rotary(base))
+
+
+class TreeForward:
+    """A forward over the tree of one sequence, captured where there is a GPU.
+
+    ``data`` is upstream's cache, [2 * layers, 1, kv_heads, max_length, head_dim], keys and values in turn; ``trees``
+    lies in the drafter's buffers, ``lengths`` int32 [1] are the committed rows. `run` writes ``logits`` [nodes, vocab]
+    and ``features`` [nodes, feature_width]. Raises `UsageError` for a tree that the attention kernel cannot take.
+    """
+
+    def __init__(self, target: FusedTarget, data: Tensor, tree: TreeConfig, trees: Trees, lengths: Tensor) -> None:
+        nodes, deepest = tree.total_tokens, min(tree.path_width, tree.total_tokens) - 1
+        if target.ops.use_kernels and tree.top_k > 1 and deepest > REACH:
+            raise UsageError(
+                f"The fused forward takes trees that branch to {REACH} levels; depth = {tree.depth} gives {deepest}. "
+                "Lower ea_layer.depth, or patch the model with target_backend='upstream'.",
+                option="depth", expected=REACH, found=deepest,
+            )  # fmt: skip
+        self.data = data
+        self._target, self._trees = target, trees
+        self._cache = KVCache.over(data[0::2], data[1::2])
+        self._rows = ForwardRows.allocate(1, nodes, lengths, is_path=tree.top_k == 1)
+        self._bufs: ForwardBuffers = target.new_buffers(1, nodes, nodes, self._cache.capacity)
+        self._replay: Callable[[], None] | None = None
+        target.reserve_positions(self._cache.capacity)
+
+    @property
+    def logits(self) -> Tensor:
+        """[nodes, vocab] of the last run."""
+        return self._bufs.logits
+
+    @property
+    def features(self) -> Tensor:
+        """[nodes, feature_width] of the last run."""
+        return self._bufs.features
+
+    def run(self) -> None:
+        """Run the target over the tree, without waiting; writes the tree's rows after the committed ones."""
+        if not self.data.is_cuda:
+            self._forward()
+            return
+        if self._replay is None:
+            self._replay = captured(self._forward)
+        self._replay()
+
+    def _forward(self) -> None:
+        self._target.ops(tree_rows)(self._trees, self._rows)
+        self._target.forward(self._rows, self._cache, self._bufs)
+
+
+def _tap_layers(model: Any) -> tuple[int, ...] | None:
+    """Layers whose inputs are EAGLE-3's features, ascending, as upstream's forwards collect them."""
+    if kind_of(model.ea_layer) != "eagle3":
+        return None
+    return tuple(sorted(set(default_tap_layers(len(model.base_model.model.layers)))))
+
+
+def _unfit_reason(model: Any) -> str | None:
+    """Why a base model is not fused, as the end of a sentence; None if it can be."""
+    base = model.base_model
+    name, taps = type(base).__name__, _tap_layers(model)
+    if name not in _BASES:
+        return f"{name} is none of {', '.join(_BASES)}"
+    if taps is not None and (len(taps) < 3 or taps[0] < 0):
+        return f"{len(base.model.layers)} layers have no three different ones to tap"
+    rotary = _rotary_module(base)
+    if "ynamic" in f"{type(rotary).__name__} {getattr(rotary, 'rope_type', '')}":
+        return "dynamic RoPE scaling changes its frequencies with the length"
+    if getattr(base.config, "sliding_window", None) is not None:
+        return "it attends within a sliding window"
+    return unfit_part(base, type(base.model.norm))
+
+
+def _rotary_module(base: Any) -> Any:
+    """Qwen2's and Qwen3's decoder has one; upstream's Llama has one in each layer."""
+    return getattr(base.model, "rotary_emb", None) or base.model.layers[0].self_attn.rotary_emb
+
+
+def _rotary(base: Any) -> Any:
+    module = _rotary_module(base)
+    if hasattr(module, "attention_scaling"):
+        return module
+    found = rotary_of(module, base.lm_head.weight.device)
+    return SimpleNamespace(inv_freq=found.inverse_frequencies, attention_scaling=found.scaling)

@@ -1,1 +1,0 @@
-"""Triton kernels under SafeAILab's own forward."""
