@@ -23,6 +23,7 @@ def test_bytes_of_known_dimensions() -> None:
     assert tree_sizes.draft_bytes("smollm2-135m", 49152) == pytest.approx(6 * 66.8e6, rel=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_sizes, "NODES", (6,))
     model = SpeculativeModel.from_pretrained(depth=2, top_k=3)

@@ -107,6 +107,7 @@ def test_exported_tokenizer_is_smollm2s(target):
     assert load_embedded_counts().tokenizer_hash == tokenizer.tokenizer_hash
 
 
+@pytest.mark.slow
 def test_export_depends_on_the_wheel_alone(target, tmp_path):
     again = export_embedded_target(tmp_path / "again")
     for path in sorted(target.iterdir()):
