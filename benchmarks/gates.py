@@ -2,7 +2,7 @@
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
-    EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.gates --untuned    # records what strict mode refuses
+    python -m benchmarks.gates --strict          # and no launch without tuned parameters
 
 Micro gates: the phases of a step (draft, verify, accept, commit) and tree attention over all layers after 512, 8,192
 and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
@@ -12,7 +12,8 @@ the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 
 All must be green three times in a row; then the full gates run: drafting over plain decoding, with random weights and a
 drawn verdict (`drawn_verdicts`). What is green, and when, is `gate_rules`; every threshold stands in ``gates.json``.
-They run in strict mode: a launch without tuned parameters is an error, unless ``--untuned`` lets rules stand for them.
+With ``--strict`` a launch without tuned parameters is an error: tiles of products and attention then have to be tuned
+first (``EAGLE_SLIM_SHAPES`` records them), as what ships is tuned for the drafter alone and follows rules elsewhere.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
@@ -163,10 +164,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run the gates; `--help` lists the options."""
     command = Command("gates", __doc__)
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
-    command.add_argument("--untuned", action="store_true", help="allow launches without tuned parameters")
+    command.add_argument("--strict", action="store_true", help="refuse launches without tuned parameters")
     args = command.parse_args(argv)
     device, gates = command.gpu(), Gates.load(THRESHOLDS)
-    if not args.untuned:
+    if args.strict:
         os.environ["EAGLE_SLIM_STRICT"] = "1"
     try:
         if not args.record:

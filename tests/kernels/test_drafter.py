@@ -280,7 +280,7 @@ def test_generation_is_the_targets_own(tmp_path_factory: pytest.TempPathFactory,
     assert misses["triton"] == misses["reference"]
     both = GenerationStats.sum([stats, stats]).to_json()["tuned_misses"]
     assert both["drafter"] == 2 * (stats.num_steps + stats.num_empty_steps)
-    assert "launch parameters not tuned here: drafter" in figures(stats)
+    assert "the drafter's launch parameters are not tuned here" in figures(stats)
     assert "drafter" not in figures(outputs["reference"].stats)
 
 
