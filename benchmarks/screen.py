@@ -81,7 +81,7 @@ def run(folder: Path, prompts: Sequence[Prompt], new: int, device: str | None, o
     lm_head = model.drafter.weights.lm_head
     told = open_screen_file(folder, artifact.head).header.metadata
     loaded = load_screen(folder, artifact.head)
-    own = [tensor.to(lm_head.device) for tensor in (loaded.rows.to(lm_head.dtype), loaded.down, loaded.project)]
+    rows, down, project = (tensor.to(lm_head.device) for tensor in (loaded.rows, loaded.down, loaded.project))
     categories = [prompt.category for prompt in prompts]
     states = answer_states(model, prompts, new)
     result: dict[str, Any] = {
@@ -90,13 +90,13 @@ def run(folder: Path, prompts: Sequence[Prompt], new: int, device: str | None, o
         "made_from": {name: told[name] for name in ("states", "text", "damping", "groups")}, "rows": [],
     }  # fmt: skip
     for per_group, wanted in CANDIDATES:
-        screen = Screen(*own, loaded.groups, per_group)
+        screen = Screen(rows.to(lm_head.dtype), down, project, loaded.groups, per_group)
         ranks = [rank for rank in wanted if rank <= screen.rank]
         kept = [recall(screen, each, lm_head, ranks) for each in states]
         for rank in ranks:
             read = round(len(lm_head) * rank / lm_head.shape[1]) + screen.num_candidates
-            sizes = {"rank": rank, "candidates": screen.num_candidates, "rows_read": read}
-            result["rows"].append(sizes | row(np.array([shares[rank] for shares in kept]), categories))
+            told_of = {"rank": rank, "candidates": screen.num_candidates, "rows_read": read}
+            result["rows"].append(told_of | row(np.array([shares[rank] for shares in kept]), categories))
             show(result["rows"][-1])
         write(result, out)
     ids = model.drafter.weights.draft_to_target.cpu().numpy()

@@ -45,4 +45,5 @@ def are_candidates(scores: Tensor, rows: Tensor, groups: int, per_group: int) ->
     group = (rows % groups)[:, None].expand(-1, depth, -1)
     others, mine = padded.gather(2, group), scores.gather(1, rows)[:, None]  # [states, depth, n], [states, 1, n]
     is_earlier = torch.arange(depth, device=rows.device)[:, None] < (rows // groups)[:, None]
-    return ((others > mine) | ((others == mine) & is_earlier)).sum(1) < per_group
+    chosen: Tensor = ((others > mine) | ((others == mine) & is_earlier)).sum(1) < per_group
+    return chosen
