@@ -2,6 +2,7 @@
 
     python -m benchmarks.gates [--out benchmarks/results/DATE-h200-gates.json]
     python -m benchmarks.gates --record          # references for this device, then as above
+    python -m benchmarks.gates --strict          # and no launch without tuned parameters
 
 Micro gates: the phases of a step (draft, verify, accept, commit) and tree attention over all layers after 512, 8,192
 and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
@@ -11,11 +12,14 @@ the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 
 All must be green three times in a row; then the full gates run: drafting over plain decoding, with random weights and a
 drawn verdict (`drawn_verdicts`). What is green, and when, is `gate_rules`; every threshold stands in ``gates.json``.
+With ``--strict`` a launch without tuned parameters is an error: tiles of products and attention then have to be tuned
+first (``EAGLE_SLIM_SHAPES`` records them), as what ships is tuned for the drafter alone and follows rules elsewhere.
 Exit status 0 when all are green, 1 when one is red, 2 for a wrong use.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 from collections.abc import Callable
@@ -26,7 +30,7 @@ from typing import Any
 
 import torch
 from eagle_slim.runtime.drafter.tuning.timing import capture
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
 
@@ -160,18 +164,21 @@ def main(argv: list[str] | None = None) -> None:
     """Run the gates; `--help` lists the options."""
     command = Command("gates", __doc__)
     command.add_argument("--record", action="store_true", help="measure this device's references first, and write them")
+    command.add_argument("--strict", action="store_true", help="refuse launches without tuned parameters")
     args = command.parse_args(argv)
     device, gates = command.gpu(), Gates.load(THRESHOLDS)
+    if args.strict:
+        os.environ["EAGLE_SLIM_STRICT"] = "1"
     try:
         if not args.record:
             gates.reference(str(machine(device)["device"]))
-    except UsageError as error:
+        micro = gates.micro
+        shapes = [(TreeConfig(micro.depth, TOP_K, micro.nodes), 1, micro.draft_vocab)]
+        shapes += [(TreeConfig(gate.depth, TOP_K, gate.nodes), gate.sequences, gate.draft_vocab) for gate in gates.full]
+        compile_ahead(micro.model, shapes, device)
+        report = run(gates, THRESHOLDS, RandomModel(gates.micro.model, device), args.record)
+    except (UsageError, DrafterError) as error:
         command.error(str(error))
-    micro = gates.micro
-    shapes = [(TreeConfig(micro.depth, TOP_K, micro.nodes), 1, micro.draft_vocab)]
-    shapes += [(TreeConfig(gate.depth, TOP_K, gate.nodes), gate.sequences, gate.draft_vocab) for gate in gates.full]
-    compile_ahead(micro.model, shapes, device)
-    report = run(gates, THRESHOLDS, RandomModel(gates.micro.model, device), args.record)
     write(report, args.out)
     sys.exit(0 if report["is_green"] else 1)
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.step --dims llama-3.1-8b --nodes 16 60 [--out FILE]
     python -m benchmarks.step --dims smollm2-135m --prefixes 512 --batch 1 2 4 8 16
+    EAGLE_SLIM_SHAPES=shapes.json python -m benchmarks.step --prefixes 512 --top-k 1 4 8 10 --nodes 16 32 60 --batch 1 4
 
 A random target and head of known dimensions. Rows: a step at each prefix, with trees and plain, and several sequences
 at the first prefix; sampling; medians of graph replays. The phases of the largest tree and of plain steps are timed
@@ -24,16 +25,25 @@ ROOM = 800
 """Rows for what 100 steps can add to a sequence, and for a tree."""
 
 
+def trees_of(top_ks: Sequence[int], nodes: Sequence[int]) -> list[TreeConfig]:
+    """Trees of depth 5, the largest first, of no more nodes than their ``top_k`` can give."""
+    found = [
+        TreeConfig(5, top_k, min(count, TreeConfig(5, top_k, 2).num_candidates + 1))
+        for count in sorted(nodes, reverse=True)
+        for top_k in top_ks
+    ]
+    return list(dict.fromkeys(found))
+
+
 @torch.inference_mode()
 def measure(
-    model: RandomModel, draft_vocab: int, nodes: Sequence[int], batch: int, prefixes: Sequence[int], bandwidth: float,
-    is_first: bool,
+    model: RandomModel, draft_vocab: int, trees: Sequence[TreeConfig], batch: int, prefixes: Sequence[int],
+    bandwidth: float, is_first: bool,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Rows of ``batch`` sequences at every prefix and size of tree, over one cache.
+    """Rows of ``batch`` sequences at every prefix and with every tree, over one cache.
 
     ``is_first``: at the first prefix sampling, too.
     """
-    trees = [TreeConfig(5, 10, count) for count in sorted(nodes, reverse=True)]
     cache = model.new_cache(batch, max(prefixes) + ROOM)
     for tree in [*trees, None]:
         decoder = model.decoder(cache, tree, draft_vocab)
@@ -41,6 +51,7 @@ def measure(
         for prefix in prefixes:
             floor_ms = (model.weight_bytes + model.kv_bytes(batch * prefix)) / bandwidth * 1e3
             row = {"batch": batch, "prefix": prefix, "nodes": decoder.nodes, "floor_ms": floor_ms}
+            row |= {} if tree is None else {"top_k": tree.top_k}
             row |= {"sampled": False, **phase_times(decoder, batch, prefix, has_phases=has_phases)}
             if is_first and has_phases and prefix == prefixes[0]:
                 set_sampling(decoder, temperature=0.7, top_p=0.9)
@@ -56,13 +67,15 @@ def main(argv: list[str] | None = None) -> None:
     command.add_argument("--prefixes", type=int, nargs="+", default=[512, 8192, 32768])
     command.add_argument("--batch", type=int, nargs="+", default=[1])
     command.add_argument("--nodes", type=int, nargs="+", default=[60])
+    command.add_argument("--top-k", type=int, nargs="+", default=[10])
     command.add_argument("--target", choices=("fused", "transformers"), default="fused")
     args = command.parse_args(argv)
     device = command.gpu()
     bandwidth = copy_bytes_per_s(device)
     model = RandomModel(args.dims, device, backend=args.target)
     rows = min(args.draft_vocab, model.dims.vocab)
-    compile_ahead(args.dims, [(TreeConfig(5, 10, n), batch, rows) for n in args.nodes for batch in args.batch], device)
+    trees = trees_of(args.top_k, args.nodes)
+    compile_ahead(args.dims, [(tree, batch, rows) for tree in trees for batch in args.batch], device)
     result: dict[str, Any] = {
         "dims": args.dims, "target": args.target, "draft_vocab": rows, "weight_bytes": model.weight_bytes,
         "machine": machine(device), "copy_TB_per_s": bandwidth / 1e12, "rows": [],
@@ -70,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     for batch in args.batch:
         # Several of the longest sequences would not fit.
         prefixes = args.prefixes if batch == 1 else args.prefixes[:1]
-        for row in measure(model, rows, args.nodes, batch, prefixes, bandwidth, is_first=batch == 1):
+        for row in measure(model, rows, trees, batch, prefixes, bandwidth, is_first=batch == 1):
             show(row)
             result["rows"].append(row)
             write(result, args.out)

@@ -6,6 +6,7 @@ EagleSlimError
 ├── PairingError            head, vocabulary, tokenizer and target do not belong together: other head or target
 ├── PromptError             the prompt is empty or too long for the model: other prompt
 ├── DrafterError            the drafter asked for cannot run here: other drafter or device
+│   ├── CheckError          EAGLE_SLIM_CHECK found a wrong value in a step: a defect, to be reported with the message
 │   └── GPUAssertionError   a call that is made for a GPU found none that it can use: other machine, or a CPU drafter
 └── PromptFileError         a prompt file cannot be read as Spec-Bench/MT-bench lines or plain text
 """
@@ -17,6 +18,7 @@ from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 
 __all__ = [
     "AcceptanceWarning",
+    "CheckError",
     "DrafterError",
     "EagleSlimError",
     "GPUAssertionError",
@@ -54,6 +56,10 @@ class PromptError(EagleSlimError):
 
 class DrafterError(EagleSlimError):
     """The drafter asked for cannot run with these dimensions or on this device."""
+
+
+class CheckError(DrafterError):
+    """``EAGLE_SLIM_CHECK=1`` found a value in a decoding step that breaks a rule; names slot, phase and value."""
 
 
 class GPUAssertionError(DrafterError):

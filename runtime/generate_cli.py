@@ -66,6 +66,7 @@ Examples:
 @click.option("--stop", multiple=True, metavar="TEXT", help="End the answer at this text; repeat for more than one.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at the end-of-sequence token.")
 @miss_log_option
+@click.option("--stats", is_flag=True, help="Print more figures: steps, sequences side by side, launches, ends.")
 @click.option("--check", is_flag=True, help="Decode plainly as well and compare the tokens; exit 1 if they differ.")
 @json_option
 @version_option()
@@ -103,6 +104,7 @@ def _generate(options: dict[str, Any]) -> None:
             option="--follow-rows", missing="--follow",
         )  # fmt: skip
     system, raw, check = options.pop("system"), options.pop("raw"), options.pop("check")
+    more_figures = options.pop("stats")
     if raw and system is not None:
         raise UsageError(
             "--system is part of the chat template, which --raw leaves out. Give one of them.", option="--system"
@@ -127,7 +129,7 @@ def _generate(options: dict[str, Any]) -> None:
         options, draft_vocab=options.pop("draft_vocab"), follow=follow, follow_rows=follow_rows or DEFAULT_FOLLOW_ROWS
     )
     given = {k: v for k, v in options.items() if v not in (None, ())}
-    session = _Session(model, system, raw, check, given, log_file)
+    session = _Session(model, system, raw, check, given, log_file, more_figures)
     if prompt is None:
         session.chat()
     else:
@@ -152,10 +154,12 @@ class _Session:
         check: bool,
         options: dict[str, Any],
         log_file: str | None,
+        more_figures: bool = False,
     ) -> None:
         from .miss_log import MissLog, check_log, vocabulary_name
 
         self.model, self.raw, self.check, self.options = model, raw, check, options
+        self.more_figures = more_figures
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.answered: list[GenerationStats] = []
@@ -199,6 +203,8 @@ class _Session:
             self._told = set(parts)
             seed = "" if output.seed is None else f"; seed {output.seed}"
             note(f"{figures(output.stats)}; ended by {result.finish_reason}{seed}")
+            if self.more_figures:
+                note(step_figures(output.stats))
         if self.check:
             _check(self.model, prompt, ids, output, self.options)
 
@@ -239,7 +245,9 @@ class _Session:
         elif command == "/stats":
             from .requests.stats import GenerationStats
 
-            note(figures(GenerationStats.sum(self.answered)))
+            stats = GenerationStats.sum(self.answered)
+            note(figures(stats))
+            note(step_figures(stats))
         elif command in ("/retry", "/undo"):
             if self.messages == self.opening:
                 raise UsageError("there is no message yet")
@@ -289,7 +297,22 @@ def figures(stats: GenerationStats) -> str:
         f"{stats.num_new_tokens} tokens in {stats.total_s:.2f} s: {stats.tokens_per_s:.1f} tokens/s, "
         f"{stats.mean_accepted_length:.2f} tokens per target pass ({stats.num_passes} passes){missed}"
         f"{reused if stats.num_reused_tokens else ''}; time: {shares}"
-        + ("; launch parameters not tuned for this shape" if stats.tuned_misses else "")
+        + ("; the drafter's launch parameters are not tuned here" if "drafter" in stats.tuned_misses else "")
+    )
+
+
+def step_figures(stats: GenerationStats) -> str:
+    """Return who ran in the steps of a generation, and why they ended, a line each."""
+    ends = ", ".join(f"{reason} {count}" for reason, count in stats.finish_reasons.items())
+    hits, misses = stats.tuned_hits, stats.tuned_misses
+    launches = ", ".join(
+        f"{kind} {hits.get(kind, 0)} of {hits.get(kind, 0) + misses.get(kind, 0)}" for kind in sorted({*hits, *misses})
+    )
+    return (
+        f"steps: {stats.num_steps}, {stats.tokens_per_step:.2f} tokens each; {stats.num_empty_steps} more found no "
+        f"sequence\nsequences side by side: mean {stats.mean_active:.2f}, least {stats.least_active}, most "
+        f"{stats.most_active}\nanswers ended by: {ends or 'none'}"
+        + (f"\nlaunches with tuned parameters: {launches}" if launches else "")
     )
 
 

@@ -1,18 +1,22 @@
-"""Kernel or twin, on which GPU, and where graphs are captured: the one place where it is chosen.
+"""Kernel or twin, on which GPU, under which name for a profiler, and where graphs are captured: the one place for it.
 
 An operation is a function that launches Triton kernels; its twin is the plain PyTorch function in the same module whose
 name ends in ``_ref``, with the same arguments and results, which defines it.
+
+With ``EAGLE_SLIM_RANGES=1`` each operation runs in a range of its name, and steps run phase by phase without graphs: a
+replay has no ranges inside.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -33,10 +37,38 @@ class Ops:
 
     def __call__(self, operation: Operation) -> Operation:
         """Return the operation itself, or its twin."""
-        if self.use_kernels:
-            return operation
-        twin: Operation = getattr(sys.modules[operation.__module__], f"{operation.__name__}_ref")
-        return twin
+        run = operation
+        if not self.use_kernels:
+            run = getattr(sys.modules[operation.__module__], f"{operation.__name__}_ref")
+        return _named(run, operation.__name__) if ranges_wanted() else run
+
+
+def ranges_wanted() -> bool:
+    """Whether the environment asks for a range around every operation."""
+    return os.environ.get("EAGLE_SLIM_RANGES", "0") not in ("", "0")
+
+
+@contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Name what runs inside for profilers: PyTorch's, and on a GPU NVTX."""
+    has_nvtx = torch.cuda.is_available()
+    if has_nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        if has_nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+def _named(operation: Operation, name: str) -> Operation:
+    @wraps(operation)
+    def run(*given: Any, **options: Any) -> Any:
+        with named_range(name):
+            return operation(*given, **options)
+
+    return cast(Operation, run)
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

@@ -1,13 +1,14 @@
-"""Find launch parameters of the persistent drafter for this GPU, and keep the best.
+"""Find launch parameters of a step's kernels for this GPU, and keep the best.
 
-    EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what has no tuned parameters
-    python -m eagle_slim.runtime.tune shapes.json         # tunes what was recorded on this GPU
+    EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what is launched
+    python -m eagle_slim.runtime.tune shapes.json         # tunes what has no parameters for this GPU yet
 
-Tries the derived parameters (`choose_launch`) and a handful of others that differ in one thing each, then the gains
-together. Each is checked against the fp32 reference before it is timed, as CUDA-graph replays interleaved with those of
-the derived parameters. The winner, even if it is the derived one, goes into the cache (``EAGLE_SLIM_TUNED``, ``--out``,
-or the one in the package), where launches find it. Random weights of the right shapes do: speed does not depend on
-values.
+Of the drafter, the target's products and its attention. Each shape's derived parameters are tried, and a handful of
+others that differ in one thing each, then the gains together; all are checked before they are timed, as CUDA-graph
+replays interleaved with those of the derived parameters: drafts against the fp32 reference, the target's kernels, whose
+parameters decide no bits, against the very bits. The winner, even if it is the derived one, goes into the cache
+(``EAGLE_SLIM_TUNED``, ``--out``, or the one in the package), where launches find it; a file holds those of several
+GPUs. Random weights of the right shapes do: speed does not depend on values.
 
 A head has one stored layout for all slots, trees and vocabularies. It is the cache's; where the cache has none, that of
 the first one-slot configuration tuned for the head, else the derived one.
@@ -18,15 +19,17 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .drafter.dimensions import DrafterConfig
 from .drafter.tuning.arguments import check_output, output_file, whole_from
 from .drafter.tuning.problem import Dims, draft_config
 from .errors import DrafterError, EagleSlimError, UsageError
+from .launches import KINDS, TILE_KINDS, recorded_lines, shape_key
 
 if TYPE_CHECKING:
     import torch
@@ -107,19 +110,15 @@ def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dic
     return {name: variant for name, variant in found.items() if variant.layout != own}
 
 
-def combine(base: LaunchParams, gains: Iterable[LaunchParams]) -> LaunchParams:
-    """Apply several changes of ``base`` to it, best first; a later one never undoes an earlier one."""
+def combine(base: Any, gains: Iterable[Any]) -> Any:
+    """Apply several changes of ``base``, a dataclass, to it, best first; a later one never undoes an earlier one."""
     result = base
     changed: set[str] = set()
     for variant in gains:
-        fields = {
-            name
-            for name in ("layout", "tiles", "part_keys", "block_keys")
-            if getattr(variant, name) != getattr(base, name)
-        }
-        if not fields & changed:
-            result = replace(result, **{name: getattr(variant, name) for name in fields})
-            changed |= fields
+        names = {each.name for each in fields(base) if getattr(variant, each.name) != getattr(base, each.name)}
+        if not names & changed:
+            result = replace(result, **{name: getattr(variant, name) for name in names})
+            changed |= names
     return result
 
 
@@ -149,17 +148,30 @@ def tune(
 
     ``layout``, ``most``: see `trials_of`.
     """
+    from .drafter.launch_params import LaunchParams
+
     derived, tried = trials_of(cfg, chip, layout, most)
+    best, trials = search(derived, tried, partial(measure, cfg), left)
+    assert isinstance(best, LaunchParams)
+    return best, trials
+
+
+def search(
+    derived: Any, tried: Mapping[str, Any], measure: Callable[[Any, Any], tuple[float, float]],
+    left: Callable[[], float],
+) -> tuple[Any, list[Trial]]:  # fmt: skip
+    """Choose among ``derived``, what is ``tried`` beside it, and the gains together; see `tune`."""
     trials: list[Trial] = []
 
-    def attempt(name: str, params: LaunchParams) -> Trial:
+    def attempt(name: str, params: Any) -> Trial:
         try:
-            derived_us, us = measure(cfg, derived, params)
+            derived_us, us = measure(derived, params)
             trial = Trial(name, us, derived_us)
         except DrafterError as error:
             trial = Trial(name, float("inf"), float("inf"), str(error))
         except Exception as error:  # Triton has no common base for what does not compile or fit
-            if type(error).__name__ not in ("OutOfResources", "CompilationError", "CompileTimeAssertionFailure"):
+            known = ("OutOfResources", "CompilationError", "CompileTimeAssertionFailure")
+            if type(error).__name__ not in known and "PassManager" not in str(error):
                 raise
             trial = Trial(name, float("inf"), float("inf"), f"{type(error).__name__}: {error}")
         trials.append(trial)
@@ -238,25 +250,29 @@ class GraphTimer:
         return Weights(head, packed)
 
 
-def recorded_configurations(path: Path, chip: str) -> list[tuple[Dims, DrafterConfig]]:
-    """What was recorded on ``chip``, those of a head together, fewest slots first: they set its layout.
+def of_this_gpu(chips: Iterable[str], path: Path, chip: str) -> None:
+    """Say how many shapes of other GPUs are left out. Raises `UsageError` where there is nothing of ``chip``."""
+    chips = list(chips)
+    left_out = sum(name != chip for name in chips)
+    if left_out == len(chips):
+        others = ", ".join(sorted(set(chips)))
+        raise UsageError(
+            f"{path} holds no shape" + (f" recorded on {chip}, only on {others}" if chips else "") + ". Record with "
+            "EAGLE_SLIM_SHAPES on the GPU that is tuned, or tune shapes of other GPUs for this one too (--any-gpu).",
+            path=path, chip=chip,
+        )  # fmt: skip
+    if left_out:
+        print(f"{left_out} shapes of other GPUs are left out (--any-gpu tunes them for this one)", flush=True)
 
-    Raises `UsageError` where there is nothing of it.
+
+def recorded_configurations(path: Path, chip: str | None) -> list[tuple[Dims, DrafterConfig]]:
+    """The drafts recorded on ``chip`` (None: on any), those of a head together.
+
+    Those of the fewest slots come first: they set its layout.
     """
     from .drafter.tuned_cache import read_shapes
 
-    shapes = read_shapes(path)
-    mine = [cfg for name, cfg in shapes if name == chip]
-    if not mine:
-        others = ", ".join(sorted({name for name, _ in shapes}))
-        raise UsageError(
-            f"{path} holds no shape" + (f" recorded on {chip}, only on {others}" if shapes else "") + ". Record with "
-            "EAGLE_SLIM_SHAPES on the GPU that is tuned; what has tuned parameters is not recorded.",
-            path=path, chip=chip,
-        )  # fmt: skip
-    left_out = len(shapes) - len(mine)
-    if left_out:
-        print(f"{left_out} shapes of other chips are left out", flush=True)
+    mine = [cfg for name, cfg in read_shapes(path) if chip in (None, name)]
     # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
     wanted = [
         (dims, draft_config(dims, c.draft_vocab, c.tree, c.num_slots, PREFIX, c.dtype, c.weight_dtype))
@@ -269,9 +285,19 @@ def recorded_configurations(path: Path, chip: str) -> list[tuple[Dims, DrafterCo
     )
 
 
-def print_trials(cfg: DrafterConfig, trials: list[Trial], best: LaunchParams) -> None:
-    """Print the table of one configuration."""
-    print(f"{_name(cfg)}: {best.to_json()}")
+def recorded_tiles(path: Path, chip: str | None) -> list[tuple[str, dict[str, Any]]]:
+    """The target's kernels recorded on ``chip`` (None: on any), each once: kind and shape, fewest rows first."""
+    found: dict[tuple[object, ...], tuple[str, dict[str, Any]]] = {}
+    for _, values in recorded_lines(path):
+        kind, name = values.pop("kernel"), values.pop("chip")
+        if kind in TILE_KINDS and chip in (None, name):
+            found[(kind, *values.items())] = (kind, values)
+    return sorted(found.values(), key=lambda item: item[1].get("rows", item[1].get("nodes", 0)))
+
+
+def print_trials(name: str, trials: list[Trial], best: object) -> None:
+    """Print the table of one shape."""
+    print(f"{name}: {best}")
     for trial in trials:
         shown = trial.fault or f"{trial.us:9.1f} us   derived {trial.derived_us:9.1f} us   {trial.gain:+.1%}"
         print(f"  {trial.name:40s} {shown}", flush=True)
@@ -289,11 +315,17 @@ def main(argv: list[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("shapes", type=Path, help="what EAGLE_SLIM_SHAPES=FILE recorded")
+    parser.add_argument("--kernels", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
+    parser.add_argument("--any-gpu", action="store_true", help="tune shapes recorded on other GPUs for this one, too")
+    parser.add_argument("--again", action="store_true", help="tune what has tuned parameters, too")
     parser.add_argument("--rounds", type=whole_from(1), default=15, help="samples per variant")
     parser.add_argument("--budget", type=float, default=300, help="seconds after which no new variant is begun")
     parser.add_argument("--out", type=output_file, help="the cache to add to; default the one that launches read")
     parser.add_argument(
         "--variants", type=whole_from(0), help="most variants to try of each; 0 only checks what is derived"
+    )
+    parser.add_argument(
+        "--prefixes", nargs="+", type=whole_from(1), metavar="N", help="tokens before the rows whose attention is timed"
     )
     try:
         run(parser.parse_args(argv))
@@ -303,54 +335,103 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Tune what the arguments ask for and save the cache after each configuration."""
+    """Tune what the arguments ask for and save the cache after each shape."""
     started = time.perf_counter()
     import torch
 
     from .drafter.kernel_launch import chip_of
-    from .drafter.tuned_cache import TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
-    from .drafter.tuning.precompile import Job, compile_all
+    from .drafter.tuned_cache import TunedCache, cache_key, open_tuned_cache, read_shapes
 
     # What is wrong with the file is told on any machine.
     read_shapes(args.shapes)
+    lines = [values for _, values in recorded_lines(args.shapes) if values["kernel"] in args.kernels]
     if not torch.cuda.is_available():
         raise DrafterError("Tuning needs an NVIDIA GPU.")
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device)
-    wanted = recorded_configurations(args.shapes, chip.name)
+    if not args.any_gpu or not lines:
+        of_this_gpu([values["chip"] for values in lines], args.shapes, chip.name)
     cache: TunedCache = TunedCache(args.out) if args.out else open_tuned_cache()
     check_output(cache.path, "--out, and with EAGLE_SLIM_TUNED for launches")
-    budget: float = args.budget
+    recorded_on = None if args.any_gpu else chip.name
 
     def left() -> float:
-        return budget - (time.perf_counter() - started)
+        return float(args.budget - (time.perf_counter() - started))
+
+    drafts = recorded_configurations(args.shapes, recorded_on) if "drafter" in args.kernels else []
+    todo = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in drafts}
+    if not args.again:
+        todo = {key: each for key, each in todo.items() if key not in cache.launches}
+    tiles = [
+        (kind, shape)
+        for kind, shape in recorded_tiles(args.shapes, recorded_on)
+        if kind in args.kernels and (args.again or shape_key(chip.name, shape) not in cache.tiles[kind])
+    ]
+    print(f"{len(todo)} drafts, {len(tiles)} products and attentions to tune for {chip.name}", flush=True)
+    done = tune_drafts(list(todo.values()), chip, cache, device, args, left) if todo else 0
+    done += tune_tiles(tiles, chip.name, cache, device, args, left)
+    spent = time.perf_counter() - started
+    print(f"{done} of {len(todo) + len(tiles)} shapes tuned in {spent:.0f} s, kept in {cache.path.name}")
+
+
+def tune_drafts(
+    todo: list[tuple[Dims, DrafterConfig]], chip: Chip, cache: TunedCache, device: torch.device,
+    args: argparse.Namespace, left: Callable[[], float],
+) -> int:  # fmt: skip
+    """Tune configurations of the drafter; how many were."""
+    from .drafter.tuned_cache import layout_key
+    from .drafter.tuning.precompile import Job, compile_all
 
     def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
         """The layout that a configuration has to take; None where it may set it."""
         may_set = cfg.num_slots == 1 and layout_key(cfg, chip) not in cache.layouts
         return None if may_set else cache.layout(cfg, chip)
 
-    todo = {cache_key(cfg, chip): (dims, cfg) for dims, cfg in wanted}
     jobs = []
-    for dims, cfg in todo.values():
+    for dims, cfg in todo:
         derived, tried = trials_of(cfg, chip, layout_for(cfg), args.variants)
         jobs += [Job(dims, cfg, params) for params in (derived, *tried.values())]
     compiled = sum(compile_all(jobs, max(1.0, left() * 0.6)))
     print(f"{compiled} of {len(jobs)} kernels compiled ahead, {left():.0f} s left", flush=True)
     done = 0
     timer: GraphTimer | None = None
-    for dims, cfg in todo.values():
+    for dims, cfg in todo:
         if left() < 0:
             print(f"out of time: {_name(cfg)} left out", flush=True)
             continue
         if timer is None or timer.dims != dims:
             timer = GraphTimer(dims, device, args.rounds)
         best, trials = tune(cfg, chip, timer, left, layout_for(cfg), args.variants)
-        print_trials(cfg, trials, best)
+        print_trials(_name(cfg), trials, best.to_json())
         cache.store(cfg, chip, best)
         cache.save()
         done += 1
-    print(f"{done} configurations tuned in {time.perf_counter() - started:.0f} s, kept in {cache.path.name}")
+    return done
+
+
+def tune_tiles(
+    todo: list[tuple[str, dict[str, Any]]], chip: str, cache: TunedCache, device: torch.device,
+    args: argparse.Namespace, left: Callable[[], float],
+) -> int:  # fmt: skip
+    """Tune products and attention of the target; how many were."""
+    from .drafter.tuning.target_tiles import PREFIXES, measure_tiles, task_of
+
+    done = 0
+    for kind, shape in todo:
+        key = shape_key(chip, shape)
+        if left() < 0:
+            print(f"out of time: {kind} {key} left out", flush=True)
+            continue
+        task = task_of(kind, shape, device, args.prefixes or PREFIXES)
+        tried = dict(list(task.variants().items())[: args.variants])
+        best, trials = search(task.own, tried, measure_tiles(task, args.rounds, device), left)
+        print_trials(f"{kind} {key}", trials, best)
+        # Who adds parts follows from the other tiles, and the number of rows of attention is a constant.
+        ruled = ("walks", "shares", "rows")
+        cache.tiles[kind][key] = {name: value for name, value in asdict(best).items() if name not in ruled}
+        cache.save()
+        done += 1
+    return done
 
 
 if __name__ == "__main__":

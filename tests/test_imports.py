@@ -59,7 +59,7 @@ FLOORS = {
     """,
     "runtime": """
         errors
-        ops settings tensor_checks
+        launches ops settings tensor_checks
         tree
         target/kernels
         target

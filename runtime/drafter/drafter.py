@@ -110,12 +110,6 @@ class BufferedDrafter:
         """Whether a draft waits for the device, so that no CUDA graph can hold it."""
         return self.drafter.backend != "triton"
 
-    @property
-    def is_tuned(self) -> bool | None:
-        """Whether the kernel's launch parameters come from the tuned cache; None without the kernel."""
-        packed = self.weights.packed
-        return None if packed is None else packed.launches.is_tuned(self.cfg)
-
     def clear_error_(self) -> None:
         """Make a barrier that timed out usable again."""
         timed_out(self.bufs)

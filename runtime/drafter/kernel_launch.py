@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DrafterError
+from ..launches import count
 from .buffers import Buffers
 from .dimensions import DrafterConfig
 from .follow import UNIT_ROWS
@@ -172,6 +173,7 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
             programs=params.num_programs,
             num_sms=chip_of(device).num_sms,
         )
+    count("drafter", packed.launches.is_tuned(cfg))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(params.num_programs,)](
         **kernel_arguments(cfg, features, packed, bufs),

@@ -4,14 +4,13 @@
 use, ``top_k`` and slots, in ``tuned.json`` beside this file or in the file named by ``EAGLE_SLIM_TUNED``; what it does
 not hold, `launch_params` derives. The length of the KV cache is no key, nor is a screen: a head behind one takes the
 parameters of the head without it, but for the tile of ``head``, which is derived. Both give the same results, only at
-different speed. Shapes that were launched without tuned parameters are recorded, one JSON object a line, in the file
-that ``EAGLE_SLIM_SHAPES`` names; ``python -m eagle_slim.runtime.tune`` reads it.
+different speed. The same file holds tiles of the target's kernels; `launches` has what they all share, and
+``python -m eagle_slim.runtime.tune`` fills it.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 from dataclasses import asdict, fields, replace
 from functools import cache
@@ -21,10 +20,11 @@ from typing import Any
 import torch
 
 from ..errors import DrafterError, UsageError
+from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_lines, tiles_of, tuned_path
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
 
-logger = logging.getLogger(__name__)
+_NO_SCREEN: dict[str, Any] = {"screen_rank": 0, "screen_groups": 0, "screen_per_group": 0}
 
 
 def layout_key(cfg: DrafterConfig, chip: Chip) -> str:
@@ -57,20 +57,16 @@ class TunedCache:
         self.path = path
         self.layouts: dict[str, StoredLayout] = {}
         self.launches: dict[str, LaunchParams] = {}
+        values, self.tiles = read_tuned(path)
+        """Of the target's products and attention, by key."""
         try:
-            if path.exists():
-                values = json.loads(path.read_text())
-                self.layouts = {key: StoredLayout(**value) for key, value in values["layouts"].items()}
-                self.launches = {
-                    key: LaunchParams.from_json(value, self.layouts[_layout_of(key)])
-                    for key, value in values["launches"].items()
-                }
+            self.layouts = {key: StoredLayout(**value) for key, value in values["layouts"].items()}
+            self.launches = {
+                key: LaunchParams.from_json(value, self.layouts[_layout_of(key)])
+                for key, value in values["launches"].items()
+            }
         except (OSError, ValueError, TypeError, AttributeError, KeyError, DrafterError) as error:
-            raise DrafterError(
-                f"{path} is not a cache of launch parameters ({type(error).__name__}: {error}). Name a file that "
-                "python -m eagle_slim.runtime.tune --out wrote, or one that does not exist yet (EAGLE_SLIM_TUNED).",
-                path=path,
-            ) from error
+            raise not_a_cache(path, error) from error
 
     def layout(self, cfg: DrafterConfig, chip: Chip) -> StoredLayout:
         """Return the layout to pack a head in: the tuned one, or `choose_layout`'s."""
@@ -83,17 +79,17 @@ class TunedCache:
     def find(self, cfg: DrafterConfig, chip: Chip, layout: StoredLayout | None = None) -> tuple[LaunchParams, bool]:
         """Return the parameters for a head packed in ``layout`` (default the cache's own), and whether they are tuned.
 
-        Those that are not are `choose_launch`'s, and the shape goes to the file that ``EAGLE_SLIM_SHAPES`` names.
+        Those that are not are `choose_launch`'s. Records, and raises, as `launches.note`.
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
-        found = self.launches.get(key)
-        if found is not None and layout in (None, own) and not cfg.screen_rank:
+        found = self.launches.get(key) if layout in (None, own) else None
+        # What is tuned is the head without its screen.
+        note("drafter", key, _shape(replace(cfg, **_NO_SCREEN), chip), found is not None)
+        if found is not None and not cfg.screen_rank:
             return found, True
         derived = choose_launch(cfg, chip, own if layout is None else layout)
-        if found is not None and layout in (None, own):
+        if found is not None:
             return replace(found, layout=own, tiles={**found.tiles, "head": derived.tiles["head"]}), True
-        record_shape(replace(cfg, screen_rank=0, screen_groups=0, screen_per_group=0), chip)
-        logger.info("No tuned launch parameters for %s: derived ones are used.", key)
         return derived, False
 
     def store(self, cfg: DrafterConfig, chip: Chip, params: LaunchParams) -> None:
@@ -114,6 +110,7 @@ class TunedCache:
         values = {
             "layouts": {key: asdict(layout) for key, layout in self.layouts.items()},
             "launches": {key: params.to_json() for key, params in self.launches.items()},
+            **self.tiles,
         }
         temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
         os.replace(temporary, self.path)
@@ -155,21 +152,18 @@ class FixedLaunch(LaunchTable):
 
 
 def open_tuned_cache() -> TunedCache:
-    """Open the cache that `Weights.pack` reads: ``EAGLE_SLIM_TUNED``, or the one that ships; each file is read once.
+    """Open the cache that `Weights.pack` reads (`launches.tuned_path`); each file is read once, and logged.
 
     Raises `DrafterError` for a file of another kind.
     """
-    return _read_once(Path(os.environ.get("EAGLE_SLIM_TUNED") or Path(__file__).with_name("tuned.json")))
+    return _read_once(tuned_path())
 
 
 @cache
 def _read_once(path: Path) -> TunedCache:
-    tuned = TunedCache(path)
-    logger.info(
-        "Launch parameters: %d tuned ones for %d heads are read from %s.",
-        len(tuned.launches), len(tuned.layouts), path,
-    )  # fmt: skip
-    return tuned
+    # Says what the file holds.
+    tiles_of(path)
+    return TunedCache(path)
 
 
 def _layout_of(key: str) -> str:
@@ -178,58 +172,29 @@ def _layout_of(key: str) -> str:
     return f"{chip}/{dims.split('-v')[0]}/{types}"
 
 
-def record_shape(cfg: DrafterConfig, chip: Chip) -> None:
-    """Append a configuration to the file that ``EAGLE_SLIM_SHAPES`` names; without that, do nothing.
-
-    A line is written whole, so several processes may share a file. Raises `DrafterError` when it cannot be written.
-    """
-    name = os.environ.get("EAGLE_SLIM_SHAPES")
-    if not name:
-        return
-    line = json.dumps({"chip": chip.name, **_plain(cfg)}) + "\n"
-    try:
-        descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise DrafterError(
-            f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder.",
-            path=name,
-        ) from error
+def _shape(cfg: DrafterConfig, chip: Chip) -> dict[str, Any]:
+    """What is recorded of a configuration."""
+    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
+    plain = {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in values.items()
+    }
+    return {"kernel": "drafter", "chip": chip.name, **plain}
 
 
 def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:
-    """Read what was recorded: (chip, configuration), each once, in the order of the file.
+    """Read the drafts that were recorded: (chip, configuration), each once, in the order of the file.
 
     Raises `UsageError` for a file that cannot be read, and for a line that is no shape, with its number.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: shapes cannot be read ({error}).", path=path) from error
     found: dict[tuple[str, DrafterConfig], None] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
+    for number, values in recorded_lines(path):
+        if values.pop("kernel") != "drafter":
             continue
         try:
-            values = json.loads(line)
             chip = values.pop("chip")
             types = {name: getattr(torch, values.pop(name)) for name in ("dtype", "weight_dtype")}
             found[chip, DrafterConfig(**values, **types)] = None
         except (ValueError, TypeError, KeyError, AttributeError, UsageError) as error:
-            raise UsageError(
-                f"{path}, line {number}: no shape of a draft ({type(error).__name__}: {error}). Expected a file that "
-                f"EAGLE_SLIM_SHAPES recorded, a JSON object a line.",
-                path=path, line=number,
-            ) from error  # fmt: skip
+            raise not_a_shape(path, number, error) from error
     return list(found)
-
-
-def _plain(cfg: DrafterConfig) -> dict[str, Any]:
-    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    return {
-        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        for name, value in values.items()
-    }

@@ -208,6 +208,7 @@ def _stats_of(states: Sequence[RunningRequest], more: dict[str, Any]) -> Generat
         lengths.update(state.accepted_lengths)
     return GenerationStats(
         accepted_lengths=dict(sorted(lengths.items())),
+        finish_reasons=dict(sorted(Counter(str(state.finish_reason) for state in states).items())),
         num_new_tokens=sum(len(state.token_ids) for state in states),
         num_prompt_tokens=sum(len(state.request.prompt_ids) for state in states),
         missed_ids=most_missed_first(state.missed.counts for state in states if state.missed is not None),

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..launches import Launches
+
 if TYPE_CHECKING:
     from ..drafter.weights import HeadWeights
 
 _IN_JSON = (
     "num_prompt_tokens", "num_reused_tokens", "num_nodes", "num_new_tokens", "num_passes", "num_accepted_tokens",
     "mean_accepted_length", "accepted_lengths", "num_cut_tokens", "num_plain_tokens", "num_missed", "missed_rate",
-    "missed_ids", "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "num_empty_steps",
-    "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
+    "missed_ids", "num_steps", "num_empty_steps", "tokens_per_step", "active_sequences", "mean_active",
+    "least_active", "most_active", "finish_reasons", "prefill_s", "draft_s", "verify_s", "step_s", "host_s", "total_s",
+    "tokens_per_s", "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
 )  # fmt: skip
 PHASES = ("prefill", "draft", "verify", "step")
 
@@ -116,16 +119,20 @@ class GenerationStats(AcceptedLengths):
     step_s: float = 0.0
     """Whole steps, draft to commit, where they are replayed as one; then draft and verify are 0."""
     total_s: float = 0.0
+    active_sequences: dict[int, int] = field(default_factory=dict)
+    """How many steps of the call ran each number of sequences side by side; empty steps are not among them."""
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    """How many answers ended by each reason (`RequestOutput.finish_reason`)."""
     num_empty_steps: int = 0
     """Steps that the device ran after everything had ended: the host launches one ahead."""
     cache_bytes: int = 0
     """Memory of the keys and values, the drafter's too, where the runtime holds them between calls."""
     graph_bytes: int = 0
     """Device memory that capturing the CUDA graphs has taken, those of earlier calls included."""
-    tuned_hits: int = 0
-    """Calls whose drafter had launch parameters from the tuned cache, for its head, vocabulary, tree and slots."""
-    tuned_misses: int = 0
-    """Calls whose drafter had to derive them: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
+    tuned_hits: dict[str, int] = field(default_factory=dict)
+    """Launches with tuned parameters (`launches`): of the "drafter", of the target's "products" and "attention"."""
+    tuned_misses: dict[str, int] = field(default_factory=dict)
+    """Launches whose parameters a rule gave: ``EAGLE_SLIM_SHAPES`` records for which shapes."""
     path: str = ""
     """What ran: loop, target and drafter, each with the reason."""
     exactness: str | None = None
@@ -133,6 +140,31 @@ class GenerationStats(AcceptedLengths):
     below float32."""
     steps: tuple[StepTimes, ...] = ()
     """Times of each step; a step is one pass of every sequence that runs in it."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the batch in which a sequence ran."""
+        return sum(self.active_sequences.values())
+
+    @property
+    def mean_active(self) -> float:
+        """Sequences that a step ran; 0.0 without a step."""
+        return sum(n * steps for n, steps in self.active_sequences.items()) / max(1, self.num_steps)
+
+    @property
+    def least_active(self) -> int:
+        """Fewest sequences that a step ran."""
+        return min(self.active_sequences, default=0)
+
+    @property
+    def most_active(self) -> int:
+        """Most sequences that a step ran."""
+        return max(self.active_sequences, default=0)
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a step of the batch added to all answers together; 0.0 without a step."""
+        return self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
     def num_missed(self) -> int:
@@ -174,17 +206,17 @@ class GenerationStats(AcceptedLengths):
     def to_json(self) -> dict[str, Any]:
         """Return plain numbers, keyed as in this class."""
         by_name = {name: getattr(self, name) for name in _IN_JSON}
-        for name in ("accepted_lengths", "missed_ids"):
+        for name in ("accepted_lengths", "missed_ids", "active_sequences"):
             by_name[name] = {str(key): count for key, count in by_name[name].items()}
         return by_name
 
     @classmethod
     def sum(cls, items: Iterable[GenerationStats]) -> GenerationStats:
         """Add up runs that were made one after another."""
-        lengths: Counter[int] = Counter()
+        lengths, active = Counter[int](), Counter[int]()
+        reasons, hits, misses = Counter[str](), Counter[str](), Counter[str]()
         names = ("num_new_tokens", "num_cut_tokens", "num_plain_tokens", "num_prompt_tokens", "num_reused_tokens",
-                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps", "tuned_hits",
-                 "tuned_misses")  # fmt: skip
+                 "prefill_s", "draft_s", "verify_s", "step_s", "total_s", "num_empty_steps")  # fmt: skip
         totals: dict[str, Any] = dict.fromkeys(names, 0)
         steps: list[StepTimes] = []
         items = list(items)
@@ -192,11 +224,19 @@ class GenerationStats(AcceptedLengths):
         for item in items:
             nodes.add(item.num_nodes)
             lengths.update(item.accepted_lengths)
+            active.update(item.active_sequences)
+            reasons.update(item.finish_reasons)
+            hits.update(item.tuned_hits)
+            misses.update(item.tuned_misses)
             steps += item.steps
             for name in names:
                 totals[name] += getattr(item, name)
         return cls(
             accepted_lengths=dict(sorted(lengths.items())),
+            active_sequences=dict(sorted(active.items())),
+            finish_reasons=dict(sorted(reasons.items())),
+            tuned_hits=dict(sorted(hits.items())),
+            tuned_misses=dict(sorted(misses.items())),
             missed_ids=most_missed_first(item.missed_ids for item in items),
             steps=tuple(steps),
             num_nodes=nodes.pop() if len(nodes) == 1 else 0,
@@ -204,10 +244,12 @@ class GenerationStats(AcceptedLengths):
         )
 
 
-def count_tuned(drafter: object) -> dict[str, int]:
-    """``tuned_hits`` and ``tuned_misses`` of one call with a drafter or None, both 0 without the kernel."""
-    is_tuned = getattr(drafter, "is_tuned", None)
-    return {"tuned_hits": int(is_tuned is True), "tuned_misses": int(is_tuned is False)}
+def count_tuned(launches: Launches) -> dict[str, dict[str, int]]:
+    """``tuned_hits`` and ``tuned_misses`` of launches."""
+    return {
+        name: {kind: number for (kind, found), number in sorted(launches.items()) if found == is_tuned}
+        for name, is_tuned in (("tuned_hits", True), ("tuned_misses", False))
+    }
 
 
 class PhaseTimer:

@@ -16,7 +16,7 @@ PyTorch twins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -28,12 +28,14 @@ from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
 from ..errors import UsageError
-from ..ops import Ops, side_stream
+from ..launches import count_again, counted_apart
+from ..ops import Ops, ranges_wanted, side_stream
 from ..settings import MAX_NEW_TOKENS
 from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
 from ..tree import Trees
+from .checks import Checks, check_accept, check_commit, check_draft, check_prefill, check_verify, checks_wanted
 from .graphs import GraphPool, Run, recall
 from .host_choice import HostChoice
 from .kernels.acceptance import SlotState, commit_features, commit_kv, list_active, walk
@@ -144,7 +146,9 @@ class Decoder:
         self._rows: dict[int, ForwardRows] = {}
         self._chunks: dict[int, _Chunk] = {}
         self._graphs: dict[ChoiceRules, dict[object, Run]] = {}
-        self._pool = GraphPool() if pool is None and device.type == "cuda" else pool
+        self._pool = GraphPool() if pool is None and device.type == "cuda" and not ranges_wanted() else pool
+        self.checks = Checks(device) if checks_wanted() else None
+        """What ``EAGLE_SLIM_CHECK`` asks for; None without it."""
         self.graph_bytes = 0
         """Memory that capturing graphs has taken."""
 
@@ -154,6 +158,8 @@ class Decoder:
         self.entering.active_count.zero_()
         if self.drafter is not None:
             self.drafter.clear_error_()
+        if self.checks is not None:
+            self.checks.clear_()
 
     @property
     def has_graphs(self) -> bool:
@@ -177,16 +183,6 @@ class Decoder:
     def _places_for(self, num_active: int) -> int:
         """Sequences of a forward: a bucket where kernels are compiled for each number, else as many as are running."""
         return min(bucket_of(num_active), self.num_slots) if self.ops.use_kernels else num_active
-
-    @contextmanager
-    def named_range(self, name: str) -> Iterator[None]:
-        """Name what runs inside for a profiler (NVTX)."""
-        if self._pool is None:
-            yield
-            return
-        torch.cuda.nvtx.range_push(name)
-        yield
-        torch.cuda.nvtx.range_pop()
 
     @property
     def tails(self) -> Tails | None:
@@ -212,7 +208,7 @@ class Decoder:
         """The same slots and their sequences, decoded plainly from where they are; there is no way back to trees."""
         plain = Decoder(self.target, self.cache, None, self.num_slots, self.waits, self._pool)
         plain.state, plain.entering, plain.choice, plain.box = self.state, self.entering, self.choice, self.box
-        plain.texts = self.texts
+        plain.texts, plain.checks = self.texts, self.checks
         plain._roots = _Roots(self.state, is_path=True)
         return plain
 
@@ -283,7 +279,7 @@ class Decoder:
 
     def _practise(self, runs: Iterable[Run]) -> None:
         """Run work over no slots, to compile kernels and create handles: a capture could not."""
-        with self._no_slots(), side_stream():
+        with counted_apart(), self._no_slots(), side_stream():
             for run in runs:
                 run()
 
@@ -291,9 +287,15 @@ class Decoder:
         """Capture work that has run before into a graph."""
         assert self._pool is not None
         before = torch.cuda.mem_get_info()[0]
-        replay = self._pool.capture(run)
+        with counted_apart() as launches:
+            replay = self._pool.capture(run)
         self.graph_bytes += max(0, before - torch.cuda.mem_get_info()[0])
-        return replay
+
+        def replayed() -> None:
+            count_again(launches)
+            replay()
+
+        return replayed
 
     @contextmanager
     def _no_slots(self) -> Iterator[None]:
@@ -341,12 +343,34 @@ class Decoder:
             self._remember(state, rules)
             ops(list_active)(state)
 
-        phases = (
+        phases = [
             Phase("verify", verify, self.waits), Phase("accept", accept, host is not None), Phase("commit", commit),
-        )  # fmt: skip
-        return phases if self.drafter is None else (
-            Phase("draft", self.drafter.draft, self.drafter.waits), *phases
-        )  # fmt: skip
+        ]  # fmt: skip
+        if self.drafter is not None:
+            phases.insert(0, Phase("draft", self.drafter.draft, self.drafter.waits))
+        if (checks := self.checks) is None:
+            return phases
+        vocab, capacity = self.target.vocab_size, self.cache.capacity
+        drafted, features = (None, None) if self.drafter is None else (self.drafter.bufs, self.drafter.features)
+        looks: dict[str, Run] = {
+            "draft": lambda: None if drafted is None else check_draft(checks, state, drafted, vocab),
+            "verify": lambda: check_verify(checks, state, rows, bufs, self.cache, trees),
+            "accept": lambda: check_accept(checks, state, choices, trees, capacity, vocab),
+            "commit": lambda: check_commit(checks, state, self.cache, features, nodes),
+        }
+        return self._checked(phases, looks)
+
+    def _checked(self, phases: Sequence[Phase], looks: Mapping[str, Run]) -> Sequence[Phase]:
+        """The same phases, each with what must hold after it."""
+        checks = self.checks
+        assert checks is not None
+
+        def run(phase: Phase) -> None:
+            phase.run()
+            looks[phase.name]()
+            checks.stop_(self.state, self.entering)
+
+        return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -399,10 +423,24 @@ class Decoder:
                 ops(commit_features)(entering, bufs.features, nodes, rows.first_row, self.drafter.features)
             self._remember(entering, rules)
 
-        return (
+        phases = (
             Phase("verify", verify, self.waits), Phase("prefill", prefill), Phase("accept", accept, host is not None),
             Phase("commit", commit),
         )  # fmt: skip
+        if (checks := self.checks) is None:
+            return phases
+        slots, drafter = rows.forward.attention.slots, self.drafter
+        features = None if drafter is None else drafter.features
+        return self._checked(phases, {
+            "verify": lambda: check_verify(checks, entering, rows.forward, bufs, self.cache),
+            "prefill": lambda: (
+                None if drafter is None else check_prefill(checks, slots, rows.pair_rows, drafter.bufs)
+            ),
+            "accept": lambda: check_accept(
+                checks, entering, chunk.choice, roots, self.cache.capacity, self.target.vocab_size
+            ),
+            "commit": lambda: check_commit(checks, entering, self.cache, features, self.nodes, lists_active=False),
+        })  # fmt: skip
 
     def _gather_rows(self) -> None:
         """Bring rows that have joined to where the drafter reads them."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..drafter.drafter import BufferedDrafter, Drafter
-from ..ops import current
+from ..ops import current, ranges_wanted
 from ..settings import TreeConfig
 from ..target.cache import KVCache
 from ..target.wrapper import TargetModel
@@ -31,7 +31,7 @@ class Decoders:
 
     def __init__(self, target: TargetModel, drafter: Drafter) -> None:
         self.target, self.drafter, self.tree = target.runs, drafter, drafter.tree
-        self.eager_reason = target.eager_reason
+        self.eager_reason = "EAGLE_SLIM_RANGES names all that runs" if ranges_wanted() else target.eager_reason
         """Why the target's forward is not in the graphs; None where it is."""
         self._cache: KVCache | None = None
         self._draft_cache: tuple[Tensor, Tensor] | None = None
@@ -45,12 +45,12 @@ class Decoders:
     @property
     def has_graphs(self) -> bool:
         """Whether steps, or what of them can be captured, are replayed from CUDA graphs."""
-        return self.target.device.type == "cuda"
+        return self.target.device.type == "cuda" and not ranges_wanted()
 
     @property
     def max_slots(self) -> int | None:
         """Most sequences side by side; None for any number: only kernels and their graphs have a limit."""
-        return BUCKETS[-1] if self.has_graphs or self.drafter.packing is not None else None
+        return BUCKETS[-1] if self.target.device.type == "cuda" or self.drafter.packing is not None else None
 
     @property
     def words(self) -> str:

@@ -9,7 +9,7 @@ Where tokens are chosen on the host, it reads each record before the next step.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..drafter.launch import timed_out
-from ..ops import current
+from ..launches import counted_apart
+from ..ops import current, named_range
 from ..requests.requests import RequestOutput, RunningRequest, collect
 from ..requests.stats import GenerationStats, PhaseTimer, count_tuned
 from ..settings import TreeConfig
@@ -70,7 +71,7 @@ class GenerationLoop:
         self.waiting = deque(state for state in states if state.finish_reason is None)
         self.running: dict[int, RunningRequest] = {}
         self.flying: deque[_Record] = deque()
-        self.num_empty_steps = 0
+        self.num_empty_steps, self.active_sequences = 0, Counter[int]()
         self._free: list[Tensor] = []
         numbers = torch.tensor(rules.numbers, dtype=torch.float32)
         chooses_on_host = rules.host_reason is not None
@@ -82,7 +83,7 @@ class GenerationLoop:
         if not self.waiting:
             return collect(self.states, {})
         device = self.decoders.target.device
-        with self.lock.hold(), current(device):
+        with self.lock.hold(), current(device), counted_apart() as self.launches:
             # More prompts than there are slots wait for a free one.
             num_slots = min(len(self.waiting), self.max_slots, self.decoders.max_slots or len(self.waiting))
             longest = max(state.request.max_tokens for state in self.waiting)
@@ -122,9 +123,10 @@ class GenerationLoop:
             self.states,
             timings,
             num_empty_steps=self.num_empty_steps,
+            active_sequences=dict(sorted((+self.active_sequences).items())),
             cache_bytes=self.decoders.cache_bytes,
             graph_bytes=self.decoders.graph_bytes,
-            **count_tuned(decoder.drafter),
+            **count_tuned(self.launches),
         )
 
     def _look_at_pace(self) -> None:
@@ -192,7 +194,7 @@ class GenerationLoop:
             for phase in self.decoder.timed_step(num_active, self.rules, self.host):
                 name = "draft" if phase.name == "draft" else "verify"
                 started = time.perf_counter()
-                with self.timer.phase(name), self.decoder.named_range(phase.name):
+                with self.timer.phase(name), named_range(phase.name):
                     phase.run()
                 self._seconds[phase.name] = time.perf_counter() - started
         else:
@@ -219,7 +221,11 @@ class GenerationLoop:
             self.decoder.clear_()
             assert self.decoder.drafter is not None
             raise timed_out(self.decoder.drafter.bufs)
-        self.num_empty_steps += record.is_step and not any(row[0] for row in rows[:-1])
+        if self.decoder.checks is not None:
+            self.decoder.checks.raise_fault()
+        num_active = sum(row[0] > 0 for row in rows[:-1])
+        self.num_empty_steps += record.is_step and not num_active
+        self.active_sequences[num_active] += record.is_step and num_active > 0
         if self.is_paced and record.is_step and self.tree is not None:
             count, took = len(record.sequences), self._seconds
             pace = self.decoders.paces.setdefault(count, Pace(self.tree.total_tokens))

@@ -14,11 +14,10 @@ from benchmarks.shared import decoding
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
     monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
-    monkeypatch.setattr(step, "TreeConfig", lambda depth, top_k, nodes: TreeConfig(1, 4, nodes))
     timed = decoding.phase_times
     monkeypatch.setattr(step, "phase_times", lambda *a, **options: timed(*a, **options, rounds=1, times=1))
     model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
-    rows = list(step.measure(model, 60, [4, 8], 1, [20, 40], 1e9, is_first=True))
+    rows = list(step.measure(model, 60, [TreeConfig(1, 4, 8), TreeConfig(1, 4, 4)], 1, [20, 40], 1e9, is_first=True))
     assert [(row["nodes"], row["prefix"], row["sampled"]) for row in rows] == [
         (8, 20, True), (8, 20, False), (8, 40, False), (4, 20, False), (4, 40, False),
         (1, 20, True), (1, 20, False), (1, 40, False),
@@ -28,7 +27,12 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["step_ms"] > 0
         assert ("verify_ms" in row) == (row["nodes"] != 4)
     assert "draft_ms" in rows[1]
+    assert [row.get("top_k") for row in rows] == [4, 4, 4, 4, 4, None, None, None]
     assert "draft_ms" not in rows[-1]
+
+
+def test_trees() -> None:
+    assert step.trees_of([1, 10], [16, 60]) == [TreeConfig(5, 1, 7), TreeConfig(5, 10, 60), TreeConfig(5, 10, 16)]
 
 
 def test_command_line() -> None:

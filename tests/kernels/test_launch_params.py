@@ -135,7 +135,7 @@ def test_layouts_beyond_the_kernels_are_refused() -> None:
         replace(params, tiles=tiles)
 
 
-def test_misses_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, chip = tmp_path / "shapes.json", KNOWN_CHIPS[90]
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     cfg = draft_config(MODELS["smollm2-135m"], 4096, TREE, 4, 512, weight_dtype=torch.float8_e4m3fn)
@@ -151,7 +151,11 @@ def test_misses_are_recorded_for_the_tuner(tmp_path: Path, monkeypatch: pytest.M
     assert [name for name, _ in read_shapes(path)] == ["sm_90", "sm_100"]
     cache.store(cfg, chip, choose_launch(cfg, chip))
     assert LaunchTable(cache.layout(cfg, chip), cache, chip).is_tuned(cfg)
-    assert len(read_shapes(path)) == 2
+    assert [line["tuned"] for line in map(json.loads, path.read_text().splitlines())] == [False, False, True]
+    monkeypatch.setenv("EAGLE_SLIM_STRICT", "1")
+    assert cache.find(cfg, chip)[1]
+    with raises(DrafterError, kernel="drafter", key=cache_key(replace(cfg, num_slots=1), chip)):
+        cache.find(replace(cfg, num_slots=1), chip)
     path.write_text('{"chip": "sm_90"}\n')
     with raises(UsageError, path=path, line=1):
         read_shapes(path)

@@ -16,7 +16,7 @@ from eagle_slim.runtime.drafter.launch_params import (
     choose_launch,
     choose_layout,
 )
-from eagle_slim.runtime.drafter.tuned_cache import cache_key, record_shape
+from eagle_slim.runtime.drafter.tuned_cache import TunedCache, cache_key
 from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config
 from eagle_slim.runtime.errors import DrafterError, UsageError
 from eagle_slim.runtime.settings import TreeConfig
@@ -109,7 +109,10 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("EAGLE_SLIM_SHAPES", str(path))
     small = replace(draft_config(MODELS["smollm2-135m"], 4096, TreeConfig(2, 4, 10), 2, 3000), has_fc_bias=True)
     for cfg, chip in ((replace(CFG, num_slots=4), CHIP), (small, CHIP), (CFG, CHIP), (CFG, KNOWN_CHIPS[100])):
-        record_shape(cfg, chip)
+        TunedCache(tmp_path / "none.json").find(cfg, chip)
+    with path.open("a") as file:
+        file.write('{"kernel": "attention", "chip": "sm_90", "group": 4, "nodes": 60, "dtype": "float16"}\n' * 2)
+        file.write('{"kernel": "products", "chip": "sm_100", "form": "sum", "rows": 16, "dtype": "float16"}\n')
     found = tune.recorded_configurations(path, CHIP.name)
     assert [(dims, cfg.num_slots, cfg.draft_vocab) for dims, cfg in found] == [
         (Dims.of(CFG), 1, 32000), (Dims.of(CFG), 4, 32000), (Dims.of(small), 2, 4096),
@@ -117,11 +120,16 @@ def test_recorded_shapes_are_tuned_head_by_head(tmp_path: Path, monkeypatch: pyt
     for recorded, (_, cfg) in zip((CFG, replace(CFG, num_slots=4), small), found, strict=True):
         assert cache_key(cfg, CHIP) == cache_key(recorded, CHIP)
         assert cfg.tree == recorded.tree
-    with raises(UsageError, path=path, chip="other"):
-        tune.recorded_configurations(path, "other")
-    path.write_text("")
+    assert len(tune.recorded_configurations(path, None)) == 4
+    attention = ("attention", {"group": 4, "nodes": 60, "dtype": "float16"})
+    assert tune.recorded_tiles(path, CHIP.name) == [attention]
+    assert [kind for kind, _ in tune.recorded_tiles(path, None)] == ["products", "attention"]
+    tune.of_this_gpu(["other", CHIP.name], path, CHIP.name)
+    with raises(UsageError, path=path, chip="other") as foreign:
+        tune.of_this_gpu([CHIP.name], path, "other")
+    assert "--any-gpu" in str(foreign.value)
     with raises(UsageError, path=path) as empty:
-        tune.recorded_configurations(path, CHIP.name)
+        tune.of_this_gpu([], path, CHIP.name)
     assert str(empty.value).startswith(f"{path} holds no shape. Record")
 
 
@@ -152,7 +160,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "shapes.json"
     broken.write_text('{"chip": "sm_90", "hid')
     for arguments, words in (
-        ([str(broken)], "line 1: no shape of a draft"),
+        ([str(broken)], "line 1: no shape of a draft or a forward"),
         ([str(tmp_path / "missing")], "shapes cannot be read"),
         ([str(broken), "--variants", "-1"], "no whole number from 0 on"),
         ([str(broken), "--out", str(tmp_path)], "cannot be written"),

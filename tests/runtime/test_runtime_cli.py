@@ -99,8 +99,9 @@ def answer(ended: Ended) -> dict[str, Any]:
 
 
 def test_one_answer_with_check(generate: Run) -> None:
-    code, out, err = generate("--prompt", "hello", "--max-new-tokens", "12", "--check")
+    code, out, err = generate("--prompt", "hello", "--max-new-tokens", "12", "--check", "--stats")
     assert code == 0, err
+    assert "sequences side by side: mean 1.00, least 1, most 1\nanswers ended by: " in err
     assert out.strip()
     assert "12 tokens in" in err or "ended by eos" in err
     for figure in ("tokens per target pass", "draft", "verify", "equal plain greedy decoding"):
@@ -328,6 +329,7 @@ def test_commands_of_the_chat(chat: Run, monkeypatch: pytest.MonkeyPatch) -> Non
     assert sent[3][0] == {"role": "system", "content": "Be brief."}
     assert "/system TEXT" in err
     assert "10 tokens in" in err  # of the whole chat
+    assert "answers ended by: length 2" in err
     assert "/nonsense is no command" in err
 
 

@@ -22,6 +22,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...launches import tuned_tiles
 from . import attention_kernels as kernels
 from .attention_kernels import BLOCK, MAIN_ROWS, REACH, TAIL_ROWS
 from .machine import num_processors, overlapping
@@ -192,7 +193,14 @@ def tree_attention(
     group, device = heads // kv_heads, qkv.device
     blocks = triton.cdiv(nodes * group, MAIN_ROWS if tiles is None else tiles.rows)
     is_wide = head_dim > 128 or qkv.dtype == torch.float32
-    tiles = tiles or attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
+    if tiles is None:
+        own = attention_tiles(places * kv_heads * blocks, num_processors(device), is_wide)
+        # `AttentionScratch.allocate` makes room for one state where one program is the rule.
+        tiles = tuned_tiles(
+            "attention", device, own, lambda tiles: tiles.rows == own.rows and own.walks <= tiles.walks,
+            group=group, kv_heads=kv_heads, head_dim=head_dim, places=places, nodes=nodes, path=rows.paths is None,
+            dtype=str(qkv.dtype).removeprefix("torch."),
+        )  # fmt: skip
     parts = num_states(capacity, tiles)
     shape = kernels.AttentionShape(
         group, kv_heads, head_dim, max(16, triton.next_power_of_2(head_dim)), rows.paths is None, window is not None,

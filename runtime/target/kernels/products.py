@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...launches import tuned_tiles
 from . import product_kernels as kernels
 from .machine import major_capability, num_processors, overlapping
 from .product_kernels import (
@@ -139,13 +140,41 @@ def product_tiles(
     elif shape.size * shape.depth < _SMALL:
         tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
     else:
-        # As wide as registers allow, where there is one part; else two programs share a multiprocessor.
-        is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
+        # As wide as registers allow, where sums of parts do not need room; else two programs share a multiprocessor.
+        most_rows = rows if shape.splits == 1 else 256 if has_bulk else 0
+        is_wide = 128 < rows <= most_rows and kind != "sum"
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide and has_bulk else 3, bulk=has_bulk)
-    count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
-    walks = rows > 64 and (shape.splits == 1 or count >= _enough(num_sms))
+    walks = _walks(tiles, shape, rows, num_sms)
     # One program on a multiprocessor: more in flight.
     return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and walks else tiles.num_stages)
+
+
+def _walks(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) -> bool:
+    """Whether a program sums all parts: where there are many."""
+    count = -(-shape.size // tiles.block_n) * -(-rows // tiles.block_rows)
+    return rows > 64 and (shape.splits == 1 or count >= _enough(num_sms))
+
+
+def who_sums(tiles: ProductTiles, shape: ProductShape, rows: int, device: torch.device) -> ProductTiles:
+    """The same tiles, with who sums the parts of these rows there."""
+    walks = _walks(tiles, shape, rows, num_processors(device))
+    # Not on a GPU, programs run one after another, and would wait forever.
+    return replace(tiles, walks=walks, shares=device.type == "cuda" and shape.splits > 1 and not walks)
+
+
+def has_descriptors(weight: Tensor, x: Tensor) -> bool:
+    """Whether both can be copied by descriptors: two-byte numbers, rows and both beginnings at whole 16 bytes."""
+    return (
+        major_capability(weight.device) >= 9 and weight.itemsize == 2 and weight.shape[1] % 8 == 0
+        and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+    )  # fmt: skip
+
+
+def can_launch(tiles: ProductTiles, shape: ProductShape) -> bool:
+    """Whether `split_scratch` has room for tiles, and their steps divide the parts of K."""
+    widest = 256 if shape.splits == 1 else 128
+    fits = 64 <= tiles.block_n <= 128 and 16 <= tiles.block_rows <= widest
+    return fits and tiles.block_k >= 16 and _SPLIT_UNIT % tiles.block_k == 0
 
 
 def _enough(num_sms: int) -> int:
@@ -156,8 +185,8 @@ def _enough(num_sms: int) -> int:
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
     """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
     tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
-    # Parts are left by few tiles of up to 128 by 128 numbers, or by a matrix of fewer than 192 times 64 rows.
-    most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
+    # Parts are left by few tiles of up to 128 by 256 numbers, or by a matrix of fewer than 192 times 64 rows.
+    most = max(_enough(num_processors(device)) * 128 * 256, 192 * 64 * 64)
     parts = max(shape.splits * min(size * -(-rows // 128) * 128, most) for shape, size in shapes)
     return SplitScratch(
         torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
@@ -380,18 +409,17 @@ def head_product(rows: NormedRows, norm: Norm, weight: Tensor, out: Tensor, tile
 def _tiles(
     shape: ProductShape, rows: int, kind: Literal["pairs", "sum", "logits"], weight: Tensor, x: Tensor
 ) -> ProductTiles:  # fmt: skip
-    # What a descriptor asks for: two-byte numbers, rows and both beginnings at whole 16 bytes.
-    has_bulk = (
-        major_capability(weight.device) >= 9 and weight.itemsize == 2 and shape.depth % 8 == 0
-        and weight.data_ptr() % 16 == 0 and x.data_ptr() % 16 == 0
+    device, has_bulk = weight.device, has_descriptors(weight, x)
+    own = product_tiles(shape, rows, kind, weight.itemsize, num_processors(device), has_bulk)
+    tiles = tuned_tiles(
+        "products", device, own, lambda tiles: can_launch(tiles, shape) and has_bulk >= tiles.bulk, form=kind,
+        size=shape.size, depth=shape.depth, rows=rows, dtype=str(weight.dtype).removeprefix("torch."),
     )  # fmt: skip
-    tiles = product_tiles(shape, rows, kind, weight.itemsize, num_processors(weight.device), has_bulk)
-    # Elsewhere programs run one after another, and would wait forever.
-    return replace(tiles, shares=weight.is_cuda and shape.splits > 1 and not tiles.walks)
+    return who_sums(tiles, shape, rows, device)
 
 
 def _programs(blocks: int, rows: int, shape: ProductShape, tiles: ProductTiles) -> int:
-    return blocks * triton.cdiv(rows, tiles.block_rows) * (1 if tiles.walks else shape.splits)
+    return blocks * -(-rows // tiles.block_rows) * (1 if tiles.walks else shape.splits)
 
 
 def _operands(x: Tensor, weight: Tensor, tiles: ProductTiles, is_pair: bool) -> tuple[Any, ...]:

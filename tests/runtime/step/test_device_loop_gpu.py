@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.errors import CheckError
 from eagle_slim.runtime.step import decoder, decoders
 from eagle_slim.runtime.step.decoder import Decoder
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
@@ -48,6 +49,20 @@ def test_greedy_equals_transformers(tmp_path: Path, kind: str) -> None:
         assert "CUDA graphs" in output.stats.path
         # The host learns one step late that a slot has ended; a call of one wave ends with one empty step at most.
         assert output.stats.num_empty_steps <= (len(prompts) if "max_slots" in options else 2)
+
+
+def test_checks_run_within_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts = pair(tmp_path, "llama")
+    expected = model.generate(prompts, max_new_tokens=20, max_slots=2).token_ids
+    monkeypatch.setenv("EAGLE_SLIM_CHECK", "1")
+    checked = model.with_tree(model.drafter.tree)
+    output = checked.generate(prompts, max_new_tokens=20, max_slots=2)
+    assert output.token_ids == expected
+    assert "CUDA graphs" in output.stats.path
+    # The norm's gain is read by the graphs where it lies.
+    model.target.model.model.norm.weight.data[0] = torch.nan  # type: ignore[union-attr]
+    with pytest.raises(CheckError, match=r"after verify, slot 0, node .*: the logit is nan"):
+        checked.generate(prompts[1], max_new_tokens=20)
 
 
 def greedy(model: SpeculativeModel, prompt: list[int], count: int, **options: Any) -> list[int]:

@@ -96,7 +96,6 @@ def test_graphs_of_rules_are_bounded_and_captured_anew(
     of = CallRules.of
     monkeypatch.setattr(CallRules, "of", lambda *arguments: of(*arguments[:-1], torch.device("cuda")))
     monkeypatch.setattr(decoder, "side_stream", nullcontext)
-    monkeypatch.setattr(decoder.Decoder, "named_range", lambda *_: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     model._decoders._decoders.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
@@ -216,6 +217,17 @@ def count_positions(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(reference.ReferenceDraft, "layer", counted)
     return passes
+
+
+def test_who_ran_is_counted(tmp_path: Path) -> None:
+    model = build(tmp_path)
+    # A prompt's forward gives the first token, each plain step one for every sequence: four steps of two, four of one.
+    output = model.generate(PROMPTS[:3], max_new_tokens=5, max_slots=2, ignore_eos=True, speculative=False)
+    stats = output.stats
+    assert (stats.active_sequences, stats.tokens_per_step, stats.finish_reasons) == ({1: 4, 2: 4}, 1.5, {"length": 3})
+    drafted = model.generate(PROMPTS, max_new_tokens=24)
+    assert sum(count * steps for count, steps in drafted.stats.active_sequences.items()) == drafted.stats.num_passes
+    assert drafted.stats.finish_reasons == Counter(result.finish_reason for result in drafted.results)
 
 
 def test_a_finished_slot_costs_no_draft_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

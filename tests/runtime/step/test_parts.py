@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,13 @@ def test_statistics_add_up() -> None:
     assert (both.accepted_lengths, both.num_cut_tokens) == ({1: 2, 3: 5}, 2)
     assert both.tokens_per_s == pytest.approx(1.9)
     assert GenerationStats().mean_accepted_length == 0.0
+    # Two steps of three sequences and one of one gave 5 tokens; then one of one gave 12.
+    first = replace(one, active_sequences={1: 1, 3: 2}, finish_reasons={"eos": 2, "length": 1})
+    whole = GenerationStats.sum([first, replace(other, active_sequences={1: 1}, finish_reasons={"eos": 1})])
+    assert (first.num_steps, first.mean_active, first.least_active, first.most_active) == (3, 7 / 3, 1, 3)
+    assert (first.tokens_per_step, whole.tokens_per_step) == (5 / 3, 17 / 4)
+    assert (whole.active_sequences, whole.finish_reasons) == ({1: 2, 3: 2}, {"eos": 3, "length": 1})
+    assert (one.mean_active, one.least_active, one.most_active, one.tokens_per_step) == (0.0, 0, 0, 0.0)
 
 
 def test_phases_are_timed_apart() -> None:

@@ -1,0 +1,280 @@
+"""What runs in a decoding step, kernel by kernel; and does anything wait, copy or allocate that should not?
+
+    python -m benchmarks.trace --dims llama-3.1-8b --trace trace.json --figure step.svg [--out FILE]
+    python -m benchmarks.trace --dims llama-3.1-8b --phases --trace phases.json
+    python -m benchmarks.trace --dims llama-3.1-8b --ncu
+
+Runs steps as generation does, with a random target and head of known dimensions, and writes PyTorch's trace of them
+(for ui.perfetto.dev or chrome://tracing), each kernel under its own name also in replayed graphs. Prints the time of
+each part of a step, and ends with exit status 1 unless between the first and the last step
+
+    the host waits for nothing but each step's record,
+    no copy is made but that of the record, one a step,
+    the allocator hands out nothing.
+
+``--phases`` runs steps without graphs, in ranges named by phase and operation (``EAGLE_SLIM_RANGES``, for NVTX too);
+there the waits of what is not captured are only listed. ``--figure`` draws one step as a timeline. ``--ncu`` runs one
+step under Nsight Compute instead: memory and L2 throughput, and stalls at barriers, of drafter and attention.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.ops import named_range, ranges_wanted
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step.decoder import Decoder
+
+from benchmarks.shared.command import Command, show, write
+from benchmarks.shared.decoding import LAYERS, RandomModel, compile_ahead, fill, run_steps
+from benchmarks.shared.timing import machine
+
+PARTS = {
+    "draft": ("draft_kernel",),
+    "rows and masks": ("tree_rows_kernel", "embed_kernel"),
+    "QKV": ("qkv_product_kernel",),
+    "attention": ("main_kernel", "tail_kernel"),
+    "output and down": ("add_product_kernel",),
+    "MLP": ("gated_product_kernel",),
+    "LM head": ("head_product_kernel", "norm_kernel"),
+    "accept": ("penalise_kernel", "best_kernel", "pick_kernel", "mass_kernel", "draw_kernel", "survey_kernel",
+               "narrow_kernel", "collect_kernel", "cut_kernel", "bar_ngrams_kernel", "walk_kernel"),
+    "commit": ("commit_kv_kernel", "commit_features_kernel", "mark_seen_kernel", "keep_text_kernel",
+               "list_active_kernel"),
+}  # fmt: skip
+"""Kernels of each part of a step, by the end of their names."""
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy", "cudaMalloc", "cudaFree")
+STEP = "eagle-slim step"
+METRICS = {
+    "memory, % of peak": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "L2, % of peak": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps stalled at barriers": "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
+}
+Event = dict[str, Any]
+
+
+def part_of(kernel: str) -> str:
+    """The part of a step that a kernel belongs to; "other" for what is not ours."""
+    found = (part for part, names in PARTS.items() if kernel.lstrip("_") in names)
+    return next(found, "other")
+
+
+def steps_in(events: Sequence[Event]) -> list[Event]:
+    """The ranges that the host has put around steps, in order."""
+    found = [each for each in events if each.get("cat") == "user_annotation" and each.get("name") == STEP]
+    return sorted(found, key=lambda event: float(event["ts"]))
+
+
+def faults_of(events: Sequence[Event], num_allocated: int) -> list[str]:
+    """What happened between the first and the last step that should not: sentences.
+
+    ``events`` of a PyTorch trace: "ph" X, "cat", "name", "ts" and "dur" in microseconds. ``num_allocated``: blocks that
+    the allocator has handed out meanwhile.
+    """
+    steps = steps_in(events)
+    if len(steps) < 3:
+        return [f"the trace holds {len(steps)} steps, expected 3 at least"]
+    first, last = steps[1]["ts"], steps[-1]["ts"]
+    inside = [each for each in events if each.get("ph") == "X" and first < each["ts"] < last]
+    host = [each["name"] for each in inside if each["cat"] in ("cuda_runtime", "cuda_driver")]
+    faults = [f"the host calls {name} {host.count(name)} times" for name in WAITS if name in host]
+    most = len(steps)
+    if host.count("cudaEventSynchronize") > most:
+        faults.append(f"the host waits {host.count('cudaEventSynchronize')} times for {most} records")
+    copies = [each["name"] for each in inside if each["cat"] == "gpu_memcpy"]
+    others = sorted({name for name in copies if "DtoH" not in name or "Pageable" in name})
+    faults += [f"{copies.count(name)} copies are no records: {name}" for name in others]
+    if len(copies) > most:
+        faults.append(f"{len(copies)} copies in {most} steps, expected one each")
+    if num_allocated:
+        faults.append(f"the allocator hands out {num_allocated} blocks")
+    return faults
+
+
+def last_step(events: Sequence[Event]) -> list[Event]:
+    """The kernels of the last whole step, from its draft to the next one's; all where there is no draft."""
+    kernels = sorted((each for each in events if each.get("cat") == "kernel"), key=lambda event: float(event["ts"]))
+    drafts = [place for place, kernel in enumerate(kernels) if part_of(kernel["name"]) == "draft"]
+    return kernels[drafts[-2] : drafts[-1]] if len(drafts) > 1 else kernels
+
+
+def times_of(events: Sequence[Event]) -> dict[str, float]:
+    """Microseconds of a step by part, "other" and the time in which nothing runs; kernels that overlap count once."""
+    kernels = last_step(events)
+    times, end = dict.fromkeys([*PARTS, "other", "nothing"], 0.0), None
+    for kernel in kernels:
+        begin, stop = float(kernel["ts"]), float(kernel["ts"]) + float(kernel["dur"])
+        if end is not None:
+            times["nothing"] += max(0.0, begin - end)
+            begin = max(begin, end)
+        times[part_of(kernel["name"])] += max(0.0, stop - begin)
+        end = stop if end is None else max(end, stop)
+    return times
+
+
+@torch.inference_mode()
+def traced(decoder: Decoder, num_active: int, prefix: int, steps: int, path: Path) -> tuple[list[Event], int]:
+    """Run steps, and write their trace; its events, and how many blocks were allocated between the first and last."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    allocated: list[int] = []
+    step = decoder.step
+
+    def marked(*given: Any) -> None:
+        allocated.append(_num_allocated(decoder.target.device))
+        with record_function(STEP):
+            if not ranges_wanted():
+                step(*given)
+                return
+            for phase in decoder.timed_step(*given):
+                with named_range(phase.name):
+                    phase.run()
+
+    decoder.step = marked  # type: ignore[assignment, method-assign]
+    activities = [ProfilerActivity.CPU]
+    if decoder.target.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    fill(decoder, num_active, prefix)
+    run_steps(decoder, num_active, 3)
+    allocated.clear()
+    with profile(activities=activities) as found:
+        run_steps(decoder, num_active, steps)
+    decoder.step = step  # type: ignore[method-assign]
+    found.export_chrome_trace(str(path))
+    return json.loads(path.read_text())["traceEvents"], allocated[-1] - allocated[1]
+
+
+def _num_allocated(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["allocation.all.allocated"]) if device.type == "cuda" else 0
+
+
+def draw(events: Sequence[Event], path: Path, title: str) -> None:
+    """Draw the kernels of one step as a timeline, a row for each part."""
+    from matplotlib.figure import Figure
+
+    kernels = last_step(events)
+    start = float(kernels[0]["ts"])
+    figure = Figure(figsize=(10, 3.2), layout="constrained")
+    axes = figure.subplots()
+    parts = [part for part in [*PARTS, "other"] if any(part_of(kernel["name"]) == part for kernel in kernels)]
+    for row, part in enumerate(parts):
+        spans = [
+            ((float(kernel["ts"]) - start) / 1e3, float(kernel["dur"]) / 1e3)
+            for kernel in kernels
+            if part_of(kernel["name"]) == part
+        ]
+        axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=f"C{row}")
+    axes.set_yticks(range(len(parts)), parts)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.set_title(title)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def counters_of(text: str) -> dict[str, dict[str, float]]:
+    """Read what ``ncu --csv`` prints: medians of each of `METRICS` over the launches of a kernel."""
+    lines = [line for line in text.splitlines() if line.startswith('"')]
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in csv.DictReader(lines):
+        label = next((label for label, name in METRICS.items() if name == row["Metric Name"]), None)
+        if label is not None:
+            by_label = found.setdefault(row["Kernel Name"].split("(")[0], {})
+            by_label.setdefault(label, []).append(float(row["Metric Value"].replace(",", "")))
+    return {name: {label: statistics.median(values) for label, values in own.items()} for name, own in found.items()}
+
+
+def run_under_ncu(arguments: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Run two steps of this benchmark under Nsight Compute. Raises `UsageError` where it is missing or fails."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise UsageError("--ncu needs Nsight Compute: ncu is not in PATH. Install it with the CUDA toolkit.")
+    command = [
+        ncu, "--csv", "--target-processes", "all", "--kernel-name", "regex:draft_kernel|main_kernel|tail_kernel",
+        "--metrics", ",".join(METRICS.values()), sys.executable, "-m", "benchmarks.trace", *arguments,
+        "--phases", "--steps", "1", "--only-run",
+    ]  # fmt: skip
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = counters_of(ended.stdout)
+    if ended.returncode or not found:
+        tail = (ended.stdout + ended.stderr)[-500:]
+        raise UsageError(f"ncu ended with {ended.returncode} and gave no counters: {tail}")
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the benchmark; `--help` lists the options."""
+    command = Command("trace", __doc__)
+    command.add_argument("--dims", default="llama-3.1-8b", choices=sorted(LAYERS))
+    command.add_argument("--draft-vocab", type=int, default=32000)
+    command.add_argument("--prefix", type=int, default=512)
+    command.add_argument("--batch", type=int, default=1)
+    command.add_argument("--nodes", type=int, default=60)
+    command.add_argument("--steps", type=int, default=12)
+    command.add_argument("--trace", type=Path, help="write PyTorch's trace here")
+    command.add_argument("--figure", type=Path, help="draw one step here: .svg, .png or .pdf")
+    command.add_argument("--phases", action="store_true", help="without graphs, in ranges named by operation")
+    command.add_argument("--ncu", action="store_true", help="counters of Nsight Compute instead of a trace")
+    command.add_argument("--only-run", action="store_true", help="run the steps, and measure nothing")
+    args = command.parse_args(argv)
+    device = command.gpu()
+    if args.ncu:
+        asked = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("dims", "draft_vocab", "prefix",
+                                                                                 "batch", "nodes")]  # fmt: skip
+        try:
+            counters = run_under_ncu(asked)
+        except UsageError as error:
+            command.error(str(error))
+        for name, row in counters.items():
+            show({"kernel": name, **row})
+        write({"machine": machine(device), "counters": counters}, args.out)
+        return
+    if args.phases:
+        os.environ["EAGLE_SLIM_RANGES"] = "1"
+    model, tree = RandomModel(args.dims, device), TreeConfig(5, 10, args.nodes)
+    rows = min(args.draft_vocab, model.dims.vocab)
+    compile_ahead(args.dims, [(tree, args.batch, rows)], device)
+    room = args.prefix + (args.steps + 4) * tree.new_tokens_width + args.nodes
+    decoder = model.decoder(model.new_cache(args.batch, room), tree, rows)
+    if args.only_run:
+        with torch.inference_mode():
+            fill(decoder, args.batch, args.prefix)
+            run_steps(decoder, args.batch, args.steps)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        events, num_allocated = traced(
+            decoder, args.batch, args.prefix, args.steps, args.trace or Path(folder) / "trace.json"
+        )
+    times, faults = times_of(events), faults_of(events, num_allocated)
+    show({"us": "of one step", **times})
+    if args.figure is not None:
+        title = f"One step, {args.dims}, {args.nodes} nodes after {args.prefix} tokens, {machine(device)['device']}"
+        draw(events, args.figure, title)
+    for fault in faults:
+        print(f"fault: {fault}", flush=True)
+    is_good = args.phases or not faults
+    write({"machine": machine(device), **vars_of(args), "us": times, "faults": faults, "is_good": is_good}, args.out)
+    print("nothing waits, copies or allocates but for the records" if not faults else f"{len(faults)} faults")
+    sys.exit(0 if is_good else 1)
+
+
+def vars_of(args: Any) -> dict[str, Any]:
+    """The arguments that say what was run."""
+    return {
+        name: getattr(args, name) for name in ("dims", "draft_vocab", "prefix", "batch", "nodes", "steps", "phases")
+    }
+
+
+if __name__ == "__main__":
+    main()

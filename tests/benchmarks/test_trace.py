@@ -1,0 +1,128 @@
+"""What a trace tells of steps: times by part, and waits, copies and allocations that should not be."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime.drafter.tuning import problem
+from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.settings import TreeConfig
+from eagle_slim.runtime.step.kernels import acceptance
+from eagle_slim.runtime.target.kernels import products
+
+from benchmarks import trace
+from benchmarks.shared import decoding
+
+
+def event(cat: str, name: str, ts: float, dur: float = 1.0) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+
+def steps(count: int = 4) -> list[dict[str, Any]]:
+    """A clean trace: every 100 us a step, its kernels, the copy of its record, and a wait for one."""
+    found = []
+    for ts in range(0, count * 100, 100):
+        found += [
+            event("user_annotation", trace.STEP, ts, 5), event("cuda_runtime", "cudaGraphLaunch", ts + 1),
+            event("kernel", "draft_kernel", ts + 10, 20), event("kernel", "_tree_rows_kernel", ts + 30, 2),
+            event("kernel", "qkv_product_kernel", ts + 35, 10), event("kernel", "main_kernel", ts + 43, 5),
+            event("kernel", "void at::native::copy", ts + 50, 1), event("cuda_runtime", "cudaMemcpyAsync", ts + 3),
+            event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", ts + 60),
+            event("cuda_runtime", "cudaEventSynchronize", ts + 6),
+        ]  # fmt: skip
+    return found
+
+
+def test_times_of_a_step() -> None:
+    times = trace.times_of(steps())
+    # Attention begins 2 us before qkv ends, and counts from there; nothing runs from 32 to 35, 48 to 50, and 51 on.
+    assert {name: time for name, time in times.items() if time} == {
+        "draft": 20, "rows and masks": 2, "QKV": 10, "attention": 3, "other": 1, "nothing": 5,
+    }  # fmt: skip
+
+
+def test_a_clean_trace_has_no_faults() -> None:
+    assert trace.faults_of(steps(), 0) == []
+    assert "expected 3" in trace.faults_of(steps(2), 0)[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (event("cuda_runtime", "cudaStreamSynchronize", 250), "the host calls cudaStreamSynchronize 1 times"),
+        (event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 250), "1 copies are no records: Memcpy HtoD"),
+        (event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 250), "1 copies are no records: Memcpy DtoD"),
+    ],
+)
+def test_what_should_not_be_is_named(more: dict[str, Any], words: str) -> None:
+    (fault,) = trace.faults_of([*steps(), more], 0)
+    assert words in fault
+    # Before the second step and after the last it may be.
+    assert trace.faults_of([*steps(), {**more, "ts": 50}, {**more, "ts": 350}], 0) == []
+
+
+def test_allocations_and_too_many_waits() -> None:
+    waits = [event("cuda_runtime", "cudaEventSynchronize", 250 + i) for i in range(4)]
+    assert trace.faults_of([*steps(), *waits], 3) == [
+        "the host waits 6 times for 4 records", "the allocator hands out 3 blocks",
+    ]  # fmt: skip
+
+
+def test_every_kernel_of_a_step_has_a_part() -> None:
+    kernels = [name for module in (products.kernels, acceptance) for name in vars(module) if name.endswith("_kernel")]
+    assert len(kernels) > 8
+    assert [name for name in kernels if trace.part_of(name) == "other"] == []
+    assert trace.part_of("some_draft_kernel") == "other"
+
+
+def test_steps_are_traced_in_ranges_of_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_SLIM_RANGES", "1")
+    monkeypatch.setitem(problem.MODELS, "tiny", problem.Dims(32, 48, 4, 2, 8, 90))
+    monkeypatch.setitem(decoding.LAYERS, "tiny", 4)
+    model = decoding.RandomModel("tiny", torch.device("cpu"), torch.float32)
+    decoder = model.decoder(model.new_cache(2, 200), TreeConfig(1, 4, 8), 60)
+    events, allocated = trace.traced(decoder, 2, 20, 4, tmp_path / "trace.json")
+    assert allocated == 0
+    assert len(trace.steps_in(events)) == 4
+    assert trace.faults_of(events, allocated) == []
+    names = [each.get("name") for each in events]
+    for phase in ("draft", "verify", "accept", "commit"):
+        assert names.count(phase) == 4
+    # By operation, of four layers.
+    assert names.count("qkv_product") == names.count("tree_attention") == names.count("gated_product") == 16
+    assert {"tree_rows", "head_product", "choose_tokens", "walk", "commit_kv", "list_active"} <= set(names)
+    trace.draw(steps(), tmp_path / "step.svg", "One step")
+    assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+def test_counters_of_nsight_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    rows = [(name, metric, value) for name in ("draft_kernel(Features, int)", "main_kernel")
+            for metric, value in zip(trace.METRICS.values(), ("81.5", "1,040.25", "3"), strict=True)]  # fmt: skip
+    text = "==PROF== Connected\n" + head + "".join(f'"0","{n}","{m}","%","{v}"\n' for n, m, v in rows)
+    own = {"memory, % of peak": 81.5, "L2, % of peak": 1040.25, "warps stalled at barriers": 3.0}
+    assert trace.counters_of(text) == {"draft_kernel": own, "main_kernel": own}
+    ran: list[list[str]] = []
+    monkeypatch.setattr(trace.shutil, "which", lambda _: "/opt/ncu")
+    monkeypatch.setattr(
+        trace.subprocess, "run",
+        lambda command, **_: (ran.append(command), subprocess.CompletedProcess(command, 0, text, ""))[1],
+    )  # fmt: skip
+    assert trace.run_under_ncu(["--dims=x"])["main_kernel"] == own
+    assert ran[0][-5:] == ["--dims=x", "--phases", "--steps", "1", "--only-run"]
+    text = ""
+    with pytest.raises(UsageError, match="gave no counters"):
+        trace.run_under_ncu([])
+    monkeypatch.setattr(trace.shutil, "which", lambda _: None)
+    with pytest.raises(UsageError, match="ncu is not in PATH"):
+        trace.run_under_ncu([])
+
+
+def test_command_line() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        trace.main(["--dims", "gpt"])
+    assert stopped.value.code == 2

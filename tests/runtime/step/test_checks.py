@@ -1,0 +1,138 @@
+"""EAGLE_SLIM_CHECK=1: silent on sound steps; for each kind of wrong number, its slot, phase and value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_slim.runtime import SpeculativeModel
+from eagle_slim.runtime.drafter.reference import draft_ref
+from eagle_slim.runtime.errors import CheckError
+from eagle_slim.runtime.step.kernels import acceptance
+from support.tiny_models import random_prompts, tiny_target, write_head
+
+pytestmark = pytest.mark.filterwarnings("ignore::eagle_slim.runtime.errors.AcceptanceWarning")
+TREE = {"depth": 3, "top_k": 4, "total_tokens": 12}
+PROMPTS = random_prompts([3, 9, 5])
+Spoil = Callable[[Any], None]
+
+
+@pytest.fixture(autouse=True)
+def _checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EAGLE_SLIM_CHECK", "1")
+
+
+def build(tmp_path: Path, **options: Any) -> SpeculativeModel:
+    return SpeculativeModel.from_pretrained(tiny_target("llama"), write_head(tmp_path / "head"), **(TREE | options))
+
+
+@pytest.mark.parametrize(
+    ("tree", "options"),
+    [
+        ({}, {}), ({"depth": 3, "top_k": 1, "total_tokens": 5}, {"temperature": 0.8, "top_p": 0.9, "seed": 3}),
+        ({}, {"speculative": False}), ({}, {"repetition_penalty": 1.2, "max_slots": 2, "ignore_eos": True}),
+    ],
+    ids=["greedy", "a sampled chain", "plain", "fewer slots"],
+)  # fmt: skip
+def test_sound_steps_pass_with_the_same_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: dict[str, int], options: dict[str, Any]
+) -> None:
+    checked = build(tmp_path, **tree).generate(PROMPTS, max_new_tokens=12, **options)
+    monkeypatch.setenv("EAGLE_SLIM_CHECK", "0")
+    assert checked.token_ids == build(tmp_path, **tree).generate(PROMPTS, max_new_tokens=12, **options).token_ids
+
+
+def spoil_draft(spoil: Spoil) -> Callable[..., None]:
+    def draft(cfg: Any, features: Any, head: Any, bufs: Any) -> None:
+        draft_ref(cfg, features, head, bufs)
+        spoil(bufs)
+
+    return draft
+
+
+DRAFT = {
+    "tokens": (lambda b: b.draft_tokens[1, 5].fill_(24), "slot 1, node 5: the token is 24, expected an id below 24"),
+    "root": (lambda b: b.draft_tokens[2, 0].sub_(1), "slot 2: the root's token is"),
+    "parents": (lambda b: b.parents[0, 4].fill_(7), "slot 0, node 4: the parent is 7, expected a node before it"),
+    "positions": (lambda b: b.tree_position_ids[1, 3].fill_(9), "slot 1, node 3: the position is 9"),
+    "mask": (lambda b: b.tree_mask[2, 0, 3, 11].fill_(True), "slot 2, node 3, seen node 11: the mask is 1"),
+    "paths": (lambda b: b.retrieve_indices[0, 1, 0].fill_(2), "slot 0, path 1, place 0: the path's node is 2"),
+    "spans": (lambda b: b.prefix[1].add_(1), "slot 1: prefix + num_new is"),
+    "keys": (lambda b: b.keys[2].fill_(float("nan")), "slot 2, new token 0, number 0: the drafter's keys is nan"),
+}
+
+
+@pytest.mark.parametrize("name", DRAFT)
+def test_wrong_drafts_are_named(tmp_path: Path, name: str) -> None:
+    spoil, message = DRAFT[name]
+    model = build(tmp_path, drafter=spoil_draft(spoil))
+    with pytest.raises(CheckError, match="after draft, " + re.escape(message)) as caught:
+        model.generate(PROMPTS, max_new_tokens=12, ignore_eos=True)
+    assert caught.value.facts["phase"] == "draft"
+
+
+@pytest.mark.parametrize("what", ["logits", "features", "keys"])
+def test_numbers_of_a_forward_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    model, calls = build(tmp_path), []
+    forward = model.target.runs.forward
+
+    def spoiled(rows: Any, cache: Any, bufs: Any, last_row: Any = None) -> None:
+        forward(rows, cache, bufs, last_row)
+        calls.append(last_row is None)
+        # The second step: both slots run, of 12 rows each.
+        if sum(calls) == 2:
+            spot = {"logits": lambda: bufs.logits[14], "features": lambda: bufs.features[14],
+                    "keys": lambda: cache.layers[1][0][1, 0, rows.kv_rows[14]]}[what]()  # fmt: skip
+            spot[3] = float("inf")
+
+    monkeypatch.setattr(model.target.runs, "forward", spoiled)
+    at = {"logits": "id 3: the logit", "features": "number 3: the feature", "keys": "number "}[what]
+    with pytest.raises(CheckError, match=rf"after verify, slot 1, node 2, {at}.* is inf, expected"):
+        model.generate(PROMPTS[:2], max_new_tokens=12, ignore_eos=True)
+    # A fault does not outlive its call.
+    monkeypatch.undo()
+    assert len(model.generate(PROMPTS[0], max_new_tokens=4, ignore_eos=True).token_ids[0]) == 4
+
+
+STATE = {
+    "path": ("walk", lambda s: s.path[1].fill_(3), "after accept, slot 1, step 0: the path's node is 3"),
+    "token": ("walk", lambda s: s.new_tokens[0, 0].add_(30), "after accept, slot 0, step 0: the token is"),
+    "length": ("walk", lambda s: s.lengths[1].add_(1), "after accept, slot 1: prefix + num_new is"),
+    "end": ("walk", lambda s: s.num_generated[0].add_(99), "after accept, slot 0: num_generated is"),
+    "list": ("list_active", lambda s: s.active_inverse.fill_(0), "after commit, slot 1: its place is 0"),
+    "count": ("list_active", lambda s: s.active_count.fill_(1), "after commit, slot 0: active_count is 1"),
+}
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_wrong_spans_and_lists_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    operation, spoil, message = STATE[name]
+    true = getattr(acceptance, f"{operation}_ref")
+
+    def spoiled(*given: Any) -> None:
+        true(*given)
+        state = next(each for each in given if isinstance(each, acceptance.SlotState))
+        # Steps alone: there both slots have taken part.
+        if int((state.record[:-1, 0] > 0).sum()) == 2:
+            spoil(state)
+
+    monkeypatch.setattr(acceptance, f"{operation}_ref", spoiled)
+    with pytest.raises(CheckError, match=re.escape(message)):
+        build(tmp_path).generate(PROMPTS[:2], max_new_tokens=12, ignore_eos=True)
+
+
+def test_a_prompts_chunk_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(tmp_path)
+    forward = model.target.runs.forward
+
+    def spoiled(rows: Any, cache: Any, bufs: Any, last_row: Any = None) -> None:
+        forward(rows, cache, bufs, last_row)
+        bufs.features[1] = torch.nan
+
+    monkeypatch.setattr(model.target.runs, "forward", spoiled)
+    with pytest.raises(CheckError, match="after verify, slot 0, node 1, number 0: the feature is nan, expected finite"):
+        model.generate(PROMPTS[0], max_new_tokens=2)
