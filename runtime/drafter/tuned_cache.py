@@ -24,6 +24,8 @@ from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_line
 from .dimensions import DrafterConfig
 from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_launch, choose_layout
 
+_NO_SCREEN: dict[str, Any] = {"screen_rank": 0, "screen_groups": 0, "screen_per_group": 0}
+
 
 def layout_key(cfg: DrafterConfig, chip: Chip) -> str:
     """Name a layout of the cache: what is the same in all launches over a head."""
@@ -81,8 +83,8 @@ class TunedCache:
         """
         own, key = self.layout(cfg, chip), cache_key(cfg, chip)
         found = self.launches.get(key) if layout in (None, own) else None
-        unscreened = replace(cfg, screen_rank=0, screen_groups=0, screen_per_group=0)
-        note("drafter", key, _shape(unscreened, chip), found is not None)
+        # What is tuned is the head without its screen.
+        note("drafter", key, _shape(replace(cfg, **_NO_SCREEN), chip), found is not None)
         if found is not None and not cfg.screen_rank:
             return found, True
         derived = choose_launch(cfg, chip, own if layout is None else layout)
