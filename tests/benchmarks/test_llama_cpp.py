@@ -48,7 +48,8 @@ def test_a_round_and_its_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "speed / full" not in full
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(["full"], marks=pytest.mark.slow), ["full", "512"]])
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [["full"], ["full", "512"]])
 def test_heads_of_each_size_and_type(tmp_path: Path, sizes: list[str]) -> None:
     heads = llama_cpp.make_heads(tmp_path, sizes, ["bf16", "q8_0"])
     assert list(heads) == ["plain", *(f"{size} {kind}" for kind in ("bf16", "q8_0") for size in sizes)]

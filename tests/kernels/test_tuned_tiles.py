@@ -131,7 +131,8 @@ def test_the_cache_keeps_all_kernels_of_all_gpus(tuned: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [("products", SUM), ("products", {**SUM, "form": "pairs"}), ("products", {**SUM, "form": "logits"}),
-     ("attention", TREE), ("attention", {**TREE, "path": True})],
+     pytest.param("attention", TREE, marks=pytest.mark.slow),
+     pytest.param("attention", {**TREE, "path": True}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_tasks_compute_the_same_with_every_tile(kind: str, shape: dict[str, Any]) -> None:
     task = target_tiles.task_of(kind, shape, CPU, (3, 70))

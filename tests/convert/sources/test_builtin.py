@@ -141,6 +141,7 @@ def test_missing_wheel_names_the_command(monkeypatch, tmp_path, target):
     )
 
 
+@pytest.mark.slow
 def test_cache_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
