@@ -140,9 +140,8 @@ def product_tiles(
     elif shape.size * shape.depth < _SMALL:
         tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
     else:
-        # As wide as registers allow, where sums of parts do not need room; else two programs share a multiprocessor.
-        most_rows = rows if shape.splits == 1 else 256 if has_bulk else 0
-        is_wide = 128 < rows <= most_rows and kind != "sum"
+        # As wide as registers allow, where there is one part; else two programs share a multiprocessor.
+        is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
         tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide and has_bulk else 3, bulk=has_bulk)
     walks = _walks(tiles, shape, rows, num_sms)
     # One program on a multiprocessor: more in flight.
@@ -185,8 +184,8 @@ def _enough(num_sms: int) -> int:
 def split_scratch(shapes: list[tuple[ProductShape, int]], rows: int, device: torch.device) -> SplitScratch:
     """Allocate for products of up to ``rows`` rows; with each shape, the rows that all tiles of its weight have."""
     tiles = max(-(-size // 64) * -(-rows // 16) for _, size in shapes)
-    # Parts are left by few tiles of up to 128 by 256 numbers, or by a matrix of fewer than 192 times 64 rows.
-    most = max(_enough(num_processors(device)) * 128 * 256, 192 * 64 * 64)
+    # Parts are left by few tiles of up to 128 by 128 numbers, or by a matrix of fewer than 192 times 64 rows.
+    most = max(_enough(num_processors(device)) * 128 * 128, 192 * 64 * 64)
     parts = max(shape.splits * min(size * -(-rows // 128) * 128, most) for shape, size in shapes)
     return SplitScratch(
         torch.empty(parts, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
@@ -313,7 +312,7 @@ def qkv_product(
     in_tile = tiles.block_n // 2 // half_block
     if tiles.bulk and head_dim != tiles.block_n:
         # A descriptor's tile is of rows that follow one another: half a head.
-        tiles = replace(tiles, bulk=False)
+        tiles = replace(tiles, bulk=False, num_stages=min(tiles.num_stages, 3))
     programs = _programs(triton.cdiv(heads + 2 * kv_heads, in_tile), count, shape, tiles)
     kernels.qkv_product_kernel[(programs,)](
         *_operands(rows.scaled, weight, tiles, True), _factor(rows, norm), args, count, scratch, SHAPE=shape,

@@ -63,8 +63,9 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
     "warpers",
     [{"temperature": 1.0, "top_p": 0.9, "top_k": 6}, *(
         pytest.param(each, marks=pytest.mark.slow) for each in (
-            {"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.85}, {"temperature": 0.7, "top_k": 5},
-            {"temperature": 1.0, "min_p": 0.1}, {"temperature": 1.0, "typical_p": 0.8},
+            {"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.85},
+            {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "min_p": 0.1},
+            {"temperature": 1.0, "typical_p": 0.8},
         )
     )],
     ids=str,
