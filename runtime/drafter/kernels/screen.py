@@ -195,6 +195,7 @@ def screen_topk(
 ):
     """Fill the lists of this program's groups for every node in use; a group without rows has empty lists."""
     ROWS: tl.constexpr = SCREEN.rows
+    CHOICE: tl.constexpr = SCREEN.choice
     GROUPS: tl.constexpr = SCREEN.groups
     zero = hidden_zero()
     own_row = (tl.arange(0, SELECT.block_m) + zero).to(tl.int64)
@@ -210,7 +211,7 @@ def screen_topk(
         # Maxima and sums are those of candidates in the end.
         chosen = Lists(choice_ptr, own.maxima, own.sums)
         stream_topk(
-            y_ptr, ones, own_row * SCREEN.rank, mask_m, nodes, head, scratch_ptr, chosen, SCREEN.choice, ROWS
+            y_ptr, ones, own_row * SCREEN.rank, mask_m, nodes, head, scratch_ptr, chosen, CHOICE, ROWS
         )  # fmt: skip
         tl.debug_barrier()
         score_candidates(x_ptr, row_scale, nodes, screen, choice_ptr, own, SELECT, SCREEN)
