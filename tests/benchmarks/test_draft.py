@@ -44,6 +44,7 @@ def test_a_row(tiny: draft.Problems) -> None:
     assert found["floor_us"]["bf16"] == pytest.approx(found["draft_bytes"] / 1e9 * 1e6)
 
 
+@pytest.mark.slow
 def test_a_row_behind_a_screen(tiny: draft.Problems) -> None:
     """With and without in one run, of one LM head."""
     tiny.screen_rank = 16

@@ -176,7 +176,9 @@ def test_absolute_map_needs_its_flag(run, token_map, tmp_path):
     assert run(verify_command, "o", "--head", absolute)[0] == 0
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGINT", pytest.param("SIGTERM", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["SIGKILL", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGINT", "SIGTERM"))]
+)
 def test_killed_at_any_moment(head, token_map, tmp_path, name):
     out = tmp_path / "work" / "slim"
     done = subprocess.run(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli
+from eagle_slim.runtime import MissLog, SpeculativeModel, generate_cli, options_cli
 from eagle_slim.runtime.compare import cli as compare_cli
 from eagle_slim.runtime.compare.answers import Answer, AnswerLog
 from eagle_slim.runtime.options_cli import load_heads
@@ -483,8 +483,8 @@ def test_progress_is_told_without_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, *(20.0 * step for step in range(1, 7))])
-    monkeypatch.setattr(compare_cli.time, "monotonic", lambda: next(clock))
-    with compare_cli._progress(None) as advance:
+    monkeypatch.setattr(options_cli.time, "monotonic", lambda: next(clock))
+    with options_cli.progress_line(None, "answer") as advance:
         for done in range(1, 7):
             advance(done, 6)
     assert capsys.readouterr().err.splitlines() == [
