@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedModelError, UsageError, check_choice
+from ..errors import UsageError
 from ..ops import Ops, current
 from ..settings import TreeConfig
 from ..target.cache import ForwardBuffers, KVCache
-from ..target.choose import Choice
+from ..target.choose import Choice, choose_forward
 from ..target.fused import FusedTarget, unfit_part
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
@@ -31,27 +31,9 @@ TARGET_BACKENDS = ("auto", "fused", "upstream")
 _BASES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def choose_forward(asked: str, model: Any) -> Choice:
-    """Choose the forward that verifies trees: "fused", or "upstream" for the base model's own.
-
-    "auto" takes the fused one on a GPU where it can run. Raises `UsageError` for an unknown name,
-    `UnsupportedModelError` for "fused" where the base model cannot be fused.
-    """
-    check_choice("target_backend", asked, TARGET_BACKENDS)
-    if asked == "upstream":
-        return Choice("upstream", "asked for")
-    reason = _unfit_reason(model)
-    if asked == "fused" and reason is not None:
-        raise UnsupportedModelError(
-            f"target_backend = 'fused' cannot run this base model: {reason}. Use target_backend='upstream'.",
-            option="target_backend", reason=reason,
-        )  # fmt: skip
-    if asked == "fused":
-        return Choice("fused", "asked for")
-    device = model.base_model.lm_head.weight.device
-    if reason is None and device.type != "cuda":
-        reason = f"the model is on {device}"
-    return Choice("fused", f"on {device}") if reason is None else Choice("upstream", reason)
+def choose_tree_forward(asked: str, model: Any) -> Choice:
+    """Choose the forward that verifies trees: "fused", or "upstream" for the base model's own; as `choose_forward`."""
+    return choose_forward(asked, "upstream", lambda: _unfit_reason(model), model.base_model.lm_head.weight.device)
 
 
 def fuse(model: Any, ops: Ops) -> FusedTarget:

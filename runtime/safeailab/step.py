@@ -38,7 +38,7 @@ from ..step.kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceStat
 from ..step.kernels.choose_tokens import choice_scratch, choose_tokens
 from ..tree import Trees
 from .drafting import LayerPatch
-from .forward import TreeForward, choose_forward, fuse
+from .forward import TreeForward, choose_tree_forward, fuse
 from .rebind import rebind, restore
 from .session import Session
 
@@ -88,15 +88,15 @@ class _Tensors:
 class StepPatch:
     """The step of one `EaModel`; its ``layer_patch`` drafts from buffers.
 
-    ``target_backend``: as `choose_forward`, which says what it raises. Raises `UnsupportedModelError` for a model whose
-    loops do not call what is replaced.
+    ``target_backend``: as `choose_tree_forward`. Raises as that, and `UnsupportedModelError` for a model whose loops do
+    not call what is replaced.
     """
 
     def __init__(self, model: Any, layer_patch: LayerPatch, target_backend: str = "auto") -> None:
         self.model, self.layer_patch = model, layer_patch
         for name in LOOPS:
             _check_loop(type(model), name)
-        self.backend = choose_forward(target_backend, model)
+        self.backend = choose_tree_forward(target_backend, model)
         """The forward that verifies, and why."""
         session = layer_patch.session
         self.ops = Ops(session.backend == "triton" or session.head.device.type == "cuda")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from ..errors import UnsupportedModelError, UsageError
+from ..errors import UnsupportedModelError, check_choice
 from .fused import unfit_reason
-
-TARGET_BACKENDS = ("auto", "fused", "transformers")
 
 
 @dataclass(frozen=True)
@@ -30,24 +29,25 @@ def choose_target_backend(asked: str, model: nn.Module, tap_layers: Sequence[int
     "auto" takes the fused one on a GPU where the model's classes are exactly those that it knows. Raises `UsageError`
     for an unknown name, `UnsupportedModelError` for "fused" where the model cannot be fused.
     """
-    if asked not in TARGET_BACKENDS:
-        raise UsageError(
-            f"target_backend = {asked!r} is unknown; expected one of {', '.join(TARGET_BACKENDS)}.",
-            option="target_backend", found=asked,
-        )  # fmt: skip
-    if asked == "transformers":
-        return Choice("transformers", "asked for")
-    reason = unfit_reason(model, tap_layers)
-    if asked == "fused":
-        if reason is not None:
-            raise UnsupportedModelError(
-                f"target_backend = 'fused' cannot run this target: {reason}. Use target_backend='transformers'.",
-                option="target_backend", reason=reason,
-            )  # fmt: skip
-        return Choice("fused", "asked for")
-    if reason is not None:
-        return Choice("transformers", reason)
     device = next(model.parameters()).device
-    if device.type != "cuda":
-        return Choice("transformers", f"the model is on {device}")
-    return Choice("fused", f"{type(model).__name__} on {device}")
+    return choose_forward(asked, "transformers", lambda: unfit_reason(model, tap_layers), device)
+
+
+def choose_forward(asked: str, other: str, unfit: Callable[[], str | None], device: torch.device) -> Choice:
+    """Choose between "fused" and ``other``; ``unfit`` tells why a model is not fused, as the end of a sentence.
+
+    Raises as `choose_target_backend`.
+    """
+    check_choice("target_backend", asked, ("auto", "fused", other))
+    if asked == other:
+        return Choice(other, "asked for")
+    reason = unfit()
+    if asked == "auto":
+        reason = reason if reason or device.type == "cuda" else f"the model is on {device}"
+        return Choice("fused", f"the model is on {device}") if reason is None else Choice(other, reason)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"target_backend = 'fused' cannot run this model: {reason}. Use target_backend={other!r}.",
+            option="target_backend", reason=reason,
+        )  # fmt: skip
+    return Choice("fused", "asked for")

@@ -191,6 +191,7 @@ def main() -> None:
     parser.add_argument("--chip", type=int, choices=sorted(KNOWN_CHIPS), required=True)
     compiler = Compiler(KNOWN_CHIPS[parser.parse_args().chip])
     machine.major_capability = products.major_capability = lambda _device: compiler.chip.capability // 10
+    products.programs_wait = lambda _device: True
     overlaps = compiler.chip.capability >= 90
     launch = machine.NO_FUSION | ({"launch_pdl": True} if overlaps else {})
     products.overlapping = attention.overlapping = lambda _device: (overlaps, launch)

@@ -52,6 +52,11 @@ def num_processors(device: torch.device) -> int:
     return _properties(device)[1] if device.type == "cuda" else 132
 
 
+def programs_wait(device: torch.device) -> bool:
+    """Whether a kernel's programs can wait for one another there: the interpreter runs them one after another."""
+    return device.type == "cuda"
+
+
 def overlapping(device: torch.device) -> tuple[bool, dict[str, Any]]:
     """Whether kernels overlap there, and the options of a launch that does."""
     overlaps = device.type == "cuda" and major_capability(device) >= 9

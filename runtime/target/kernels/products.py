@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launches import tuned_tiles
 from . import product_kernels as kernels
-from .machine import major_capability, num_processors, overlapping
+from .machine import major_capability, num_processors, overlapping, programs_wait
 from .product_kernels import (
     SQUARES_GROUP,
     FactorArgs,
@@ -140,9 +140,10 @@ def product_tiles(
     elif shape.size * shape.depth < _SMALL:
         tiles = ProductTiles(n, 64, 32 if rows <= 256 else 64, 4, 3)
     else:
-        # As wide as registers allow, where there is one part; else two programs share a multiprocessor.
-        is_wide = rows > 128 and shape.splits == 1 and kind != "sum"
-        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide and has_bulk else 3, bulk=has_bulk)
+        # As wide as registers allow, where there is one part and copies need none; else two programs share a
+        # multiprocessor.
+        is_wide = has_bulk and rows > 128 and shape.splits == 1 and kind != "sum"
+        tiles = ProductTiles(128, 64, 256 if is_wide else 128, 8, 4 if is_wide else 3, bulk=has_bulk)
     walks = _walks(tiles, shape, rows, num_sms)
     # One program on a multiprocessor: more in flight.
     return replace(tiles, walks=walks, num_stages=4 if tiles.bulk and walks else tiles.num_stages)
@@ -157,8 +158,7 @@ def _walks(tiles: ProductTiles, shape: ProductShape, rows: int, num_sms: int) ->
 def who_sums(tiles: ProductTiles, shape: ProductShape, rows: int, device: torch.device) -> ProductTiles:
     """The same tiles, with who sums the parts of these rows there."""
     walks = _walks(tiles, shape, rows, num_processors(device))
-    # Not on a GPU, programs run one after another, and would wait forever.
-    return replace(tiles, walks=walks, shares=device.type == "cuda" and shape.splits > 1 and not walks)
+    return replace(tiles, walks=walks, shares=programs_wait(device) and shape.splits > 1 and not walks)
 
 
 def has_descriptors(weight: Tensor, x: Tensor) -> bool:
