@@ -1,4 +1,4 @@
-"""The artifact: a folder with a slim head, its manifest and its side files. Sole owner of writing and loading it.
+"""The artifact: a folder with a slim head, its manifest and its side files; how it is loaded and what its files are.
 
     config.json  model.safetensors  eagle_slim.json  freq_N.pt  README.md  coverage.png  kept_rows.eagle_slim
     screen.eagle_slim
@@ -10,37 +10,28 @@ weights; `verify_artifact` reads everything.
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..atomic import atomic_directory
 from ..errors import ArtifactError
-from ..head.kept_rows import KEPT_ROWS_NAME
 from ..head.open import DraftHead, open_head
-from ..head.screen_file import SCREEN_NAME
-from ..manifest import MANIFEST_NAME, KeptRows, Manifest
-from ..sources.source import open_head_source
+from ..manifest import Manifest
+from ..sources.source import ResolvedSource, open_head_source
 from ..weights.checksums import sha256_of
-from ..weights.writer import TensorPlan, WrittenFile, write_safetensors
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from ..sources.source import ResolvedSource
-    from ..weights.rows import GatheredRows
+from ..weights.writer import WrittenFile
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
 CARD_NAME = "README.md"
 PLOT_NAME = "coverage.png"
-_METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}
+"""What loaders ask of the metadata of a safetensors file."""
 
 
 @dataclass(frozen=True)
@@ -208,69 +199,11 @@ def freq_bytes(rank_order_ids: NDArray[np.int64]) -> bytes:
     return buffer.getvalue()
 
 
-def write_artifact(
-    out: Path,
-    manifest: Manifest,
-    config: Mapping[str, Any],
-    plans: Sequence[TensorPlan],
-    gathered: GatheredRows | None,
-    kept: tuple[Sequence[TensorPlan], GatheredRows] | None,
-    screen: tuple[Sequence[TensorPlan], Mapping[str, str]] | None,
-    side_files: Mapping[str, bytes],
-    card: Callable[[Manifest], str],
-    after_read: Callable[[], Mapping[str, Any]],
-    derived: Callable[[Path], Mapping[str, dict[str, Any]]],
-    force: bool,
-) -> Manifest:
-    """Write an artifact folder: aside, flushed to the disk, renamed into place. Returns the manifest as written.
-
-    Args:
-        out: the folder.
-        manifest: without `files` and `row_checksums`, which writing fills in.
-        config: config.json.
-        plans: the tensors.
-        gathered: the LM-head rows among `plans`, or None for EAGLE-1/2.
-        kept: tensors of the file of kept rows with the gathered rows among them; None to write none.
-        screen: tensors and metadata of the file of a screen; None to write none.
-        side_files: further files by name.
-        card: given the manifest (complete but for `files`), the text of README.md.
-        after_read: the parts of the manifest that are known only when the source has been read.
-        derived: given the folder with configuration and weights, writes files that are made of them, and returns
-            their entries for the manifest.
-        force: replace an artifact that is there.
-    """
-    with atomic_directory(out, force=force, marker=MANIFEST_NAME) as folder:
-        files: dict[str, dict[str, Any]] = {}
-        files[WEIGHTS_NAME] = record_of(write_safetensors(folder / WEIGHTS_NAME, plans, _METADATA))
-        kept_rows = None
-        if kept is not None:
-            files[KEPT_ROWS_NAME] = record_of(write_safetensors(folder / KEPT_ROWS_NAME, kept[0], _METADATA))
-            kept_rows = KeptRows(kept[1].target_ids, kept[1].checksums)
-        if screen is not None:
-            files[SCREEN_NAME] = record_of(write_safetensors(folder / SCREEN_NAME, *screen))
-        text = json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        (folder / CONFIG_NAME).write_bytes(text.encode())
-        files |= derived(folder)
-        manifest = replace(
-            manifest,
-            row_checksums=None if gathered is None else gathered.checksums,
-            kept_rows=kept_rows,
-            files=dict(files),
-            **after_read(),
-        )
-        small = {CONFIG_NAME: text.encode(), **side_files, CARD_NAME: card(manifest).encode()}
-        for name, data in small.items():
-            (folder / name).write_bytes(data)
-            files[name] = {"size_bytes": len(data), "sha256": sha256_of(data)}
-        manifest = replace(manifest, files=dict(sorted(files.items())))
-        (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
-    return manifest
-
-
 def record_of(written: WrittenFile) -> dict[str, Any]:
     """What the manifest holds of a safetensors file."""
-    return {
-        "size_bytes": written.size_bytes,
-        "header_sha256": written.header_sha256,
-        "tensors": written.tensors,
-    }
+    return asdict(written)
+
+
+def record_of_bytes(data: bytes) -> dict[str, Any]:
+    """What the manifest holds of a small file."""
+    return {"size_bytes": len(data), "sha256": sha256_of(data)}

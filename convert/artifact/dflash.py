@@ -7,7 +7,10 @@ z-lab's and speculators' drafts borrow the target's LM head, or have one over a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..head.draft_head import DraftHead
 from ..lm_head.lm_head import LmHead, rows_of_ids
@@ -15,10 +18,6 @@ from ..weights import names
 from ..weights.rows import GatheredRows
 from ..weights.writer import TensorPlan
 from .eagle3 import copy_plan, plan_map
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # Paths of the machine that trained the draft, or code that is not in the artifact.
 _DROPPED_KEYS = ("_name_or_path", "auto_map")

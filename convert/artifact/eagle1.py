@@ -8,7 +8,8 @@ attention biases. A head that has biases in its layer gets the flags by which ea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from ..engines.registry import flavoured_architecture
 from ..head import config as head_config
@@ -16,9 +17,6 @@ from ..head.draft_head import DraftHead
 from ..weights import names
 from ..weights.writer import TensorPlan, zeros_plan
 from .eagle3 import copy_plan, zero_output_bias
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # Paths of the machine that trained the head, or code that is not in the artifact.
 _DROPPED_KEYS = ("bias", "_name_or_path", "auto_map")

@@ -8,9 +8,11 @@ rows 1, 2 and 3; and in both cases d2t is (1, 3, 3).
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from eagle_slim.vocab_tools.vocabulary.token_map import d2t_from_ids, t2d_from_ids
+from numpy.typing import NDArray
 
 from ..engines.registry import flavoured_architecture
 from ..head import config as head_config
@@ -20,12 +22,8 @@ from ..lm_head.lm_head import LmHead, all_ids
 from ..weights import names
 from ..weights.dtypes import LONG_NAMES
 from ..weights.rows import GatheredRows, refuse_nonfinite
-from ..weights.stream import Bytes
+from ..weights.stream import Bytes, Hashed
 from ..weights.writer import TensorPlan, array_plan, zeros_plan
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -103,15 +101,12 @@ def copy_plan(head: DraftHead, name: str) -> TensorPlan:
     info, source = head.tensors.info(name), head.tensors.source
 
     def chunks() -> Generator[Bytes, None, str]:
-        reading, row = source.pieces(info.name), 0
-        while True:
-            try:
-                piece = next(reading)
-            except StopIteration as end:
-                return str(end.value)
+        reading, row = Hashed(source.pieces(info.name)), 0
+        for piece in reading:
             refuse_nonfinite(piece, info.dtype, head.location, name, first_row=row)
             row += len(piece)
             yield piece
+        return reading.sha256
 
     return TensorPlan(name, info.dtype, info.shape, chunks)
 

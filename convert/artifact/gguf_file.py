@@ -12,9 +12,11 @@ import math
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from numpy.typing import NDArray
 
 from ..errors import ArtifactError, MismatchError
 from ..head.draft_head import DraftHead
@@ -24,10 +26,6 @@ from ..weights.dtypes import first_nonfinite_row, rounded
 from ..weights.stream import Bytes
 from ..weights.writer import TensorPlan, array_plan, write_tensors
 from .gguf_layout import GgufLayout, gguf_layout
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-    from numpy.typing import NDArray
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 """Element type of the matrices; norms are float32, the map is int64."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ArtifactError
 from ..head.draft_head import DraftHead
@@ -16,9 +17,6 @@ from ..manifest import Manifest
 from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import sha256_of
 from ..weights.safetensors_file import SafetensorsFile
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be made)

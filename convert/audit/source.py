@@ -6,12 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer.load import forced_ids
 from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from numpy.typing import NDArray
 
 from ..artifact.original import folder_beside, open_original
 from ..conversion import target as targets
@@ -27,9 +28,6 @@ from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import row_checksums
 from ..weights.rows import GatheredRows
 from .findings import Findings, SkipCheck, join, refuse
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass

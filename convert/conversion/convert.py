@@ -10,10 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from eagle_slim.vocab_tools.corpus.source import CorpusSource
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.size_from_cost import StepCost
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from ..atomic import check_output, require_space
 from ..head.screen_file import has_screen
@@ -26,13 +29,7 @@ from .result import Conversion
 from .vocab_choice import Ranking, Say, default_corpus, make_ranking
 from .write import Planned, plan_slim
 
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus.source import CorpusSource
-    from eagle_slim.vocab_tools.counting.counts import TokenCounts
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-
-Count = Callable[[Sequence["CorpusSource"], "LoadedTokenizer"], "TokenCounts"]
+Count = Callable[[Sequence[CorpusSource], LoadedTokenizer], TokenCounts]
 
 
 def convert_head(

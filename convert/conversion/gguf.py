@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..artifact.additions import Entries, add_files
 from ..artifact.artifact import Artifact
@@ -20,9 +21,6 @@ from ..head.open import open_head
 from ..manifest import Manifest
 from . import target as targets
 from .vocab_choice import Say
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 GgufRequest = GgufType | Literal["auto"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 from ..artifact.gguf_file import GgufChoice
 from ..errors import UnsupportedHeadError
@@ -21,9 +21,6 @@ from . import target as targets
 from .gguf import choose_gguf
 from .options import ConvertOptions
 from .vocab_choice import Say, VocabRequest, ranked_manifest
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from eagle_slim.vocab_tools.errors import UsageError
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from numpy.typing import NDArray
 
 from .inputs import Inputs
 from .options import KeepRows
 from .vocab_choice import Ranking, ranked_manifest
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-    from numpy.typing import NDArray
 
 
 def check_keep_rows(keep: Any, inputs: Inputs) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from eagle_slim.vocab_tools.corpus.source import CorpusSource
+from eagle_slim.vocab_tools.counting.counts import TokenCounts
 from eagle_slim.vocab_tools.errors import CorpusError, UsageError
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus.source import CorpusSource
-    from eagle_slim.vocab_tools.counting.counts import TokenCounts
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
 
 
 class KeptCounts:

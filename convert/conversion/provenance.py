@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from eagle_slim.vocab_tools.ranking.report import CoverageReport
+from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 from ..engines.registry import Finding, in_words
 from ..head.draft_head import DraftHead
@@ -18,11 +23,6 @@ from ..weights.dtypes import LONG_NAMES
 from .inputs import Inputs
 from .target import RECORDED
 from .vocab_choice import Ranking, ranked_manifest
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.ranking.report import CoverageReport
-    from eagle_slim.vocab_tools.tokenizer.tokenizer import LoadedTokenizer
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
 
 NOT_COMPARED = "the target was not at hand: the head was not compared with it"
 
@@ -152,10 +152,7 @@ def _records(files: Sequence[FileRecord]) -> list[dict[str, Any]]:
         {
             "name": file.path.name,
             "size_bytes": file.size_bytes,
-            "reads": [
-                {"tensor": read.tensor, "rows": read.rows, "size_bytes": read.size_bytes, "sha256": read.sha256}
-                for read in file.reads
-            ],
+            "reads": [asdict(read) for read in file.reads],
         }
         for file in files
         if file.reads

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from eagle_slim.vocab_tools.ranking.report import CoverageReport
 
 from ..head.kept_rows import KEPT_ROWS_NAME
 from ..manifest import Manifest
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.ranking.report import CoverageReport
 
 
 @dataclass(frozen=True)

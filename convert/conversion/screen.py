@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..head.draft_head import DraftHead
 from ..head.screen_file import DOWN, PROJECT, ROWS, head_digest, open_screen_file
 from ..lm_head.lm_head import rows_of_ids
 from ..weights.stream import read
 from ..weights.writer import TensorPlan, whole
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Screen = tuple[Sequence[TensorPlan], Mapping[str, str]]
 """Tensors and metadata of a file."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from eagle_slim.vocab_tools.corpus.source import CorpusSource
 from eagle_slim.vocab_tools.counting.counts import TokenCounts, merge_counts, mixed_weights
 from eagle_slim.vocab_tools.errors import UsageError
 from eagle_slim.vocab_tools.ranking.coverage import measure_coverage
@@ -25,9 +26,6 @@ from ..errors import MismatchError
 from ..head.draft_head import DraftHead
 from ..manifest import Manifest
 from ..sources.builtin_counts import embedded_counts_with_held_out, load_embedded_counts
-
-if TYPE_CHECKING:
-    from eagle_slim.vocab_tools.corpus.source import CorpusSource
 
 DEFAULT_DATASET = "HuggingFaceH4/ultrachat_200k"
 DEFAULT_SPLIT = "train_sft"
@@ -309,8 +307,6 @@ def own_forced_ids(manifest: Manifest) -> tuple[int, ...]:
 
 def default_corpus() -> CorpusSource:
     """The chats that are counted for a named head when no vocabulary is given: see `DEFAULT_DATASET_NOTE`."""
-    from eagle_slim.vocab_tools.corpus.source import CorpusSource
-
     return CorpusSource(
         location=DEFAULT_DATASET,
         split=DEFAULT_SPLIT,

@@ -2,40 +2,51 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from eagle_slim.vocab_tools.ranking.report import CoverageReport
+from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
+from numpy.typing import NDArray
 
 from ..artifact import dflash, eagle1, eagle3
-from ..artifact.artifact import PLOT_NAME, freq_bytes, freq_name, write_artifact
+from ..artifact.artifact import (
+    CARD_NAME,
+    CONFIG_NAME,
+    METADATA,
+    PLOT_NAME,
+    WEIGHTS_NAME,
+    freq_bytes,
+    freq_name,
+    record_of,
+    record_of_bytes,
+)
 from ..artifact.gguf_file import gguf_bytes
 from ..artifact.model_card import model_card
-from ..atomic import free_bytes, require_space
+from ..atomic import atomic_directory, free_bytes, require_space
 from ..engines.facts import HeadFacts
 from ..engines.registry import Finding, conversion_findings
 from ..head.draft_head import DraftHead
+from ..head.kept_rows import KEPT_ROWS_NAME
 from ..head.open import open_head
-from ..head.screen_file import has_screen
+from ..head.screen_file import SCREEN_NAME, has_screen
 from ..lm_head.lm_head import LmHead, fitting, own_lm_head
-from ..manifest import Manifest
+from ..manifest import MANIFEST_NAME, KeptRows, Manifest
 from ..weights import names
 from ..weights.dtypes import item_size
 from ..weights.rows import GatheredRows
-from ..weights.writer import TensorPlan
+from ..weights.writer import TensorPlan, write_safetensors
 from .gguf import gguf_title, gguf_writer
 from .inputs import Inputs
 from .provenance import manifest_of, what_was_read
 from .result import Conversion
 from .screen import Screen, cut_screen
 from .vocab_choice import Ranking
-
-if TYPE_CHECKING:
-    import numpy as np
-    from eagle_slim.vocab_tools.ranking.report import CoverageReport
-    from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -128,45 +139,58 @@ class Planned:
 
     def write(self) -> Conversion:
         """Write the artifact, whole or not at all. Raises as `convert_head`."""
-        manifest, before, rows_before = self.manifest, self.bytes_before, self.inputs.rows_before
-        gguf = self.inputs.gguf
-        after = bytes_per_draft_step(self.head, manifest.draft_vocab)
+        after = bytes_per_draft_step(self.head, self.manifest.draft_vocab)
         require_space(self.folder, self.disk_bytes or 0)
-        side_files = {}
-        if manifest.rank_order_ids is not None:
-            side_files[freq_name(manifest.draft_vocab)] = freq_bytes(manifest.rank_order_ids)
-        if self.coverage is not None:
-            from eagle_slim.vocab_tools.ranking.plots import render_coverage
-
-            side_files[PLOT_NAME] = render_coverage(self.coverage)
-
-        def card(finished: Manifest) -> str:
-            return model_card(
-                finished,
+        small = self._side_files()
+        with atomic_directory(self.folder, force=self.inputs.options.force, marker=MANIFEST_NAME) as folder:
+            files = self._write_tensors(folder)
+            config = json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            # Before the GGUF files, which are made of it.
+            (folder / CONFIG_NAME).write_text(config, encoding="utf-8")
+            if self.inputs.gguf is not None:
+                files |= gguf_writer(self.inputs.gguf, gguf_title(self.manifest))(folder)
+            manifest = replace(
+                self.manifest,
+                row_checksums=None if self.gathered is None else self.gathered.checksums,
+                kept_rows=None if self.kept is None else KeptRows(self.kept[1].target_ids, self.kept[1].checksums),
+                files=dict(files),
+                **what_was_read(self.manifest, self.head, self.lm_head),
+            )
+            card = model_card(
+                manifest,
                 title=self.title,
-                bytes_before=before,
+                bytes_before=self.bytes_before,
                 bytes_after=after,
-                rows_before=rows_before,
+                rows_before=self.inputs.rows_before,
                 licence=self.inputs.licence,
                 plot=None if self.coverage is None else PLOT_NAME,
                 refused={found.engine for found in self.findings if found.severity == "error"},
             )
+            for name, data in {CONFIG_NAME: config.encode(), **small, CARD_NAME: card.encode()}.items():
+                (folder / name).write_bytes(data)
+                files[name] = record_of_bytes(data)
+            manifest = replace(manifest, files=dict(sorted(files.items())))
+            (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
+        return Conversion(self.folder, manifest, self.coverage, self.inputs.rows_before, self.bytes_before, after)
 
-        written = write_artifact(
-            self.folder,
-            manifest,
-            self.config,
-            self.tensors,
-            self.gathered,
-            self.kept,
-            self.screen,
-            side_files,
-            card,
-            after_read=lambda: what_was_read(manifest, self.head, self.lm_head),
-            derived=(lambda place: {}) if gguf is None else gguf_writer(gguf, gguf_title(manifest)),
-            force=self.inputs.options.force,
-        )
-        return Conversion(self.folder, written, self.coverage, rows_before, before, after)
+    def _side_files(self) -> dict[str, bytes]:
+        found = {}
+        if self.manifest.rank_order_ids is not None:
+            found[freq_name(self.manifest.draft_vocab)] = freq_bytes(self.manifest.rank_order_ids)
+        if self.coverage is not None:
+            from eagle_slim.vocab_tools.ranking.plots import render_coverage
+
+            found[PLOT_NAME] = render_coverage(self.coverage)
+        return found
+
+    def _write_tensors(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """Write the safetensors files; returns their entries for the manifest."""
+        files: dict[str, tuple[Sequence[TensorPlan], Mapping[str, str]]] = {WEIGHTS_NAME: (self.tensors, METADATA)}
+        if self.kept is not None:
+            files[KEPT_ROWS_NAME] = (self.kept[0], METADATA)
+        if self.screen is not None:
+            files[SCREEN_NAME] = self.screen
+        return {name: record_of(write_safetensors(folder / name, *parts)) for name, parts in files.items()}
 
 
 def plan_slim(

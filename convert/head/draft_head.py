@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..manifest import Manifest
 from ..sources.source import ResolvedSource
@@ -16,7 +17,6 @@ from .tensors import LazyTensors
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ArtifactError, MismatchError
 from ..hub.snapshot import fetch
 from ..weights.safetensors_file import SafetensorsFile
 from .draft_head import DraftHead
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 SCREEN_NAME = "screen.eagle_slim"
 SCREEN_FORMAT = "eagle-slim-screen-1"

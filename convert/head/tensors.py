@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..weights.checkpoint import Checkpoint
 from ..weights.dtypes import item_size
@@ -14,7 +15,6 @@ from ..weights.types import TensorInfo
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

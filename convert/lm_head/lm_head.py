@@ -7,18 +7,16 @@ With ids (1, 4, 5) of a vocabulary of 6, a full LM head gives its rows 1, 4 and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import MismatchError
 from ..head.draft_head import DraftHead
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
 from ..weights.rows import GatheredRows
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)

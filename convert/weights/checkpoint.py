@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ..errors import CheckpointError
 from . import stream
@@ -29,7 +30,6 @@ from .types import FileRecord, ReadRecord, TensorInfo, damaged, shorten
 
 if TYPE_CHECKING:
     import torch
-    from numpy.typing import ArrayLike, NDArray
 
 __all__ = ["Checkpoint", "FileRecord", "ReadRecord", "TensorInfo", "open_checkpoint", "open_weights_file"]
 
@@ -44,6 +44,11 @@ class Checkpoint:
         self.where = where
         self._file_of = dict(file_of)
         self._reads: dict[Path, list[ReadRecord]] = {}
+
+    @classmethod
+    def of(cls, file: WeightsFile, where: str | None = None) -> Checkpoint:
+        """A checkpoint of one open file."""
+        return cls(where or file.where, dict.fromkeys(file.tensors, file))
 
     def fork(self) -> Checkpoint:
         """The same open files under a record of their own, which begins with what was read so far."""
@@ -120,12 +125,7 @@ class Checkpoint:
 
     def sha256(self, name: str) -> str:
         """Read a tensor piece by piece and return the SHA-256 of its bytes. Raises as `tensor`."""
-        reading = self.pieces(name)
-        while True:
-            try:
-                next(reading)
-            except StopIteration as end:
-                return str(end.value)
+        return stream.Hashed(self.pieces(name)).read_all()
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
@@ -195,12 +195,12 @@ def open_checkpoint(path: Path | str, only: Collection[str] | None = None, weigh
     """
     path = Path(path)
     if path.is_file():
-        return _single(path, open_weights_file(path))
+        return Checkpoint.of(open_weights_file(path))
     if not path.is_dir():
         raise CheckpointError.at(path, "no such folder or file.\nExpected a checkpoint.")
     chosen = weights_file or choose_weights(list_names(path), str(path))
     if not chosen.endswith(".index.json"):
-        return _single(path, open_weights_file(path_inside(path, chosen)))
+        return Checkpoint.of(open_weights_file(path_inside(path, chosen)), str(path))
     index = read_index(path_inside(path, chosen))
     return Checkpoint(str(path), _sharded(path, index, only))
 
@@ -217,10 +217,6 @@ def same_tensors(one: Checkpoint, name: str, other: Checkpoint, other_name: str)
 def open_weights_file(path: Path) -> WeightsFile:
     """Open one file by its suffix: torch's format for .bin, .pt and .pth, else safetensors."""
     return TorchFile(path) if path.name.endswith(TORCH_SUFFIXES) else SafetensorsFile(path)
-
-
-def _single(path: Path, file: WeightsFile) -> Checkpoint:
-    return Checkpoint(str(path), dict.fromkeys(file.tensors, file))
 
 
 def _sharded(folder: Path, index: WeightsIndex, only: Collection[str] | None) -> dict[str, WeightsFile]:

@@ -35,6 +35,7 @@ EAGLE3_LAYER = (
     "midlayer.post_attention_layernorm.weight",
 )
 EAGLE3_REQUIRED = (*EAGLE3_LAYER, "norm.weight")
+_EAGLE_REQUIRED = (FC, *(f"layers.0.{name}" for name in (*_ATTENTION, *_MLP, "post_attention_layernorm.weight")))
 _LAYERS: Mapping[HeadKind, str] = {"eagle3": "midlayer.", "eagle": "layers.0."}
 ATTENTION_BIASES: Mapping[HeadKind, tuple[str, ...]] = {
     kind: tuple(f"{layer}self_attn.{projection}_proj.bias" for projection in "qkvo") for kind, layer in _LAYERS.items()
@@ -53,10 +54,11 @@ _EAGLE3_OPTIONAL = (
     *HEAD_NORMS["eagle3"], *MAPS,
 )  # fmt: skip
 _FC_NORM = re.compile(r"fc_norm\.\d+\.weight")
-_EAGLE_LAYER = re.compile(
+_ANY_LAYER = (
     r"layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
     r"|(self_attn\.[qk]_norm|(input|post_attention)_layernorm)\.weight)"
 )
+_EAGLE_LAYER = re.compile(_ANY_LAYER)
 
 # What only DFlash has outside its layers: the norm of the captured hidden states, which EAGLE-3 has inside its layer.
 _DFLASH_NORM = "hidden_norm.weight"
@@ -66,8 +68,7 @@ _DFLASH_LAYER = (
 )  # fmt: skip
 _DFLASH = re.compile(
     r"(fc|hidden_norm|norm|lm_head|embed_tokens|markov_head\.markov_w[12]|confidence_head\.proj)\.weight|d2t|t2d"
-    r"|confidence_head\.proj\.bias|layers\.\d+\.((self_attn\.[qkvo]|mlp\.(gate|up|down))_proj\.(weight|bias)"
-    r"|(self_attn\.[qk]_norm|(input|post_attention)_layernorm)\.weight|self_attn\.attention_sink_bias)"
+    rf"|confidence_head\.proj\.bias|layers\.\d+\.self_attn\.attention_sink_bias|{_ANY_LAYER}"
 )
 
 # SGLang's older names of the norms over the captured layers, lowest first.
@@ -215,7 +216,7 @@ def canonical_names(names: Iterable[str], where: str) -> NameTable:
             )
         stored[canonical] = name
 
-    required = EAGLE3_REQUIRED if kind == "eagle3" else (FC, *_eagle_layer("layers.0."))
+    required = EAGLE3_REQUIRED if kind == "eagle3" else _EAGLE_REQUIRED
     missing = [name for name in required if name not in stored]
     if missing:
         advice = "Fetch the checkpoint again."
@@ -280,10 +281,6 @@ def dflash_names(names: Iterable[str], where: str) -> NameTable:
             where, f"incomplete DFlash draft: {_some(missing)} missing.\nFetch the checkpoint again.", missing=missing
         )
     return NameTable("dflash", stored, dropped)
-
-
-def _eagle_layer(prefix: str) -> list[str]:
-    return [f"{prefix}{name}" for name in (*_ATTENTION, *_MLP, "post_attention_layernorm.weight")]
 
 
 def _rename(short: str, kind: HeadKind) -> str:

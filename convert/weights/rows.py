@@ -16,7 +16,7 @@ from ..errors import CheckpointError, MismatchError
 from .checkpoint import Checkpoint
 from .checksums import row_checksums
 from .dtypes import LONG_NAMES, first_nonfinite_row, rounded
-from .stream import Bytes
+from .stream import Bytes, Hashed
 
 
 @dataclass
@@ -63,12 +63,8 @@ class GatheredRows:
         self._checksums.clear()
         found = self.source.info(self.name).dtype
         start, of_rounded = 0, hashlib.sha256()
-        reading = self.source.pieces(self.name, self.row_ids)
-        while True:
-            try:
-                rows = next(reading)
-            except StopIteration as end:
-                return of_rounded.hexdigest() if self.rounded else str(end.value)
+        reading = Hashed(self.source.pieces(self.name, self.row_ids))
+        for rows in reading:
             tokens = self.target_ids[start : start + len(rows)]
             start += len(rows)
             refuse_nonfinite(rows, found, self.where, self.name, tokens)
@@ -78,6 +74,7 @@ class GatheredRows:
                 of_rounded.update(rows.data)
             self._checksums.append(row_checksums(rows))
             yield rows
+        return of_rounded.hexdigest() if self.rounded else reading.sha256
 
     def _refuse_overflow(self, rows: Bytes, found: str, tokens: NDArray[np.int64]) -> None:
         if (row := first_nonfinite_row(rows, self.dtype)) is not None:

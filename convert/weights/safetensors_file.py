@@ -69,7 +69,8 @@ class SafetensorsFile(WeightsFile):
             return [partial(self._fill, fd, view, block) for block in blocks]
 
         try:
-            self._refuse_changed(fd)
+            if (size := os.fstat(fd).st_size) != self.size_bytes:
+                raise self._changed(size)
             yield fill
         finally:
             os.close(fd)
@@ -95,10 +96,6 @@ class SafetensorsFile(WeightsFile):
         raw = bytearray(size)
         self._fill(fd, memoryview(raw), [(offset, 0, size)])
         return bytes(raw)
-
-    def _refuse_changed(self, fd: int) -> None:
-        if (size := os.fstat(fd).st_size) != self.size_bytes:
-            raise self._changed(size)
 
     def _changed(self, size_bytes: int) -> CheckpointError:
         return CheckpointError.at(

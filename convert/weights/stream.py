@@ -83,12 +83,24 @@ def read(file: WeightsFile, name: str, ids: NDArray[np.int64] | None = None) -> 
     count = tensor.num_rows if ids is None else len(ids)
     out = _allocate(file, tensor, count)
     step = max(1, PIECE_BYTES // max(1, tensor.row_bytes))
-    reading = _read(file, tensor, ids, count, step, lambda index: out[index * step :])
-    while True:
-        try:
-            next(reading)
-        except StopIteration as end:
-            return out, end.value
+    return out, Hashed(_read(file, tensor, ids, count, step, lambda index: out[index * step :])).read_all()
+
+
+class Hashed:
+    """The pieces of a generator that returns their SHA-256, which is `sha256` once the last of them has come."""
+
+    sha256 = ""
+
+    def __init__(self, pieces: Generator[Bytes, None, str]) -> None:
+        self._pieces = pieces
+
+    def __iter__(self) -> Iterator[Bytes]:
+        self.sha256 = yield from self._pieces
+
+    def read_all(self) -> str:
+        """Read the pieces for their SHA-256 alone."""
+        deque(self, maxlen=0)
+        return self.sha256
 
 
 def _read(
@@ -109,26 +121,18 @@ def _read(
                 buffer = buffer_of(index)[: rows.stop - start]
                 yield buffer, fill(rows if ids is None else ids[rows], buffer) if buffer.size else ()
 
-        filled = _filled(plans())
-        try:
-            while True:
-                piece = next(filled)
-                if tensor.dtype == "BOOL" and piece.size and int(piece.max()) > 1:
-                    raise damaged(
-                        f"{file.where}: tensor {shorten(tensor.name)}",
-                        f"booleans must be 0 or 1, found {int(piece.max())}",
-                        tensor=tensor.name,
-                        found=int(piece.max()),
-                    )
-                yield piece
-        except StopIteration as end:
-            return str(end.value)
-        finally:
-            filled.close()
+        def check(piece: Bytes) -> None:
+            if tensor.dtype == "BOOL" and piece.size and (found := int(piece.max())) > 1:
+                where = f"{file.where}: tensor {shorten(tensor.name)}"
+                raise damaged(where, f"booleans must be 0 or 1, found {found}", tensor=tensor.name, found=found)
+
+        return (yield from _filled(plans(), check))
 
 
-def _filled(plans: Iterator[tuple[Bytes, Sequence[Job]]]) -> Generator[Bytes, None, str]:
-    """Fill buffers one ahead with several threads, hash them in order in another, and yield each when it is full."""
+def _filled(
+    plans: Iterator[tuple[Bytes, Sequence[Job]]], check: Callable[[Bytes], None]
+) -> Generator[Bytes, None, str]:
+    """Fill buffers one ahead with several threads, hash them in order in another; yield each, checked, when full."""
     digest = hashlib.sha256()
     readers = ThreadPoolExecutor(_READERS, thread_name_prefix="read")
     hasher = ThreadPoolExecutor(1, thread_name_prefix="hash")
@@ -156,6 +160,7 @@ def _filled(plans: Iterator[tuple[Bytes, Sequence[Job]]]) -> Generator[Bytes, No
             buffer = ahead
             hashes.append(hasher.submit(digest.update, buffer.reshape(-1).data))
             ahead = start()
+            check(buffer)
             yield buffer
         for hashed in hashes:
             hashed.result()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from .checksums import sha256_of
 from .dtypes import LONG_NAMES, item_size
 from .safetensors_header import header_bytes
-from .stream import Bytes
+from .stream import Bytes, Hashed
 
 # The order in which the reference writer sorts dtypes: descending in its own enumeration.
 _DTYPE_ORDER = ["F64", "I64", "F32", "I32", "BF16", "F16", "I16", "I8", "U8", "BOOL"]
@@ -170,14 +170,10 @@ def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor,
         _write_all(descriptor, data)
         flusher.wrote(len(data))
 
-    chunks, written = plan.chunks(), 0
+    chunks, written = Hashed(plan.chunks()), 0
     before: Future[None] | None = None
-    while True:
-        try:
-            data = next(chunks).reshape(-1).data
-        except StopIteration as end:
-            sha256 = str(end.value)
-            break
+    for chunk in chunks:
+        data = chunk.reshape(-1).data
         written += len(data)
         if before is not None:
             before.result()
@@ -186,7 +182,7 @@ def _write_tensor(descriptor: int, plan: TensorPlan, writer: ThreadPoolExecutor,
         before.result()
     if written != plan.size_bytes:
         raise ValueError(f"tensor {plan.name}: planned {plan.size_bytes} bytes, got {written}")
-    return sha256
+    return chunks.sha256
 
 
 def _write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..corpus.open import OpenCorpus, open_corpus, refuse_repeated_inputs
 from ..corpus.source import CorpusSource
 from ..errors import EagleSlimError, UsageError
 from ..tokenizer.encode import name_and_version
+from ..tokenizer.tokenizer import LoadedTokenizer
 from .block import CountPlan, PartialCounts
 from .counts import JSON, SourceCounts, TokenCounts
 from .held_out import HeldOutRule
@@ -24,9 +25,6 @@ from .progress import ProgressBar
 from .resume import CountState, SourceState, load_states
 from .source_run import SourceRun
 from .workers import Processes, ThisProcess, Workers
-
-if TYPE_CHECKING:
-    from ..tokenizer.tokenizer import LoadedTokenizer
 
 # Below this a corpus is counted sooner than worker processes have loaded the tokenizer.
 _SMALL_BYTES = 4 << 20

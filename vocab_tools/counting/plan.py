@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,11 +14,9 @@ from ..corpus.open import OpenCorpus
 from ..errors import UsageError
 from ..tokenizer.encode import SpanEncoder, choose_library, encoder_spec
 from ..tokenizer.template import ChatSpec, chat_spec
+from ..tokenizer.tokenizer import LoadedTokenizer
 from .block import BlockCounter, CountPlan, DocumentReader, SourcePlan
 from .held_out import HeldOutRule, key_of_source
-
-if TYPE_CHECKING:
-    from ..tokenizer.tokenizer import LoadedTokenizer
 
 _PROBE_TEXTS = 400
 _PROBE_CHARS = 400_000

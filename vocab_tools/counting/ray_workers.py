@@ -14,18 +14,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..corpus.blocks import Block
+from ..corpus.blocks import BadRecord, Block
 from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError, UsageError
 from .block import MAX_REPORTS, BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
 from .workers import Task, ThisProcess, Workers
-
-if TYPE_CHECKING:
-    from ..corpus.blocks import BadRecord
 
 _UNIT_BLOCKS = 16
 

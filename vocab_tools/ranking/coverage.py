@@ -8,18 +8,15 @@ is shown with the baseline that needs no corpus: the same forced ids, then the f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..counting.counts import SourceCounts, TokenCounts
 from ..errors import TokenizerError, UsageError, VocabularyError
 from ..vocabulary.draft_vocab import DraftVocab
 from .report import CONFIDENCE, CoverageReport, SourceCoverage
 from .shares import Part, source_shares
-
-if TYPE_CHECKING:
-    from ..counting.counts import SourceCounts, TokenCounts
 
 MEAN = "all sources"
 """Name of the weighted mean beside the sources."""

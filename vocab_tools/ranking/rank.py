@@ -8,11 +8,12 @@ forced id 3 rank as 3, 1, 2, 4, 0.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ..counting.counts import TokenCounts
 from ..errors import UsageError
 from ..tokenizer.forced import ForcedIds
 from ..tokenizer.load import check_tokenizer
@@ -27,9 +28,6 @@ from ..vocabulary.draft_vocab import (
 )
 from .pool import Pool, round_up, some
 from .shares import tokens_for_sizing
-
-if TYPE_CHECKING:
-    from ..counting.counts import TokenCounts
 
 
 def rank_vocabulary(

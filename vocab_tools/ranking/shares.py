@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..counting.counts import TokenCounts
 from ..errors import VocabularyError
-
-if TYPE_CHECKING:
-    from ..counting.counts import TokenCounts
 
 Part = Literal["held-out", "counted"]
 

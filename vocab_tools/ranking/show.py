@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..counting.counts import TokenCounts
 from ..errors import TokenizerError
 from ..tokenizer.load import check_tokenizer
 from ..tokenizer.tokenizer import LoadedTokenizer
 from ..vocabulary.draft_vocab import DraftVocab
-
-if TYPE_CHECKING:
-    from ..counting.counts import TokenCounts
 
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\\": "\\\\"}
 

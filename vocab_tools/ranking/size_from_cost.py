@@ -12,14 +12,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import UsageError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _STEP = 64
 # A gain in speed below this is not worth more bytes.

@@ -8,13 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import TokenizerError
 from .messages import ChatError, Message, with_joined_parts, with_object_arguments, with_reasoning
-
-if TYPE_CHECKING:
-    from .tokenizer import LoadedTokenizer
+from .tokenizer import LoadedTokenizer
 
 # A template that prints today's date would change the counts every day. Llama-3's template falls back to this date.
 RENDER_DATE = datetime(2024, 7, 26)
