@@ -21,7 +21,13 @@ from eagle_slim.vocab_tools.base_cli import (
     warn,
     whole_numbers,
 )
-from eagle_slim.vocab_tools.count_cli import SOURCE_HELP, corpus_arguments, corpus_options, counts_to_write
+from eagle_slim.vocab_tools.count_cli import (
+    SOURCE_HELP,
+    SOURCE_OPTIONS,
+    corpus_arguments,
+    corpus_options,
+    counts_to_write,
+)
 from eagle_slim.vocab_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,19 +37,6 @@ if TYPE_CHECKING:
     from .conversion.result import Conversion
     from .manifest import Manifest
     from .push import Upload
-
-# Options that describe a corpus: without --dataset there is nothing for them to describe.
-_DESCRIBES_DATASET = (
-    "config",
-    "split",
-    "dataset_revision",
-    "column",
-    "roles",
-    "max_tokens",
-    "max_documents",
-    "sample",
-    "shuffle",
-)
 
 # What --gguf for an artifact that exists takes beside it.
 _WITH_GGUF = (
@@ -200,7 +193,7 @@ def convert(head: str | None, **options: Any) -> None:
     sources, counting = corpus_arguments(options)
     if not sources:
         ctx = click.get_current_context()
-        given = [name for name in _DESCRIBES_DATASET if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
+        given = [name for name in SOURCE_OPTIONS if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT]
         if given:
             raise UsageError(f"--{given[0].replace('_', '-')} describes a --dataset, and none is given.")
     if options["push_to_hub"] and len(options["draft_vocab"] or ()) > 1:

@@ -13,22 +13,11 @@ EagleSlimError                    exit code 1: what, where, expected, found, wha
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
 from eagle_slim.vocab_tools.errors import EagleSlimError
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class ConvertError(EagleSlimError):
     """Base of the errors of this package."""
-
-    @classmethod
-    def at(cls, where: str | Path, problem: str, /, **facts: Any) -> Self:
-        """The error about something at a place: a file, a folder, a repository."""
-        return cls(f"{where}: {problem}", **{"path": str(where), **facts})
 
 
 class SourceError(ConvertError):

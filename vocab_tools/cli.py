@@ -253,12 +253,7 @@ Example:
 @force_option
 @json_option
 def import_command(
-    token_map: str,
-    target_vocab: int | None,
-    d2t_form: D2TForm | None,
-    out: str,
-    force: bool,
-    as_json: bool,
+    token_map: str, target_vocab: int | None, d2t_form: D2TForm | None, out: str, force: bool, as_json: bool
 ) -> None:
     """Read a token map of another tool (FR-Spec, SGLang, vLLM, SpecForge, ModelOpt, speculators, a head's d2t)."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM
@@ -294,13 +289,7 @@ Example:
 @force_option
 @json_option
 def export(
-    vocabulary: str,
-    out: str,
-    map_format: Any,
-    size: int | None,
-    target_vocab: int | None,
-    force: bool,
-    as_json: bool,
+    vocabulary: str, out: str, map_format: Any, size: int | None, target_vocab: int | None, force: bool, as_json: bool
 ) -> None:
     """Write VOCAB as a token map for another tool."""
     from .vocabulary.draft_vocab import TARGET_VOCAB_FROM, doubts_of_rank, uncounted_warning

@@ -25,6 +25,18 @@ KEY is weight, config, split, revision, column, roles, max-tokens, max-documents
 the option of the same name, which holds for all sources. Amounts may have a unit (10M). Quote globs."""
 
 
+# Settings of a source, by the options that give them for all sources.
+SOURCE_OPTIONS = {
+    "config": "config",
+    "split": "split",
+    "dataset_revision": "revision",
+    "column": "column",
+    "roles": "roles",
+    "max_tokens": "max_tokens",
+    "max_documents": "max_documents",
+    "sample": "sample",
+    "shuffle": "shuffle",
+}
 _OTHER_FORMATS = (".json", ".jsonl", ".txt", ".csv", ".npy", ".npz", ".pt", ".pth", ".bin", ".parquet")
 
 
@@ -151,17 +163,7 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
         from .counting.ray_workers import require_ray
 
         require_ray()
-    defaults = {
-        "config": options["config"],
-        "split": options["split"],
-        "revision": options["dataset_revision"],
-        "column": options["column"],
-        "roles": options["roles"],
-        "max_tokens": options["max_tokens"],
-        "max_documents": options["max_documents"],
-        "sample": options["sample"],
-        "shuffle": options["shuffle"],
-    }
+    defaults = {setting: options[option] for option, setting in SOURCE_OPTIONS.items()}
     sources = with_unique_names([parse_source(spec, defaults) for spec in options["datasets"]])
     for setting, option in (("config", "config"), ("split", "split"), ("revision", "dataset-revision")):
         if sources and defaults[setting] is not None and all(getattr(source, setting) is None for source in sources):
@@ -172,15 +174,9 @@ def corpus_arguments(options: Mapping[str, Any]) -> tuple[list[CorpusSource], di
             template = regular_file(options["chat_template"], UsageError, "chat template").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{options['chat_template']}: the chat template cannot be read: {error}.") from error
-    return sources, {
-        "chat_template": template,
-        "seed": options["seed"],
-        "held_out": HeldOutRule(options["held_out"]),
-        "on_error": options["on_error"],
-        "tokenizer_library": options["tokenizer_library"],
-        "workers": options["workers"],
-        "run_on": options["run_on"],
-    }
+    same = ("seed", "on_error", "tokenizer_library", "workers", "run_on")
+    counting = {name: options[name] for name in same}
+    return sources, {**counting, "chat_template": template, "held_out": HeldOutRule(options["held_out"])}
 
 
 @click.command(
@@ -250,15 +246,8 @@ def _report(counts: TokenCounts, path: Path, as_json: bool) -> None:
         for source in counts.sources
     ]
     if as_json:
-        emit_json(
-            {
-                "out": str(path),
-                "tokens": counts.num_tokens,
-                "vocab_size": counts.vocab_size,
-                "tokenizer_hash": counts.tokenizer_hash,
-                "sources": rows,
-            }
-        )
+        whole = {name: getattr(counts, name) for name in ("vocab_size", "tokenizer_hash")}
+        emit_json({"out": str(path), "tokens": counts.num_tokens, **whole, "sources": rows})
         return
     for row in rows:
         held_out = row["held_out"]

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class EagleSlimError(Exception):
@@ -26,6 +29,11 @@ class EagleSlimError(Exception):
     def __init__(self, message: str = "", /, **facts: Any) -> None:
         super().__init__(message)
         self.facts = facts
+
+    @classmethod
+    def at(cls, where: str | Path, problem: str, /, **facts: Any) -> Self:
+        """The error about something at a place: a file, a folder, a repository."""
+        return cls(f"{where}: {problem}", **{"path": str(where), **facts})
 
 
 class UsageError(EagleSlimError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,12 @@ from ..errors import ArtifactError
 from ..head.draft_head import DraftHead
 from ..head.open import head_from_checkpoint
 from ..manifest import Manifest
+from ..weights import dtypes
 from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import sha256_of
 from ..weights.safetensors_file import SafetensorsFile
+
+_Part = TypeVar("_Part")
 
 
 class SkipCheck(Exception):  # noqa: N818  (not an error: the check cannot be made)
@@ -47,27 +50,20 @@ class Findings:
 
     def need_manifest(self) -> Manifest:
         """The manifest, or skip the check."""
-        if self.manifest is None:
-            raise SkipCheck("the manifest could not be read")
-        return self.manifest
+        return needed(self.manifest, "the manifest could not be read")
 
     def need_config(self) -> dict[str, Any]:
         """config.json, or skip the check."""
-        if self.config is None:
-            raise SkipCheck("config.json could not be read")
-        return self.config
+        return needed(self.config, "config.json could not be read")
 
     def need_weights(self) -> SafetensorsFile:
         """The weights file, or skip the check."""
-        if self.weights is None:
-            raise SkipCheck("model.safetensors could not be read")
-        return self.weights
+        return needed(self.weights, "model.safetensors could not be read")
 
     @property
     def checkpoint(self) -> Checkpoint:
         """The tensors of the weights file, or skip the check."""
-        weights = self.need_weights()
-        return Checkpoint(str(weights.path), dict.fromkeys(weights.tensors, weights))
+        return Checkpoint.of(self.need_weights())
 
     def digest(self, name: str) -> str:
         """SHA-256 of a tensor of the weights file, read once for all checks."""
@@ -95,9 +91,20 @@ class Findings:
 
     def need_ids(self) -> NDArray[np.int64]:
         """The target id of each row, or skip the check."""
-        if self.ids is None:
-            raise SkipCheck("the map is not sound")
-        return self.ids
+        return needed(self.ids, "the map is not sound")
+
+
+def needed(part: _Part | None, why: str) -> _Part:
+    """The part, or skip the check because of `why`."""
+    if part is None:
+        raise SkipCheck(why)
+    return part
+
+
+def all_finite(checkpoint: Checkpoint, name: str) -> bool:
+    """Whether a tensor of floating-point numbers holds neither NaN nor infinity."""
+    dtype = checkpoint.info(name).dtype
+    return all(dtypes.all_finite(piece, dtype) for piece in checkpoint.pieces(name))
 
 
 def written_otherwise(file: SafetensorsFile, entry: Mapping[str, Any], digest: Callable[[str], str]) -> list[str]:

@@ -15,7 +15,7 @@ from ..weights.checkpoint import Checkpoint
 from ..weights.checksums import row_checksums
 from ..weights.dtypes import all_finite
 from ..weights.safetensors_file import SafetensorsFile
-from .findings import Findings, SkipCheck, join, refuse, written_otherwise
+from .findings import Findings, join, needed, refuse, written_otherwise
 from .source import SourceChecks
 
 
@@ -83,17 +83,11 @@ class KeptChecks:
 
     @property
     def _kept(self) -> KeptRows:
-        kept = self.found.need_manifest().kept_rows
-        if kept is None:
-            raise SkipCheck("no rows are kept")
-        return kept
+        return needed(self.found.need_manifest().kept_rows, "no rows are kept")
 
     def _need_file(self) -> SafetensorsFile:
-        if self._file is None:
-            raise SkipCheck(f"{KEPT_ROWS_NAME} could not be read")
-        return self._file
+        return needed(self._file, f"{KEPT_ROWS_NAME} could not be read")
 
     @property
     def _checkpoint(self) -> Checkpoint:
-        file = self._need_file()
-        return Checkpoint(str(file.path), dict.fromkeys(file.tensors, file))
+        return Checkpoint.of(self._need_file())

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from ..head.screen_file import DOWN, PROJECT, ROWS, SCREEN_NAME, open_screen_file
 from ..weights import names
 from ..weights.checkpoint import Checkpoint
-from ..weights.dtypes import all_finite, rounded
+from ..weights.dtypes import rounded
 from ..weights.safetensors_file import SafetensorsFile
-from .findings import Findings, SkipCheck, join, refuse, written_otherwise
+from .findings import Findings, all_finite, join, needed, refuse, written_otherwise
 from .source import SourceChecks
 
 # Rows are rounded to at worst bfloat16, and sums of float32 differ by far less from one processor to another.
@@ -50,11 +50,7 @@ class ScreenChecks:
         """Size, header and tensors are those that the manifest records, and finite."""
         file, checkpoint = self._need_file(), self._checkpoint
         problems = written_otherwise(file, self.found.need_manifest().files[SCREEN_NAME], checkpoint.sha256)
-        problems += [
-            f"NaN or infinity in {name}"
-            for name, tensor in file.tensors.items()
-            if not all(all_finite(piece, tensor.dtype) for piece in checkpoint.pieces(name))
-        ]
+        problems += [f"NaN or infinity in {name}" for name in file.tensors if not all_finite(checkpoint, name)]
         join(problems)
         return f"header and {len(file.tensors)} tensors"
 
@@ -87,14 +83,11 @@ class ScreenChecks:
         return _floats(self._checkpoint.raw(name), self._need_file().tensors[name].dtype)
 
     def _need_file(self) -> SafetensorsFile:
-        if self._file is None:
-            raise SkipCheck(f"{SCREEN_NAME} could not be read")
-        return self._file
+        return needed(self._file, f"{SCREEN_NAME} could not be read")
 
     @property
     def _checkpoint(self) -> Checkpoint:
-        file = self._need_file()
-        return Checkpoint(str(file.path), dict.fromkeys(file.tensors, file))
+        return Checkpoint.of(self._need_file())
 
 
 def _floats(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:

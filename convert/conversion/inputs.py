@@ -104,10 +104,10 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     is_ranked = ranked is not None and ranked.tokenizer is not None and request.force_added == "chat"
     needs_tokenizer = request.token_map is None and options.tokenizer is None and not is_ranked
     if choice is None and needs_rows:
-        raise UsageError(
-            f"{head.location}: has no LM head of its own, so its rows come from the target, and neither its files nor "
+        raise UsageError.at(
+            head.location,
+            "has no LM head of its own, so its rows come from the target, and neither its files nor "
             "the table of public heads says which that is.\nName it with --target.",
-            path=head.location,
             option="--target",
         )
     opened = None
@@ -141,11 +141,11 @@ def _refuse_to_grow(head: DraftHead, options: ConvertOptions) -> None:
     wanted = [size for size in (*sizes, options.keep_rows) if isinstance(size, int)]
     if wanted and max(wanted) > head.draft_vocab:
         original = manifest.head.get("repo_id") or manifest.head.get("name")
-        raise UsageError(
-            f"{head.location}: an artifact with {head.draft_vocab} rows, of which no larger one can be made: "
+        raise UsageError.at(
+            head.location,
+            f"an artifact with {head.draft_vocab} rows, of which no larger one can be made: "
             f"{max(wanted)} were asked for.\nConvert {original}, which it was made from; an artifact made with "
             "--keep-rows can grow by the rows that it keeps.",
-            path=head.location,
             size=max(wanted),
             rows=head.draft_vocab,
         )

@@ -250,9 +250,9 @@ def make_ranking(
             advice = "Name the target that the head is for with --target, or its tokenizer with --tokenizer."
         else:
             advice = f"The target {target} has none beside it: name one with --tokenizer."
-        raise UsageError(
-            f"{head.location}: no tokenizer is at hand, and {why}.\n{advice}",
-            path=head.location,
+        raise UsageError.at(
+            head.location,
+            f"no tokenizer is at hand, and {why}.\n{advice}",
             option="--tokenizer",
             target=target,
         )

@@ -86,7 +86,7 @@ def normalise_config(source: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     for key in (*REQUIRED_KEYS, *_SIZES):
         value = config.get(key)
-        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        is_size = type(value) is int and value > 0
         if not is_size and (key in REQUIRED_KEYS or value is not None):
             raise _wrong(where, key, "a positive integer", value)
     heads: int = config["num_attention_heads"]
@@ -306,7 +306,7 @@ def _settle_window(config: dict[str, Any], where: str) -> None:
             return
     elif not (config.get("use_sliding_window") and window and config.get("max_window_layers") == 0):
         return
-    if not isinstance(window, int) or isinstance(window, bool) or window <= 0:
+    if type(window) is not int or window <= 0:
         raise _wrong(where, "sliding_window", f"a positive number of tokens, as layer_types says {_SLIDING}", window)
     if config.get("use_sliding_window") is False:
         raise MismatchError.at(
@@ -367,19 +367,13 @@ def _rope_of_the_layer(rope: Any, config: Mapping[str, Any], where: str) -> Mapp
 def _layer_ids(value: Any, where: str, key: str, lowest: int = 0) -> tuple[int, ...] | None:
     if value is None or value == []:
         return None
-    advice = "" if key == _TAPS_FLAG else f"\nSay which are right with {_TAPS_FLAG}."
-    facts = {"path": where, "key": key, "found": value}
-    if not isinstance(value, list) or not all(
-        isinstance(layer, int) and not isinstance(layer, bool) and layer >= lowest for layer in value
-    ):
-        raise MismatchError(
-            f"{where}: {key}: expected a list of layer numbers from {lowest} on, found {value!r}.{advice}",
-            lowest=lowest,
-            **facts,
-        )
-    if sorted(set(value)) != value:
+    if not isinstance(value, list) or not all(type(layer) is int and layer >= lowest for layer in value):
+        expected = f"a list of layer numbers from {lowest} on"
+    elif sorted(set(value)) != value:
         # Engines capture a layer once, on the way through the target.
-        raise MismatchError(
-            f"{where}: {key}: expected ascending layer numbers, each once, found {value!r}.{advice}", **facts
-        )
-    return tuple(value)
+        expected = "ascending layer numbers, each once"
+    else:
+        return tuple(value)
+    advice = "" if key == _TAPS_FLAG else f"\nSay which are right with {_TAPS_FLAG}."
+    problem = f"{key}: expected {expected}, found {value!r}.{advice}"
+    raise MismatchError.at(where, problem, key=key, found=value, lowest=lowest)

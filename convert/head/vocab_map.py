@@ -98,19 +98,16 @@ def vocab_size(config: Mapping[str, Any], t2d_length: int | None, where: str) ->
     stated = config.get("vocab_size")
     if stated is None and t2d_length is not None:
         return t2d_length
-    facts = {"path": where, "key": "vocab_size", "found": stated, "t2d": t2d_length}
     if not isinstance(stated, int) or stated <= 0:
-        raise MismatchError(
-            f"{where}: vocab_size: expected the target's vocabulary size, found {stated!r}.\nCorrect config.json.",
-            **facts,
+        problem = f"vocab_size: expected the target's vocabulary size, found {stated!r}.\nCorrect config.json."
+    elif t2d_length not in (None, stated):
+        problem = (
+            f"t2d has {t2d_length} entries, vocab_size is {stated}: expected the same number.\n"
+            "Correct config.json, or fetch the head again."
         )
-    if t2d_length is not None and t2d_length != stated:
-        raise MismatchError(
-            f"{where}: t2d has {t2d_length} entries, vocab_size is {stated}: expected the same number.\n"
-            "Correct config.json, or fetch the head again.",
-            **facts,
-        )
-    return stated
+    else:
+        return stated
+    raise MismatchError.at(where, problem, key="vocab_size", found=stated, t2d=t2d_length)
 
 
 def _integers(tensors: LazyTensors, name: str, where: str) -> NDArray[np.int64] | None:

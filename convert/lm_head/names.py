@@ -6,12 +6,11 @@ SGLang and transformers 4 load such a target. transformers 5 takes the stored on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files import read_regular
+from ..files import read_object
 from ..weights.types import shorten
 
 LM_HEAD_NAMES = (
@@ -74,10 +73,8 @@ def ties_embedding(folder: Path) -> bool:
     A multimodal target must not say otherwise in one of its two places; engines differ in which of them they read.
     """
     try:
-        config = json.loads(read_regular(folder / "config.json"))
-    except (OSError, ValueError):
-        return False
-    if not isinstance(config, dict):
+        config = read_object(folder / "config.json", CheckpointError, str(folder))
+    except CheckpointError:
         return False
     parts = (config, config.get("text_config"))
     said = [part[_TIE] for part in parts if isinstance(part, dict) and part.get(_TIE) is not None]

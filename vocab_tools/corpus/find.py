@@ -64,10 +64,8 @@ def find_files(location: str) -> list[CorpusFile]:
         known = [file for file in found if _format_of(file.name) is not None]
         base = path
         if not known:
-            raise CorpusError(
-                f"{location}: no corpus file among the {len(found)} in this folder. Readable: {READABLE}.",
-                path=location,
-                found=0,
+            raise CorpusError.at(
+                location, f"no corpus file among the {len(found)} in this folder. Readable: {READABLE}.", found=0
             )
     elif path.exists():
         known, base = [path], path.parent
@@ -82,10 +80,10 @@ def find_files(location: str) -> list[CorpusFile]:
     unique = set(known)
     twice = next((file for file in known if is_packed(file.name) and file.with_suffix("") in unique), None)
     if twice is not None:
-        raise CorpusError(
-            f"{twice}: {twice.stem} is there too, so the same text would count twice. Remove one of them, or name the "
+        raise CorpusError.at(
+            twice,
+            f"{twice.stem} is there too, so the same text would count twice. Remove one of them, or name the "
             "files by a glob that leaves it out.",
-            path=str(twice),
             same_as=str(twice.with_suffix("")),
         )
     return [_describe(file, file.relative_to(base).as_posix()) for file in sorted(unique)]
@@ -106,7 +104,7 @@ def open_file(file: CorpusFile) -> BinaryIO:
 def _describe(path: Path, name: str) -> CorpusFile:
     file_format = _format_of(path.name)
     if file_format is None:
-        raise CorpusError(f"{path}: unknown kind of file. Readable: {READABLE}.", path=str(path), format=None)
+        raise CorpusError.at(path, f"unknown kind of file. Readable: {READABLE}.", format=None)
     regular_file(path, CorpusError)
     try:
         state = path.stat()

@@ -25,9 +25,9 @@ def check_unchanged(files: Sequence[CorpusFile]) -> None:
         except OSError as error:
             raise CorpusError(f"{file.path}: disappeared while it was being counted: {error.strerror}.") from error
         if (state.st_size, state.st_mtime_ns) != (file.size, file.modified_ns):
-            raise CorpusError(
-                f"{file.path}: changed while it was being counted. Start again when nothing writes to it any more.",
-                path=file.path,
+            raise CorpusError.at(
+                file.path,
+                "changed while it was being counted. Start again when nothing writes to it any more.",
                 changed=True,
             )
 

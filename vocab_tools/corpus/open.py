@@ -165,17 +165,17 @@ def _open_files(source: CorpusSource, seed: int) -> OpenCorpus:
     kind: Kind = "text"
     if tables:
         if len(tables) < len(files):
-            raise UsageError(
-                f"{source.location}: .txt files have no columns, .{tables[0].format} files have. "
+            raise UsageError.at(
+                source.location,
+                f".txt files have no columns, .{tables[0].format} files have. "
                 "Give them as two sources, each with a glob of its own.",
-                path=source.location,
                 formats=["txt", tables[0].format],
             )
         wanted = wanted_columns(source)
         row = next((row for file in tables if (row := first_values(first_rows(file), wanted)) is not None), None)
         if row is None:
             fault = _first_fault(files[0], source.column or "text")
-            raise CorpusError(f"{source.location}: no record can be read. {fault}", path=source.location, fault=fault)
+            raise CorpusError.at(source.location, f"no record can be read. {fault}", fault=fault)
         column, kind = choose_column(source, row)
     elif source.column is not None:
         raise UsageError(

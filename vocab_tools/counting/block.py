@@ -74,6 +74,10 @@ class CountPlan:
     held_out: HeldOutRule
 
 
+NUMBERS = ("documents", "tokens", "empty", "skipped", "cuts")
+"""What `PartialCounts` adds up beside the counts by id."""
+
+
 @dataclass(frozen=True, eq=False)
 class PartialCounts:
     """Counts of a part of a source.
@@ -125,13 +129,7 @@ def merge_partial(a: PartialCounts, b: PartialCounts, rule: HeldOutRule) -> Part
     else:
         candidates = a.candidates
     return PartialCounts(
-        counts,
-        a.documents + b.documents,
-        a.tokens + b.tokens,
-        a.empty + b.empty,
-        a.skipped + b.skipped,
-        a.cuts + b.cuts,
-        candidates,
+        counts, candidates=candidates, **{name: getattr(a, name) + getattr(b, name) for name in NUMBERS}
     )
 
 

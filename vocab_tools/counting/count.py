@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,9 +221,7 @@ def _source_counts(
             "documents": num_held_out,
             "tokens": held_out.num_tokens if held_out else 0,
             "rule": "smallest hash of (seed, source, document index)",
-            "fraction": rule.fraction,
-            "max_documents": rule.max_documents,
-            "max_tokens": rule.max_tokens,
+            **asdict(rule),
         },
     }
     return SourceCounts(source.name, source.weight, counts, held_out, provenance)

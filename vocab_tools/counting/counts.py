@@ -221,18 +221,17 @@ class TokenCounts:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
                 if _KEY not in metadata:
-                    raise VocabularyError(
-                        f"{path}: a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
+                    raise VocabularyError.at(
+                        path,
+                        f"a safetensors file, but not token counts (no {_KEY!r} in its metadata). "
                         "Counts are made with `eagle-vocab count`; token maps are read with `eagle-vocab import`.",
-                        path=str(path),
                         missing=_KEY,
                     )
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
         # numpy does not know bfloat16 and raises a TypeError.
         except (SafetensorError, OSError, TypeError) as error:
-            raise VocabularyError(
-                f"{path}: not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`.",
-                path=str(path),
+            raise VocabularyError.at(
+                path, f"not a readable safetensors file: {error}. Counts are made with `eagle-vocab count`."
             ) from error
         with errors_of(path):
             try:

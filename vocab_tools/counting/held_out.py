@@ -92,12 +92,7 @@ class Candidates:
     def head(self, num_documents: int) -> tuple[Candidates, NDArray[np.int32]]:
         """Keep the smallest keys; returns what is kept and the token ids of the others, which are to be counted."""
         tokens = int(self.lengths[:num_documents].sum())
-        kept = Candidates(
-            self.keys[:num_documents],
-            self.lengths[:num_documents],
-            self.token_ids[:tokens],
-            self.bound,
-        )
+        kept = Candidates(self.keys[:num_documents], self.lengths[:num_documents], self.token_ids[:tokens], self.bound)
         return kept, self.token_ids[tokens:]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ _PROBE_TEXTS = 400
 _PROBE_CHARS = 400_000
 _PROBE_CHATS = 50
 _IDENTITY_VERSION = 1
+_SOURCE_IDENTITY = ("name", "location", "roles", "max_documents", "max_tokens", "sample", "shuffle")
 
 
 def make_plan(
@@ -133,7 +134,6 @@ def identity_of(
     corpora: Sequence[OpenCorpus], tokenizer: LoadedTokenizer, plan: CountPlan, library: str, seed: int
 ) -> dict[str, Any]:
     """Return everything that can change the counts, as JSON."""
-    rule = plan.held_out
     return {
         "version": _IDENTITY_VERSION,
         "tokenizer": tokenizer.tokenizer_hash,
@@ -141,17 +141,11 @@ def identity_of(
         "special_tokens": None if plan.chat is None else dict(plan.chat.special_tokens),
         "tokenizer_library": library,
         "seed": seed,
-        "held_out": [rule.fraction, rule.max_documents, rule.max_tokens],
+        "held_out": list(astuple(plan.held_out)),
         "sources": [
             {
-                "name": corpus.source.name,
-                "location": corpus.source.location,
+                **{name: getattr(corpus.source, name) for name in _SOURCE_IDENTITY},
                 "column": corpus.column,
-                "roles": corpus.source.roles,
-                "max_documents": corpus.source.max_documents,
-                "max_tokens": corpus.source.max_tokens,
-                "sample": corpus.source.sample,
-                "shuffle": corpus.source.shuffle,
                 "input": corpus.identity,
             }
             for corpus in corpora

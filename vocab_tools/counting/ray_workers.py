@@ -22,7 +22,7 @@ from ..corpus.blocks import BadRecord, Block
 from ..corpus.open import OpenCorpus
 from ..errors import EagleSlimError, UsageError
 from .block import MAX_REPORTS, BlockCounter, BlockCounts, CountPlan, PartialCounts, merge_partial
-from .workers import Task, ThisProcess, Workers
+from .workers import Task, ThisProcess, Workers, use_one_tokenizer_thread
 
 _UNIT_BLOCKS = 16
 
@@ -139,9 +139,7 @@ class _UnitCounter:
     """An actor: counts the blocks of units."""
 
     def __init__(self, plan: CountPlan, source: int, corpus: OpenCorpus, bound: int, merge: bool) -> None:
-        # Read by rayon when it first makes its threads, which is after this.
-        os.environ["RAYON_NUM_THREADS"] = "1"
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        use_one_tokenizer_thread()
         self._plan = plan
         self._source = source
         self._corpus = corpus

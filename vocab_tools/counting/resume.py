@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from ..errors import CorpusError, EagleSlimError, UsageError
 from ..files import regular_file, write_file
-from .block import PartialCounts
+from .block import NUMBERS, PartialCounts
 from .counts import checksum
 from .held_out import Candidates
 
 _KEY = "eagle_slim.count_resume"
-_NUMBERS = ("documents", "tokens", "empty", "skipped", "cuts")
 SAVE_SECONDS = 10.0
 _RESTART = "Start over with --restart."
 
@@ -129,7 +128,7 @@ def save_states(path: Path, identity: dict[str, Any], states: Sequence[SourceSta
                 "done": state.done,
                 "limited": state.limited,
                 "bound": candidates.bound,
-                **{name: getattr(partial, name) for name in _NUMBERS},
+                **{name: getattr(partial, name) for name in NUMBERS},
             }
         )
     header: dict[str, Any] = {"identity": identity, "sources": entries}
@@ -187,7 +186,7 @@ def _state(entry: dict[str, Any], tensors: dict[str, NDArray[Any]], position: in
         tensors[f"{position}.{name}"] for name in ("keys", "lengths", "token_ids", "counts")
     )
     candidates = Candidates(keys, lengths, token_ids, entry["bound"])
-    partial = PartialCounts(counts, candidates=candidates, **{name: entry[name] for name in _NUMBERS})
+    partial = PartialCounts(counts, candidates=candidates, **{name: entry[name] for name in NUMBERS})
     cursor = None if entry["cursor"] is None else (entry["cursor"][0], entry["cursor"][1])
     return SourceState(partial, cursor, entry["done"], entry["limited"])
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ..corpus.blocks import Block
@@ -37,9 +36,7 @@ class Workers:
     def __enter__(self) -> Workers:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         return None
 
     def map(self, tasks: Iterator[Task]) -> Iterator[tuple[Task, BlockCounts]]:
@@ -115,6 +112,12 @@ class Processes(Workers):
             ) from error
 
 
+def use_one_tokenizer_thread() -> None:
+    """Let the tokenizer of this process encode in one thread; before it first encodes, when rayon reads this."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 _counter: BlockCounter | None = None
 
 
@@ -122,9 +125,7 @@ def _start_worker(plan: CountPlan, alive: Connection) -> None:
     """Prepare a worker process: one tokenizer thread, no Ctrl-C of its own, and it ends when `alive` does."""
     import signal
 
-    # Read by rayon when it first makes its threads, which is after this.
-    os.environ["RAYON_NUM_THREADS"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    use_one_tokenizer_thread()
     # A terminal sends these to the whole group; the parent process saves its state and then ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -215,9 +215,7 @@ def _resample(
     return np.concatenate(rows)
 
 
-def _interval(
-    samples: NDArray[np.float64] | None,
-) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
+def _interval(samples: NDArray[np.float64] | None) -> tuple[NDArray[np.float64] | None, NDArray[np.float64] | None]:
     if samples is None:
         return None, None
     tail = 100 * (1 - CONFIDENCE) / 2

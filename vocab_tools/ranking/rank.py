@@ -157,11 +157,7 @@ def check_coverage(coverage: float) -> None:
 
 
 def _size_for_coverage(
-    counts: TokenCounts,
-    weights: Mapping[str, float] | None,
-    order: NDArray[np.int64],
-    coverage: float,
-    pool: Pool,
+    counts: TokenCounts, weights: Mapping[str, float] | None, order: NDArray[np.int64], coverage: float, pool: Pool
 ) -> tuple[int, dict[str, Any]]:
     """Return the smallest allowed size that covers a share of the tokens, and the account of it."""
     check_coverage(coverage)

@@ -42,11 +42,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-_CALL = {
-    "id": "call12345",
-    "type": "function",
-    "function": {"name": "get_weather", "arguments": {"city": "Bern"}},
-}
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Bern"}}}
 _USER = {"role": "user", "content": "What is the weather?"}
 _ASSISTANT = {"role": "assistant", "content": "Sunny."}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}

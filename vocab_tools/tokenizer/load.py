@@ -181,7 +181,7 @@ def _read_json(file: Path | None) -> dict[str, Any]:
         return {}
     value = read_json(file, TokenizerError)
     if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: expected a JSON object, found {type(value).__name__}.", path=str(file))
+        raise TokenizerError.at(file, f"expected a JSON object, found {type(value).__name__}.")
     return value
 
 
@@ -191,9 +191,7 @@ def _read_backend(file: Path) -> Tokenizer:
     try:
         backend = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception from Rust
-        raise TokenizerError(
-            f"{file}: `tokenizers` cannot read this as tokenizer.json: {error}.", path=str(file)
-        ) from error
+        raise TokenizerError.at(file, f"`tokenizers` cannot read this as tokenizer.json: {error}.") from error
     if backend.get_vocab_size(with_added_tokens=True) == 0:
         raise TokenizerError(f"{file}: the tokenizer has no tokens.")
     return backend

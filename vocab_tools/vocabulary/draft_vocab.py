@@ -165,22 +165,20 @@ class DraftVocab:
     def from_json(cls, value: Any, where: str) -> DraftVocab:
         """Build from the JSON form; `where` names the file in messages."""
         if not is_native(value):
-            raise VocabularyError(
-                f"{where}: not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).", path=where, field="format"
+            raise VocabularyError.at(
+                where, f"not an eagle-slim draft vocabulary (no format: {_FORMAT!r}).", field="format"
             )
         if value.get("version") != _VERSION:
-            raise VocabularyError(
-                f"{where}: format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it.",
-                path=where,
+            raise VocabularyError.at(
+                where,
+                f"format version {value.get('version')!r}, but this eagle-slim reads {_VERSION}. Update it.",
                 field="version",
             )
         expected = {"target_vocab": int, "num_forced": int, "ranked": bool, "provenance": dict, "target_ids": list}
         for key, kind in expected.items():
             if type(value.get(key)) is not kind:
-                raise VocabularyError(
-                    f"{where}: {key}: expected {kind.__name__}, found {type(value.get(key)).__name__}.",
-                    path=where,
-                    field=key,
+                raise VocabularyError.at(
+                    where, f"{key}: expected {kind.__name__}, found {type(value.get(key)).__name__}.", field=key
                 )
         with errors_of(where):
             ids = whole_numbers(value["target_ids"], "target_ids")

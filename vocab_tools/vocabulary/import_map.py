@@ -20,11 +20,7 @@ from .token_map import D2TForm, ids_from_d2t
 _MANIFEST_NAME = "eagle_slim.json"
 
 
-def import_token_map(
-    path: str | Path,
-    target_vocab: int | None = None,
-    d2t_form: D2TForm | None = None,
-) -> DraftVocab:
+def import_token_map(path: str | Path, target_vocab: int | None = None, d2t_form: D2TForm | None = None) -> DraftVocab:
     """Read a token map; its content shows which format it has.
 
     A bare tensor in a `.pt` file is a list of ids, unless the file is named `d2t...` or its values can only be offsets.
@@ -157,7 +153,7 @@ def _read_text(path: Path) -> list[int]:
     parts = path.read_text(encoding="utf-8", errors="replace").replace(",", " ").split()
     wrong = next((part for part in parts if not (part.isascii() and part.isdigit())), None)
     if wrong is not None:
-        raise VocabularyError(f"{path}: expected ids, found {wrong[:40]!r}.", path=str(path), found=wrong)
+        raise VocabularyError.at(path, f"expected ids, found {wrong[:40]!r}.", found=wrong)
     return [int(part) for part in parts]
 
 
@@ -180,10 +176,8 @@ def _read_folder(path: Path) -> DraftVocab | _Map:
     for name, read in (("d2t.npy", _read_npy), ("model.safetensors", _read_safetensors)):
         if (path / name).is_file():
             return read(path / name)
-    raise VocabularyError(
-        f"{path}: a folder without d2t.npy and without model.safetensors. Name the token map's file.",
-        path=str(path),
-        missing="d2t.npy",
+    raise VocabularyError.at(
+        path, "a folder without d2t.npy and without model.safetensors. Name the token map's file.", missing="d2t.npy"
     )
 
 
@@ -194,8 +188,8 @@ def _read_artifact(path: Path) -> DraftVocab:
     wanted = {"rank_order_ids": list, "num_forced": int, "target_vocab": int}
     for key, kind in wanted.items():
         if not isinstance(manifest, dict) or type(manifest.get(key)) is not kind:
-            raise VocabularyError(
-                f"{where}: {key}: expected {kind.__name__}; a full vocabulary has no ranks.", path=where, field=key
+            raise VocabularyError.at(
+                where, f"{key}: expected {kind.__name__}; a full vocabulary has no ranks.", field=key
             )
     provenance = manifest.get("vocabulary") or {"method": "token map", "file": path.name}
     with errors_of(where):
@@ -231,7 +225,7 @@ def _read_npy(path: Path) -> _Map:
         try:
             arrays.append(np.load(file, allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
-            raise VocabularyError(f"{file}: not a readable numpy file: {error}.", path=str(file)) from error
+            raise VocabularyError.at(file, f"not a readable numpy file: {error}.") from error
     return _Map(d2t=arrays[0], t2d=arrays[1] if len(arrays) > 1 else None)
 
 
@@ -245,10 +239,10 @@ def _read_pickle(path: Path) -> Any:
             warnings.simplefilter("ignore", UserWarning)
             value = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise VocabularyError(
-            f"{path}: refused, because the pickle holds more than lists and tensors and could run code when loaded "
+        raise VocabularyError.at(
+            path,
+            f"refused, because the pickle holds more than lists and tensors and could run code when loaded "
             f"({_first_line(error)}). Ask its author for a plain list of ids.",
-            path=str(path),
             refused="pickle",
         ) from error
     # torch's reader raises all kinds of errors on a damaged file: struct.error, AssertionError, KeyError, ...

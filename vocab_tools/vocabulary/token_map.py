@@ -42,11 +42,7 @@ def t2d_from_ids(target_ids: ArrayLike, target_vocab: int) -> NDArray[np.bool_]:
 
 
 def ids_from_d2t(
-    d2t: ArrayLike,
-    t2d: ArrayLike | None = None,
-    form: D2TForm | None = None,
-    *,
-    target_vocab: int,
+    d2t: ArrayLike, t2d: ArrayLike | None = None, form: D2TForm | None = None, *, target_vocab: int
 ) -> NDArray[np.int64]:
     """Return the target id of each row, int64 [draft_vocab], in row order.
 

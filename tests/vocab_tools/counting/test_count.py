@@ -173,11 +173,7 @@ def test_provenance_says_what_was_read(tmp_path: Path) -> None:
     counts = count_tokens([CorpusSource(str(tmp_path), name="mine", weight=2)], llama3_like(), workers=0)
     provenance = counts.sources[0].provenance
     data = path.read_bytes()
-    assert provenance["files"][0] == {
-        "name": "a.jsonl",
-        "bytes": len(data),
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
+    assert provenance["files"][0] == {"name": "a.jsonl", "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert [entry["name"] for entry in provenance["files"]] == ["a.jsonl", "b.jsonl"]
     assert str(tmp_path) not in json.dumps(provenance)
     assert (counts.sources[0].name, counts.sources[0].weight, provenance["text"]) == ("mine", 2, "all")

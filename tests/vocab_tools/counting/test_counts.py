@@ -171,10 +171,7 @@ def test_files_that_are_no_counts_are_refused(tmp_path: Path) -> None:
         (lambda tensors, header: tensors.pop("held_out.0.token_ids"), {"field": "held_out"}),
         (lambda tensors, header: tensors.update(extra=np.zeros(1)), {"tensors": ["extra"]}),
         (lambda tensors, header: tensors.update({"counts.0": np.array([-1, 0])}), {"field": "counts", "id": 0}),
-        (
-            lambda tensors, _: tensors.update({"held_out.0.doc_offsets": np.array([0, 9])}),
-            {"field": "doc_offsets"},
-        ),
+        (lambda tensors, _: tensors.update({"held_out.0.doc_offsets": np.array([0, 9])}), {"field": "doc_offsets"}),
     ],
 )
 def test_tampered_files_are_refused(

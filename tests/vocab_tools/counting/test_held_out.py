@@ -43,11 +43,7 @@ def test_keys_depend_on_seed_source_purpose_and_index() -> None:
     # The keys decide which documents are held out of published counts: they must not move.
     assert key_of_source(0, "chat", "held out") == 8733710611365451771
     found = document_keys(42, np.array([0, 1, 2**40])).tolist()
-    assert found == [
-        14356227768414603074,
-        11278394287510598221,
-        9310656467812998315,
-    ]
+    assert found == [14356227768414603074, 11278394287510598221, 9310656467812998315]
 
 
 def test_number_of_documents_held_out() -> None:

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 from eagle_slim.vocab_tools.errors import TokenizerError
 from eagle_slim.vocab_tools.tokenizer import encode
-from eagle_slim.vocab_tools.tokenizer.encode import (
-    EncoderSpec,
-    build_encoder,
-    choose_library,
-    encode_all,
-    encoder_spec,
-)
+from eagle_slim.vocab_tools.tokenizer.encode import EncoderSpec, build_encoder, choose_library, encode_all, encoder_spec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.raising import raises

@@ -112,11 +112,7 @@ def test_forced_ids_of_a_chat_model(tmp_path: Path) -> None:
     )
     forced = forced_ids(load_tokenizer(folder))
     others = {i: reason for i, reason in forced.reasons.items() if not reason.startswith("byte ")}
-    assert others == {
-        0: "eos, pad, end of turn",
-        1: "bos, chat template",
-        2: "eos, end of turn, chat template",
-    }
+    assert others == {0: "eos, pad, end of turn", 1: "bos, chat template", 2: "eos, end of turn, chat template"}
     assert len(forced.ids) == 259
     assert forced.reasons[3] == "byte 0x21"
     assert np.all(np.diff(forced.ids) > 0)
