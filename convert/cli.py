@@ -110,11 +110,7 @@ Examples:
     metavar="N",
     help="Rows to keep, several sizes at once, `full` to normalise only, or `auto`: the fastest by --cost.",
 )
-@click.option(
-    "--cost",
-    metavar="FILE",
-    help="For --draft-vocab auto: what eagle-compare --out wrote on your device.",
-)
+@click.option("--cost", metavar="FILE", help="For --draft-vocab auto: what eagle-compare --out wrote on your device.")
 @click.option("--accept-doubts", is_flag=True, help="Take a size from a --cost that was disturbed or is undecided.")
 @click.option(
     "--coverage", type=float, metavar="C", help="Instead of a size: cover this share of the text, such as 0.99."

@@ -35,8 +35,6 @@ _ALIGNMENT = 32
 _BLOCK, _BLOCK_BYTES = 32, 34
 # llama.cpp's `llama_ftype`, which its tools show; it reads each tensor's own type.
 _FILE_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-# GGUF's `ggml_type`.
-_TENSOR_TYPES: Mapping[str, int] = {"F32": 0, "F16": 1, "Q8_0": 8, "I64": 27, "BF16": 30}
 _MASK_KEY = "tokenizer.ggml.mask_token_id"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
@@ -167,7 +165,7 @@ def check_gguf(path: Path, head: DraftHead, kind: GgufType, taps: Sequence[int] 
 
 
 def _same(tensor: Any, plan: TensorPlan) -> bool:
-    if int(tensor.tensor_type) != _TENSOR_TYPES[plan.dtype] or tuple(map(int, tensor.shape[::-1])) != plan.shape:
+    if tensor.tensor_type.name != plan.dtype or tuple(map(int, tensor.shape[::-1])) != plan.shape:
         return False
     raw, start = np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8), 0
     for piece in plan.chunks():
@@ -243,7 +241,7 @@ def _start(head: DraftHead, kind: GgufType, choice: GgufChoice, name: str, plans
     if layout.mask_id is not None:
         writer.add_mask_token_id(layout.mask_id)
     for plan in plans:
-        kind_of_tensor = gguf.GGMLQuantizationType(_TENSOR_TYPES[plan.dtype])
+        kind_of_tensor = gguf.GGMLQuantizationType[plan.dtype]
         writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), plan.size_bytes, kind_of_tensor)
     # Into memory: the data follows piece by piece, which the package's own writer cannot do.
     start = io.BytesIO()

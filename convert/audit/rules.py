@@ -178,10 +178,7 @@ class RuleChecks:
         head = self.found.need_head("config.json")
         stated = self.found.need_config().get("torch_dtype")
         written = LONG_NAMES[head.dtype_name]
-        refuse(
-            head.kind == "eagle3" and stated != written,
-            f"torch_dtype: the tensors are {written}, found {stated!r}",
-        )
+        refuse(head.kind == "eagle3" and stated != written, f"torch_dtype: the tensors are {written}, found {stated!r}")
         return f"hidden {head.hidden_size}, {written}"
 
     def taps(self) -> str:

@@ -149,8 +149,7 @@ class SourceChecks:
         if recorded is None:
             raise SkipCheck("the artifact was made without a tokenizer")
         refuse(
-            loaded.tokenizer_hash != recorded,
-            f"another vocabulary: expected {recorded}, found {loaded.tokenizer_hash}",
+            loaded.tokenizer_hash != recorded, f"another vocabulary: expected {recorded}, found {loaded.tokenizer_hash}"
         )
         ranked = manifest.rank_order_ids
         if ranked is not None:

@@ -110,16 +110,11 @@ def verify_artifact(
         except EagleSlimError as error:
             checks.append(Check(name, "failed", str(error)))
 
-    given = {name: None if value is None else str(value) for name, value in
-             {"head": head, "target": target, "tokenizer": tokenizer}.items()}  # fmt: skip
-    sources = SourceChecks(found, given["head"], given["target"], given["tokenizer"], offline)
-    for group in (
-        FileChecks(found),
-        RuleChecks(found),
-        sources,
-        KeptChecks(found, sources),
-        ScreenChecks(found, sources),
-    ):
+    named = (None if value is None else str(value) for value in (head, target, tokenizer))
+    head_name, target_name, tokenizer_name = named
+    sources = SourceChecks(found, head_name, target_name, tokenizer_name, offline)
+    own = (FileChecks(found), RuleChecks(found))
+    for group in (*own, sources, KeptChecks(found, sources), ScreenChecks(found, sources)):
         for name, check in group.all():
             run(name, check)
     for engine in engines:

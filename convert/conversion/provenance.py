@@ -149,11 +149,7 @@ def _dropped(head: DraftHead) -> dict[str, str]:
 def _records(files: Sequence[FileRecord]) -> list[dict[str, Any]]:
     """What was read of each file, JSON-ready; files of which nothing was read are left out."""
     return [
-        {
-            "name": file.path.name,
-            "size_bytes": file.size_bytes,
-            "reads": [asdict(read) for read in file.reads],
-        }
+        {"name": file.path.name, "size_bytes": file.size_bytes, "reads": [asdict(read) for read in file.reads]}
         for file in files
         if file.reads
     ]

@@ -251,10 +251,7 @@ def make_ranking(
         else:
             advice = f"The target {target} has none beside it: name one with --tokenizer."
         raise UsageError.at(
-            head.location,
-            f"no tokenizer is at hand, and {why}.\n{advice}",
-            option="--tokenizer",
-            target=target,
+            head.location, f"no tokenizer is at hand, and {why}.\n{advice}", option="--tokenizer", target=target
         )
     if request.token_map is not None or request.order is not None:
         return Ranking(head, request, tokenizer, None, None)

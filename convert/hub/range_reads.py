@@ -39,7 +39,7 @@ from ..weights.safetensors_header import (
     header_length,
     parse_header,
 )
-from .errors import UnreachableError
+from .client import UnreachableError
 from .remote_file import HubFile, progress_bar
 
 # Most headers fit, so that one request does; a Llama shard has 10 to 30 kB. Of a small file, no more than a hundredth.
@@ -146,11 +146,7 @@ def _resume(partial: BinaryIO, prefix: bytes, total: int) -> int:
 
 
 def _transfer(
-    file: HubFile,
-    start: int,
-    end: int,
-    keep: Callable[[bytes], None],
-    advance: Callable[[int], object],
+    file: HubFile, start: int, end: int, keep: Callable[[bytes], None], advance: Callable[[int], object]
 ) -> None:
     """Bring bytes [start, end) to `keep`, in order."""
     at = start

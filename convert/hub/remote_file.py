@@ -12,8 +12,7 @@ from eagle_slim.vocab_tools.hub_errors import endpoint, failures, not_the_hub, t
 from eagle_slim.vocab_tools.hub_session import be_patient
 
 from ..errors import SourceError
-from .client import LIBRARY_NAME, ask
-from .errors import source_error
+from .client import LIBRARY_NAME, ask, source_error
 
 
 @dataclass(frozen=True)

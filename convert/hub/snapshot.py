@@ -12,8 +12,7 @@ from eagle_slim.vocab_tools.hub_errors import at, came_otherwise
 
 from ..errors import CheckpointError, SourceError
 from ..weights.paths import list_names
-from .client import LIBRARY_NAME, api, ask, is_offline, notify_stderr
-from .errors import UnreachableError, explained
+from .client import LIBRARY_NAME, UnreachableError, api, ask, explained, is_offline, notify_stderr
 
 Choose = Callable[[Sequence[str], str], list[str]]
 """From the names of all files of a repository, and how messages call it, the names of those that are wanted."""
@@ -44,12 +43,7 @@ def check_repository_id(text: str) -> None:
 
 
 def find_snapshot(
-    repo_id: str,
-    revision: str | None,
-    offline: bool,
-    choose: Choose,
-    hints: Sequence[str],
-    inside: str,
+    repo_id: str, revision: str | None, offline: bool, choose: Choose, hints: Sequence[str], inside: str
 ) -> Snapshot:
     """Return a snapshot with the files that `choose` wants: fetched, or from the cache where the Hub is out of reach.
 

@@ -11,7 +11,7 @@ from typing import Any
 from eagle_slim.vocab_tools.files import expand_home
 
 from ..errors import SourceError
-from ..hub.errors import UnreachableError
+from ..hub.client import UnreachableError
 from ..hub.snapshot import Choose, Snapshot, fetch, find_snapshot, without
 from ..manifest import MANIFEST_NAME, Manifest
 from ..weights.names import canonical_names
@@ -147,11 +147,7 @@ def open_head_source(
     return resolved
 
 
-def target_files(
-    target: str | Path,
-    revision: str | None = None,
-    offline: bool = False,
-) -> ResolvedSource:
+def target_files(target: str | Path, revision: str | None = None, offline: bool = False) -> ResolvedSource:
     """Return a folder with configuration and tokenizer of a target; its weights are not fetched.
 
     Args:

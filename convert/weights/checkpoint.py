@@ -15,14 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import CheckpointError
 from . import stream
 from .dtypes import torch_dtype
-from .paths import (
-    TORCH_SUFFIXES,
-    WeightsIndex,
-    choose_weights,
-    list_names,
-    path_inside,
-    read_index,
-)
+from .paths import TORCH_SUFFIXES, WeightsIndex, choose_weights, list_names, path_inside, read_index
 from .safetensors_file import SafetensorsFile
 from .stream import Bytes, WeightsFile
 from .torch_file import TorchFile

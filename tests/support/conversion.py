@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ from eagle_slim.convert.conversion.options import ConvertOptions
 from eagle_slim.convert.conversion.result import Conversion
 from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 
+from .heads import write_freq
+
 BY_ID = VocabRequest(order="ids")
+
+
+def by_map(folder: Path, ids: Iterable[int]) -> VocabRequest:
+    """The order of a token map, which is written into a folder."""
+    return VocabRequest(token_map=write_freq(folder / "freq.pt", ids))
 
 
 def convert_all(

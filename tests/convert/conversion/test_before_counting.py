@@ -36,16 +36,10 @@ from support.heads import (
     write_eagle1,
     write_eagle3,
     write_freq,
-    write_target,
 )
 from support.hub_server import Fault, HubServer, connected
 from support.raising import raises, waiting_for_nothing
 from support.token_counts import token_counts
-
-
-@pytest.fixture
-def target(tmp_path):
-    return write_target(tmp_path / "target")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.conversion import BY_ID, convert, convert_all
+from support.conversion import BY_ID, by_map, convert, convert_all
 from support.heads import (
     HEAD_DIM,
     HIDDEN,
@@ -38,16 +38,11 @@ from support.heads import (
     trained_ids,
     write_eagle1,
     write_eagle3,
-    write_freq,
     write_target,
 )
 from support.raising import raises
 from support.tampering import change_manifest
 from support.token_counts import token_counts
-
-
-def by_map(tmp_path: Path, ids) -> VocabRequest:
-    return VocabRequest(token_map=write_freq(tmp_path / "freq.pt", ids))
 
 
 def written(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,11 +55,6 @@ def config_of(folder: Path):
 
 def target_ids(tensors) -> np.ndarray:
     return (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).numpy()
-
-
-@pytest.fixture
-def target(tmp_path) -> Path:
-    return write_target(tmp_path / "target")
 
 
 RANKED = [2, 0, 1, 300, 17, 44, 4, 359, 100, 9]
@@ -279,9 +269,7 @@ def test_an_embedding_that_was_trained_is_kept(tmp_path):
 def test_embedding_is_kept_only_where_widths_differ(tmp_path):
     same = write_eagle3(tmp_path / "same", tensors=eagle3_tensors(rows=VOCAB, embedding=True))
     other = write_eagle3(
-        tmp_path / "other",
-        tensors=eagle3_tensors(rows=VOCAB, target_hidden=48, embedding=True),
-        target_hidden_size=48,
+        tmp_path / "other", tensors=eagle3_tensors(rows=VOCAB, target_hidden=48, embedding=True), target_hidden_size=48
     )
     request = by_map(tmp_path, RANKED)
     dropped = convert(same, draft_vocab=8, vocabulary=request, out=tmp_path / "a")
@@ -620,10 +608,7 @@ def test_sizes_that_do_not_fit(tmp_path, target):
 
 @pytest.mark.parametrize(
     ("sizes", "error", "facts"),
-    [
-        ([8, "full"], MismatchError, {"rows": 384, "trained": 200}),
-        ([8, 11], UsageError, {"size": 11, "usable": 10}),
-    ],
+    [([8, "full"], MismatchError, {"rows": 384, "trained": 200}), ([8, 11], UsageError, {"size": 11, "usable": 10})],
 )
 def test_of_several_sizes_none_is_written_where_one_does_not_fit(tmp_path, sizes, error, facts):
     head = write_eagle3(tmp_path / "head", ids=trained_ids())

@@ -17,28 +17,18 @@ from eagle_slim.convert import (
     open_head,
     verify_artifact,
 )
-from eagle_slim.convert.conversion.vocab_choice import VocabRequest
 from eagle_slim.convert.head.dflash import QWEN3_DEFAULTS
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
 from safetensors.torch import load_file, save_file
-from support.conversion import BY_ID, convert, convert_all
-from support.heads import VOCAB, random, target_lm_head, trained_ids, write_dflash, write_freq, write_json, write_target
+from support.conversion import BY_ID, by_map, convert, convert_all
+from support.heads import VOCAB, random, target_lm_head, trained_ids, write_dflash, write_json
 
 FORMS = ("z-lab", "speculators", "dspark")
 MARKOV = "markov_head.markov_w2.weight"
 # Of 360 tokens 259 are forced: markers and bytes.
 IDS = np.sort(np.concatenate([np.arange(259), 259 + np.random.default_rng(7).permutation(101)[:41]]))
 OWN = trained_ids(340)
-
-
-@pytest.fixture
-def target(tmp_path: Path) -> Path:
-    return write_target(tmp_path / "target")
-
-
-def by_map(tmp_path: Path, ids: np.ndarray) -> VocabRequest:
-    return VocabRequest(token_map=write_freq(tmp_path / "freq.pt", ids))
 
 
 def read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from eagle_slim.convert.conversion.gguf import add_gguf
 from eagle_slim.convert.verify_cli import main as verify_command
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load_file
-from support.conversion import BY_ID, convert
+from support.conversion import BY_ID, by_map, convert
 from support.heads import (
     HEAD_DIM,
     HEADS,
@@ -46,13 +46,8 @@ _MLP_BIASES = {f"midlayer.mlp.{name}_proj.bias": random((size,), 1) for name, si
                {"gate": 48, "up": 48, "down": HIDDEN}.items()}  # fmt: skip
 
 
-@pytest.fixture
-def target(tmp_path):
-    return write_target(tmp_path / "target")
-
-
 def slim(tmp_path: Path, target: Path, name: str = "slim", head: Path | None = None, **options) -> Path:
-    options.setdefault("vocabulary", VocabRequest(token_map=write_freq(tmp_path / "freq.pt", IDS)))
+    options.setdefault("vocabulary", by_map(tmp_path, IDS))
     options.setdefault("gguf", ("bf16",))
     head = head or write_eagle3(tmp_path / f"head-{name}")
     return convert(head, **{"draft_vocab": ROWS, "target": target, "out": tmp_path / name, **options}).folder

@@ -6,13 +6,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from eagle_slim.convert import MismatchError, UnsupportedHeadError, VocabRequest, verify_artifact
+from eagle_slim.convert import MismatchError, UnsupportedHeadError, verify_artifact
 from eagle_slim.convert.conversion.gguf import add_gguf
 from safetensors.torch import load_file
-from support.conversion import convert
+from support.conversion import by_map, convert
 from support.heads import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, MIDDLE, TOKENS, VOCAB, random
 
-from support.heads import write_dflash, write_freq, write_target  # isort: skip
+from support.heads import write_dflash, write_target  # isort: skip
 from support.raising import raises
 from support.tampering import sign_file
 
@@ -39,7 +39,7 @@ CONFIDENCE = {"confidence_head.proj.weight": random((1, HIDDEN + 4), 9)}
 def slim(tmp_path: Path, form: str = "z-lab", *, extra: dict | None = None, target: Path | None = None, **changes):
     """The artifact, with a GGUF file in bf16, of a draft with changes in its config.json."""
     draft = write_dflash(tmp_path / "draft", form, extra=extra, **changes)
-    vocabulary = VocabRequest(token_map=write_freq(tmp_path / "freq.pt", IDS))
+    vocabulary = by_map(tmp_path, IDS)
     target = target or write_target(tmp_path / "target")
     out = tmp_path / "slim"
     return convert(draft, draft_vocab=len(IDS), vocabulary=vocabulary, target=target, out=out, gguf=("bf16",)).folder

@@ -13,7 +13,6 @@ from eagle_slim.convert import (
     CheckpointError,
     ConvertOptions,
     Manifest,
-    VocabRequest,
     open_head,
     prepare_conversion,
     push_folder,
@@ -22,7 +21,7 @@ from eagle_slim.convert import (
 from eagle_slim.convert.head.kept_rows import KEPT_ROWS_NAME, with_kept_rows
 from eagle_slim.vocab_tools.errors import UsageError
 from safetensors.torch import load, load_file, save
-from support.conversion import BY_ID, convert
+from support.conversion import BY_ID, by_map, convert
 from support.heads import (
     HIDDEN,
     VOCAB,
@@ -31,7 +30,6 @@ from support.heads import (
     trained_ids,
     write_eagle1,
     write_eagle3,
-    write_freq,
     write_target,
 )
 from support.hub_server import HubServer, connected
@@ -47,16 +45,12 @@ ENGINE_PATTERNS = (
 )  # fmt: skip
 
 
-def by_map(folder, ids=RANKED):
-    return VocabRequest(token_map=write_freq(folder / "freq.pt", ids))
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A full head, slimmed to 5 rows with 10 at hand."""
     root = tmp_path_factory.mktemp("kept")
     head = write_eagle3(root / "head")
-    done = convert(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(root), out=root / "slim")
+    done = convert(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(root, RANKED), out=root / "slim")
     assert (done.num_kept, done.kept_bytes) == (5, (root / "slim" / KEPT_ROWS_NAME).stat().st_size)
     return root
 
@@ -74,7 +68,7 @@ def test_rows_and_ids_are_written_in_rank_order_and_engines_see_what_they_saw(ma
     assert manifest.ranks.target_ids.tolist() == RANKED[:5]
     assert manifest.ranks_with_kept.target_ids.tolist() == RANKED[:10]
     # All that an engine reads is what it is without kept rows.
-    convert(made / "head", draft_vocab=5, vocabulary=by_map(tmp_path), out=tmp_path / "alone")
+    convert(made / "head", draft_vocab=5, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "alone")
     for name in ("model.safetensors", "config.json", "freq_5.pt"):
         assert (made / "slim" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
     assert "kept_rows" not in json.loads((tmp_path / "alone" / "eagle_slim.json").read_text())
@@ -89,7 +83,7 @@ def test_no_engine_looks_for_a_file_of_that_name():
 
 
 def test_a_plan_says_what_they_add(made, tmp_path):
-    common = {"vocabulary": by_map(tmp_path), "out": tmp_path / "out"}
+    common = {"vocabulary": by_map(tmp_path, RANKED), "out": tmp_path / "out"}
     plan, other = prepare_conversion(made / "head", ConvertOptions([5, 8], keep_rows=10, **common)).plans
     assert (plan.num_kept, plan.kept_bytes) == (5, 5 * (2 * HIDDEN + 8))
     assert (other.num_kept, other.kept_bytes) == (2, 2 * (2 * HIDDEN + 8))
@@ -126,7 +120,7 @@ def test_a_mapped_head_keeps_all_that_it_was_trained_on_and_no_more(tmp_path, as
 
 
 def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
-    direct = by_map(tmp_path)
+    direct = by_map(tmp_path, RANKED)
     said = []
     for size in (3, 5, 8, 10):
         again = convert(made / "slim", draft_vocab=size, out=tmp_path / f"again{size}", say=said.append)
@@ -167,14 +161,14 @@ def test_slimming_again_uses_kept_rows_up_to_what_is_there(made, tmp_path):
 )
 def test_numbers_that_cannot_be(made, tmp_path, arguments, facts):
     with raises(UsageError, option="--keep-rows", **facts):
-        convert(made / "head", vocabulary=by_map(tmp_path), out=tmp_path / "out", **arguments)
+        convert(made / "head", vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out", **arguments)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_eagle_1_head_needs_none(tmp_path):
     head = write_eagle1(tmp_path / "eagle1")
     with raises(UsageError, option="--keep-rows"):
-        convert(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(tmp_path), out=tmp_path / "out")
+        convert(head, draft_vocab=5, keep_rows=10, vocabulary=by_map(tmp_path, RANKED), out=tmp_path / "out")
 
 
 def rewritten(folder, change):

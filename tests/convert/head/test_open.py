@@ -502,12 +502,7 @@ _WHOLE_MODEL = {
         ({"odd": ones(1)}, {"architectures": ["K3DSparkModel"]}, "a DSpark draft", "--spec-type draft-dspark"),
         ({"odd": ones(1)}, {"architectures": ["DeepSeekMTPModel"]}, "a multi-token-prediction", '"method": "mtp"'),
         ({"model.layers.0.eh_proj.weight": ones(4, 4)}, {}, "a multi-token-prediction", '"method": "mtp"'),
-        (
-            _WHOLE_MODEL,
-            {"architectures": ["Qwen2ForCausalLM"]},
-            "a whole language model",
-            '"method": "draft_model"',
-        ),
+        (_WHOLE_MODEL, {"architectures": ["Qwen2ForCausalLM"]}, "a whole language model", '"method": "draft_model"'),
     ],
 )
 def test_other_drafts_are_named_in_one_line_with_what_to_do(tmp_path, tensors, config, found, advice):

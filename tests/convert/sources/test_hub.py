@@ -264,10 +264,7 @@ def test_missing_and_private(hub: HubServer, tmp_path: Path) -> None:
 
 
 def test_bad_token(hub: HubServer, tmp_path: Path) -> None:
-    with (
-        connected(hub, tmp_path, token="hf_expired"),
-        raises(SourceError, status=401, repo_id="org/head") as caught,
-    ):
+    with connected(hub, tmp_path, token="hf_expired"), raises(SourceError, status=401, repo_id="org/head") as caught:
         open_head_source("org/head")
     assert "hf auth login" in str(caught.value)
 
@@ -386,10 +383,7 @@ def test_push_that_breaks(hub: HubServer, tmp_path: Path, artifact: Path, monkey
     ("token", "name"), [(None, "tester/slim"), ("hf_expired", "tester/slim"), ("hf_good", "org/x")]
 )
 def test_push_without_the_right(hub: HubServer, tmp_path: Path, artifact: Path, token: str | None, name: str) -> None:
-    with (
-        connected(hub, tmp_path / "home", token=token),
-        raises(SourceError, repo_id=name) as caught,
-    ):
+    with connected(hub, tmp_path / "home", token=token), raises(SourceError, repo_id=name) as caught:
         upload_files(artifact, ["config.json"], name)
     assert "hf auth login" in str(caught.value)
     assert ("model", name) not in hub.repos
