@@ -247,7 +247,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync_up(folder: Path, last: Path) -> None:
-    """Bring the names of `folder` and of its parents up to `last` to the disk: the new ones among them too."""
+    """Sync `folder` and its parents up to `last` to the disk, new folders included."""
     while True:
         _sync_path(str(folder))
         if folder == last or folder == folder.parent:

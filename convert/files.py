@@ -1,4 +1,4 @@
-"""Opening files that others put there: never a pipe or a device, on which a reader would wait for ever."""
+"""Opening files that others wrote: never a pipe or a device, on which a reader would wait for ever."""
 
 from __future__ import annotations
 

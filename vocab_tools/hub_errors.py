@@ -18,7 +18,7 @@ BUSY = (408, 429, 500, 502, 503, 504)
 # Broken off in the middle is an accident; refused or silent is a state.
 _ACCIDENTS = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectionError", "ChunkedEncodingError")
 GIVEN_UP = 599
-"""Status, which no server sends, of what was asked for in vain as often as it is worth; its `given_up` says why."""
+"""Status, which no server sends, of a request that was given up; its `given_up` says why."""
 _CONSISTENCY = "Consistency check failed"
 _BEYOND = 416
 """Status of a range that begins beyond the end of a file."""
@@ -54,7 +54,7 @@ class HubTrouble:
 
 
 class TooSlowError(Exception):
-    """A transfer drips."""
+    """A transfer is slower than the floor."""
 
     def __init__(self, found: float, floor: float) -> None:
         super().__init__(f"{found:,.0f} bytes a second, below the floor of {floor:,.0f}")

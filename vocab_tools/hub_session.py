@@ -40,7 +40,7 @@ from .hub_errors import (
 )
 
 _TRIES = 5
-# So much between two breaks is progress, and the tries are counted anew.
+# This many bytes between two breaks are progress: the tries are counted anew.
 _PROGRESS_BYTES = 1 << 20
 _WINDOW_S = 30.0
 # requests reads until it has so many bytes; httpx hands on what comes.
@@ -92,7 +92,7 @@ class Tries:
         """
         trouble = trouble_of(error, self._label)
         pause_s = max(trouble.retry_after_s or 0.0, 2.0 ** (self._number - 1))
-        # How long an answer was waited for, or a body was read before it broke, is no patience with a failure.
+        # The time spent waiting for an answer, or reading a body before it broke, does not count against the patience.
         self._failed_s = time.monotonic() if self._number == 1 else self._failed_s
         is_late = time.monotonic() - self._failed_s + pause_s > LIMITS.patience_s
         if not (trouble.is_passing if is_passing is None else is_passing) or self._number == _TRIES or is_late:
@@ -193,7 +193,7 @@ class _Request:
             raise self.given_up(error) from error
 
     def given_up(self, error: Exception) -> Exception:
-        """The error to raise, which no loop of the libraries takes for one to repeat."""
+        """The error to raise; the libraries' own loops do not retry it."""
         from huggingface_hub.errors import HfHubHTTPError
 
         answer: Any = SimpleNamespace(status_code=GIVEN_UP, headers={}, request=self._request)
@@ -293,7 +293,7 @@ def _fast_enough(chunks: Any) -> Iterator[bytes]:
     waited_s, came = 0.0, 0
     source = iter(chunks)
     while True:
-        # What the reader does between two chunks is no fault of the network.
+        # Time that the reader spends between two chunks is not the network's.
         began_s = time.monotonic()
         chunk = next(source, None)
         waited_s += time.monotonic() - began_s

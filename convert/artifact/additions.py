@@ -14,7 +14,7 @@ from ..manifest import MANIFEST_NAME
 from .artifact import Artifact
 
 Entries = dict[str, dict[str, Any]]
-"""Of files in the manifest, by name."""
+"""Entries of the manifest for files, by file name."""
 
 
 def add_files(artifact: Artifact, names: Collection[str], write: Callable[[Path], Entries]) -> Entries:

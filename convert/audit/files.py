@@ -11,6 +11,7 @@ from ..artifact.artifact import CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, freq_name
 from ..artifact.gguf_file import GgufType, check_gguf
 from ..errors import ArtifactError
 from ..files import read_object
+from ..head.config import default_taps
 from ..manifest import MANIFEST_NAME, Manifest
 from ..weights.checksums import sha256_file
 from ..weights.paths import TORCH_SUFFIXES
@@ -102,6 +103,6 @@ class FileChecks:
         manifest, kind = self.found.need_lm_head(), name.removeprefix("model-").removesuffix(".gguf")
         refuse(kind not in get_args(GgufType), "not a name that eagle-convert gives")
         layers = manifest.target.get("num_hidden_layers")
-        taps = manifest.tap_layers or ((2, layers // 2, layers - 3) if isinstance(layers, int) else None)
+        taps = manifest.tap_layers or (default_taps(layers) if isinstance(layers, int) else None)
         head = self.found.need_head(str(self.found.folder))
         return check_gguf(self.found.folder / name, head, cast(GgufType, kind), taps)

@@ -108,7 +108,7 @@ def all_finite(checkpoint: Checkpoint, name: str) -> bool:
 
 
 def written_otherwise(file: SafetensorsFile, entry: Mapping[str, Any], digest: Callable[[str], str]) -> list[str]:
-    """What of a safetensors file is not as `entry` of the manifest has it; `digest`: SHA-256 of a tensor by name."""
+    """Where a safetensors file differs from its `entry` in the manifest; `digest`: SHA-256 of a tensor by name."""
     with file.path.open("rb") as opened:
         start = opened.read(file.header.data_offset)
     problems = []

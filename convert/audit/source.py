@@ -90,7 +90,7 @@ class SourceChecks:
         return self.compare_rows(ids, self.found.checkpoint)
 
     def compare_rows(self, ids: NDArray[np.int64], written: Checkpoint) -> str:
-        """Hold the `lm_head.weight` rows of a file, those of the target ids `ids` [rows], against where they came from.
+        """Compare the `lm_head.weight` rows of a file, for target ids `ids` [rows], with where they came from.
 
         Raises ArtifactError where they differ, SkipCheck where the source is not at hand.
         """
@@ -167,7 +167,7 @@ class SourceChecks:
 
     @property
     def _only_cache(self) -> bool:
-        # What the user did not name is looked for on this machine only.
+        # What the user did not name is searched for on this machine only.
         return self.offline or self.target_name is None
 
     @cached_property

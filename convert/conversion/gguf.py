@@ -16,6 +16,7 @@ from ..artifact.gguf_layout import gguf_layout
 from ..engines.facts import HeadFacts
 from ..engines.registry import check_engine
 from ..errors import MismatchError, OutputExistsError, UnsupportedHeadError
+from ..head.config import default_taps
 from ..head.draft_head import DraftHead
 from ..head.open import open_head
 from ..manifest import Manifest
@@ -71,7 +72,7 @@ def choose_gguf(
                 "has is not known.\nName it with --target, or the layers with --tap-layers.",
                 option="--gguf",
             )
-        taps = (2, layers // 2, layers - 3)
+        taps = default_taps(layers)
     return GgufChoice(types, taps, tokenizer)
 
 

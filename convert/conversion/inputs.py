@@ -123,7 +123,7 @@ def open_inputs(name: str | None, options: ConvertOptions, say: Say) -> Inputs:
     lm_head = None
     if needs_rows:
         assert opened is not None
-        # Now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
+        # Checked now, since ranking the vocabulary may take hours: the weights are at hand, and they fit.
         lm_head = fitting(open_target_lm_head(opened.source, offline=options.offline), head, opened.name)
     return Inputs(head, source, options, choice, opened, lm_head, loaded, is_builtin, rows_before, gguf)
 

@@ -1,4 +1,4 @@
-"""Which rows beyond the draft vocabulary an artifact keeps, in a file of their own, so that they may join it later."""
+"""Rows beyond the draft vocabulary that an artifact keeps in a file of their own, so that they can join it later."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ RECORDED = "recorded in the head's manifest"
 
 @dataclass(frozen=True)
 class TargetChoice:
-    """Which target is meant, and on whose word.
+    """Which target is meant, and who named it.
 
     Attributes:
         name: repository or folder; None is the embedded SmolLM2-135M-Instruct.
@@ -156,7 +156,7 @@ def open_tokenizer(
         )
     own = None
     if target is not None and _has_tokenizer(target.source.folder):
-        # Under the target's name: nobody knows the folder of the cache that it lies in.
+        # Under the target's name, since nobody knows the cache folder that holds it.
         own = replace(load_tokenizer(target.source.folder, offline=True), source=target.name)
     tokenizer = own if given is None else load_tokenizer(given, revision=revision, offline=offline)
     if tokenizer is None:

@@ -92,7 +92,7 @@ class HeadFacts:
         if self.taps is None:
             return False
         layers = self.target_layers
-        return layers is None or self.taps != [2, layers // 2, layers - 3]
+        return layers is None or tuple(self.taps) != head_config.default_taps(layers)
 
     @property
     def is_slim(self) -> bool:

@@ -100,7 +100,7 @@ def conversion_findings(facts: HeadFacts) -> list[Finding]:
 
 
 def in_words(findings: Sequence[Finding]) -> list[str]:
-    """One sentence for each finding; what several engines make alike of a head is said once."""
+    """One sentence for each finding; one that several engines share is said once."""
     engines: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
         engines.setdefault((finding.problem, finding.alternative), []).append(ENGINES[finding.engine].title)

@@ -22,7 +22,7 @@ Severity = Literal["error", "warning", "note"]
 
 # SafeAILab's and FR-Spec's trees take this many candidates per node.
 _TREE_TOP_K = 10
-# Kinds of RoPE scaling that a GGUF file of ours says to llama.cpp.
+# Kinds of RoPE scaling that our GGUF files can state to llama.cpp.
 GGUF_ROPE = ("linear", "llama3")
 _RULE = re.compile(r"(error|warning|note) if ([^:]+): (.+); (.+)")
 
@@ -104,7 +104,7 @@ _BIASES_QWEN3_LACKS: Mapping[names.HeadKind, tuple[str, ...]] = {
 }
 CONDITIONS: dict[str, Callable[[HeadFacts], object]] = {
     "given": lambda head: True,
-    # Of the class of a head with norms of q and k a rule about these speaks.
+    # A rule about the norms of q and k covers the class of the heads that have them.
     "another class": lambda head: head.architecture not in ("LlamaForCausalLMEagle3", QWEN3_ARCHITECTURE, None),
     "not Llama's class": lambda head: head.architecture not in ("LlamaForCausalLM", QWEN3_ARCHITECTURE, None),
     "class in Eagle": lambda head: (head.architecture or "").endswith("Eagle"),

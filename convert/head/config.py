@@ -154,6 +154,11 @@ def sliding_window(config: Mapping[str, Any]) -> int | None:
     return config["sliding_window"] if isinstance(types, list) and types[:1] == [_SLIDING] else None
 
 
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """The layers whose inputs every engine captures for a head that names none."""
+    return 2, num_layers // 2, num_layers - 3
+
+
 def tap_layers(
     config: Mapping[str, Any], given: tuple[int, ...] | None, where: str
 ) -> tuple[tuple[int, ...] | None, str | None]:
@@ -289,7 +294,7 @@ def _settle_norm_flags(config: dict[str, Any]) -> None:
 
 
 def _settle_window(config: dict[str, Any], where: str) -> None:
-    """Say of the head's one layer whether it has a sliding window, in the keys that vLLM and transformers read.
+    """State whether the head's one layer has a sliding window, in the keys that vLLM and transformers read.
 
     `layer_types` decides, its first entry where it was copied from a target of many layers. Without it transformers
     gives Qwen a window from layer `max_window_layers` on; `sliding_window` alone gives no draft layer one anywhere.

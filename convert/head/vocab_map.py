@@ -90,7 +90,7 @@ def read_map(tensors: LazyTensors, config: dict[str, Any], where: str, form: D2t
 
 
 def vocab_size(config: Mapping[str, Any], t2d_length: int | None, where: str) -> int:
-    """V, as config.json or the length of `t2d` says it.
+    """V, from config.json or the length of `t2d`.
 
     Raises:
         MismatchError: neither does, or they disagree.

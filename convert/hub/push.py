@@ -72,13 +72,13 @@ def upload_files(folder: Path, names: Sequence[str], repo_id: str, private: bool
 
 @contextmanager
 def _no_bars_off_a_terminal() -> Iterator[None]:
-    """Silence the library's bars of uploads where stderr is no terminal; those of downloads look for themselves."""
+    """Silence the library's bars of uploads where stderr is no terminal; those of downloads check for themselves."""
     from huggingface_hub import constants
 
     # Public, not in __all__.
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars  # type: ignore[attr-defined]
 
-    # The variable, either way, is the user's word.
+    # Set either way, the variable is the user's choice.
     if sys.stderr.isatty() or constants.HF_HUB_DISABLE_PROGRESS_BARS is not None:
         yield
         return

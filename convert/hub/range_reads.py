@@ -186,7 +186,7 @@ def _one_tensor_header(span: TensorSpan, metadata: Mapping[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def _explained(folder: Path) -> Iterator[None]:
-    """Say about errors of the cache's disk what to do about them."""
+    """Say what to do about errors of the cache's disk."""
     advice = "Free some space, or set HF_HOME to a folder on another disk; what has come so far is kept."
     try:
         yield

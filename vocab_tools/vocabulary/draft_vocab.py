@@ -23,7 +23,7 @@ COUNTED_IDS = "counted_ids"
 _MAX_UNCOUNTED_SHARE = 0.01
 _FORMAT = "eagle-slim draft vocabulary"
 _VERSION = 1
-# So many ids in order of frequency never ascend by chance.
+# This many ids in order of frequency never ascend by chance.
 _LONG = 8
 
 
