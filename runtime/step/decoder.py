@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -43,6 +44,9 @@ from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.ngrams import Texts, bar_ngrams, keep_text
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
+
+if TYPE_CHECKING:
+    from .run_ahead import RunAhead
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that there are graphs for."""
@@ -94,20 +98,22 @@ class Decoder:
 
     ``drafter`` None decodes plainly: a tree of its root alone. ``waits``: whether the target's forward cannot
     be held by a graph. ``pool``: memory that the graphs share with those of other decoders; None is a pool of its own.
+    ``offsets`` int32 [slots]: what a new row's position is beyond its row of the cache; None where they are the same.
     """
 
     def __init__(
         self,
         target: Target,
         cache: KVCache,
-        drafter: BufferedDrafter | None,
+        drafter: BufferedDrafter | RunAhead | None,
         num_slots: int,
         waits: bool = False,
         pool: GraphPool | None = None,
+        offsets: Tensor | None = None,
     ) -> None:
         device = target.device
         self.target, self.cache, self.drafter, self.num_slots = target, cache, drafter, num_slots
-        self.waits = waits
+        self.waits, self._offsets = waits, offsets
         self.nodes = 1 if drafter is None else drafter.tree.total_tokens
         self.longest = 1 if drafter is None else drafter.tree.path_width
         """Nodes of the longest path."""
@@ -172,12 +178,12 @@ class Decoder:
         ``host`` chooses tokens on the host, in the place of the kernels.
         """
         places = self._places_for(num_active)
-        self._run_phases(("step", places), rules, self._phases(places, rules, host))
+        self._run_phases(("step", places), rules, self.phases(places, rules, host))
 
     def timed_step(self, num_active: int, rules: ChoiceRules, host: HostChoice | None = None) -> Iterator[Phase]:
         """Give the phases of one step, each to be run by the caller in order."""
         places = self._places_for(num_active)
-        for phase in self._phases(places, rules, host):
+        for phase in self.phases(places, rules, host):
             yield Phase(phase.name, partial(self._run_phases, (phase.name, places), rules, [phase]))
 
     def _places_for(self, num_active: int) -> int:
@@ -217,10 +223,14 @@ class Decoder:
 
         For steps that are not captured.
         """
-        verify = self.plain._phases(self._places_for(num_active), rules, None)[0]
+        verify = self.plain.phases(self._places_for(num_active), rules, None)[0]
         started = time.perf_counter()
         verify.run()
         return time.perf_counter() - started
+
+    def counts(self) -> dict[str, int]:
+        """Fields of `GenerationStats` since `clear_`; waits for the device."""
+        return {}
 
     def stop_slot(self, slot: int) -> None:
         """Take a slot out of all further steps."""
@@ -234,7 +244,7 @@ class Decoder:
         runs: dict[object, Run] = {}
         for places in BUCKETS:
             if places <= bucket_of(num_active):
-                runs |= self._captures(("step", places), self._phases(places, rules, None))
+                runs |= self._captures(("step", places), self.phases(places, rules, None))
         for nodes in CHUNKS:
             runs |= self._captures(("chunk", nodes), self._chunk_phases(nodes, rules, None))
         kept = self._graphs_for(rules)
@@ -315,7 +325,8 @@ class Decoder:
         for tensor, value in zip(hidden, before, strict=True):
             tensor.copy_(value)
 
-    def _phases(self, places: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
+    def phases(self, places: int, rules: ChoiceRules, host: HostChoice | None = None) -> Sequence[Phase]:
+        """The phases of a step of up to ``places`` sequences; `step` runs them, from graphs where it can."""
         ops, state, nodes = self.ops, self.state, self.nodes
         tree = self._roots or self.drafter.bufs  # type: ignore[union-attr]
         if places not in self._rows:
@@ -329,6 +340,9 @@ class Decoder:
             if self._roots is not None:
                 self._roots.read()
             ops(tree_rows)(trees, rows)
+            if self._offsets is not None:
+                slots = rows.attention.slots.clamp(min=0).long()
+                rows.positions.view(places, nodes).add_(self._offsets[slots][:, None])
             self.target.forward(rows, self.cache, bufs)
 
         def accept() -> None:
@@ -347,11 +361,12 @@ class Decoder:
             Phase("verify", verify, self.waits), Phase("accept", accept, host is not None), Phase("commit", commit),
         ]  # fmt: skip
         if self.drafter is not None:
-            phases.insert(0, Phase("draft", self.drafter.draft, self.drafter.waits))
+            phases.insert(0, Phase("draft", partial(self._draft, places, rules), self.drafter.waits))
         if (checks := self.checks) is None:
             return phases
         vocab, capacity = self.target.vocab_size, self.cache.capacity
-        drafted, features = (None, None) if self.drafter is None else (self.drafter.bufs, self.drafter.features)
+        features = None if self.drafter is None else self.drafter.features
+        drafted = self.drafter.bufs if isinstance(self.drafter, BufferedDrafter) else None
         looks: dict[str, Run] = {
             "draft": lambda: None if drafted is None else check_draft(checks, state, drafted, vocab),
             "verify": lambda: check_verify(checks, state, rows, bufs, self.cache, trees),
@@ -371,6 +386,11 @@ class Decoder:
             checks.stop_(self.state, self.entering)
 
         return [Phase(phase.name, partial(run, phase), phase.waits) for phase in phases]
+
+    def _draft(self, places: int, rules: ChoiceRules) -> None:
+        """Draft for the next step of up to ``places`` sequences."""
+        assert isinstance(self.drafter, BufferedDrafter)
+        self.drafter.draft()
 
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
@@ -396,7 +416,7 @@ class Decoder:
     def _chunk_phases(self, nodes: int, rules: ChoiceRules, host: HostChoice | None) -> Sequence[Phase]:
         """A chunk of the prompt in `box`; after the last one its first new token is chosen and kept."""
         ops, entering = self.ops, self.entering
-        chunk = self._chunks.get(nodes) or _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
+        chunk = self._chunks.get(nodes) or self._new_chunk(nodes)
         if self.ops.use_kernels:
             self._chunks[nodes] = chunk
         rows, bufs = chunk.rows, chunk.bufs
@@ -441,6 +461,9 @@ class Decoder:
             ),
             "commit": lambda: check_commit(checks, entering, self.cache, features, self.nodes, lists_active=False),
         })  # fmt: skip
+
+    def _new_chunk(self, nodes: int) -> _Chunk:
+        return _Chunk(self.target, nodes, self.state.lengths, self.cache.capacity)
 
     def _gather_rows(self) -> None:
         """Bring rows that have joined to where the drafter reads them."""
