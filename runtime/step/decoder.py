@@ -20,18 +20,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..drafter.buffers import Buffers
 from ..drafter.drafter import BufferedDrafter
 from ..drafter.follow import Tails
 from ..drafter.kernels.tail_rows import gather_rows
+from ..drafter.weights import HeadWeights
 from ..errors import UsageError
 from ..launches import count_again, counted_apart
 from ..ops import Ops, ranges_wanted, side_stream
-from ..settings import MAX_NEW_TOKENS
+from ..settings import MAX_NEW_TOKENS, TreeConfig
 from ..target.cache import ForwardBuffers, KVCache, Target
 from ..target.kernels.attention import REACH
 from ..target.kernels.tree_rows import ForwardRows, tree_rows
@@ -44,9 +46,6 @@ from .kernels.choice_kernels import ChoiceRules, ChoiceScratch, ChoiceState
 from .kernels.choose_tokens import choice_scratch, choose_tokens, mark_seen
 from .kernels.ngrams import Texts, bar_ngrams, keep_text
 from .kernels.prompt_chunks import MAX_EOS, ChunkRows, PromptBox, begin_prompt, chunk_rows, end_chunk
-
-if TYPE_CHECKING:
-    from .run_ahead import RunAhead
 
 BUCKETS = (1, 2, 4, 8, 16)
 """Numbers of slots, and of active slots in a step, that there are graphs for."""
@@ -83,6 +82,40 @@ class Phase:
     """Whether it waits for the host, so that no CUDA graph can hold it."""
 
 
+class StepDrafter(Protocol):
+    """What a step needs of a drafter; see `BufferedDrafter`."""
+
+    @property
+    def tree(self) -> TreeConfig:
+        """Shape of the trees."""
+
+    @property
+    def bufs(self) -> Buffers:
+        """What it reads and writes."""
+
+    @property
+    def head(self) -> HeadWeights:
+        """What drafts."""
+
+    @property
+    def features(self) -> Tensor:
+        """[slots, steps, feature_width]: of the last step's tokens."""
+
+    @property
+    def error(self) -> Tensor:
+        """int32 [1]: not 0 where the trees are undefined."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether a draft waits for the device."""
+
+    def clear_error_(self) -> None:
+        """Be usable after an error."""
+
+    def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """Take a prompt's pairs."""
+
+
 def bucket_of(count: int) -> int:
     """The smallest bucket that holds ``count`` slots."""
     return next(bucket for bucket in BUCKETS if bucket >= count)
@@ -105,7 +138,7 @@ class Decoder:
         self,
         target: Target,
         cache: KVCache,
-        drafter: BufferedDrafter | RunAhead | None,
+        drafter: StepDrafter | None,
         num_slots: int,
         waits: bool = False,
         pool: GraphPool | None = None,
