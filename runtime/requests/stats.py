@@ -25,7 +25,8 @@ _IN_JSON = (
     "mean_accepted_length", "accepted_lengths", "num_cut_tokens", "num_plain_tokens", "num_missed", "missed_rate",
     "missed_ids", "num_partial_passes", "num_rolled_back_tokens", "num_steps", "num_empty_steps", "tokens_per_step",
     "active_sequences", "mean_active", "least_active", "most_active", "finish_reasons", "prefill_s", "draft_s",
-    "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "cache_bytes", "graph_bytes", "tuned_hits", "tuned_misses", "path",
+    "verify_s", "step_s", "host_s", "total_s", "tokens_per_s", "cache_bytes", "graph_bytes", "tuned_hits",
+    "tuned_misses", "path",
 )  # fmt: skip
 PHASES = ("prefill", "draft", "verify", "step")
 
