@@ -70,11 +70,11 @@ Examples:
               help="For very long prompts: run ahead on a part of the KV cache. `exact` keeps what full passes "
               "confirm; `lossy` may change the text.")  # fmt: skip
 @click.option("--partial-blocks", type=click.IntRange(min=1), metavar="N",
-              help="Blocks of 64 keys that such a part has besides recent ones. Default: 256.")  # fmt: skip
+              help="Blocks of 64 keys in that part, besides the recent ones. Default: 256.")  # fmt: skip
 @click.option("--partial-steps", type=click.IntRange(min=1), metavar="N",
-              help="Passes over the part between two full ones. Default: 8.")  # fmt: skip
+              help="Passes over that part between two full passes. Default: 8.")  # fmt: skip
 @click.option("--partial-from", type=click.IntRange(min=0), metavar="TOKENS",
-              help="Length of prompt from which it is done. Default: 65,536.")  # fmt: skip
+              help="Minimum prompt length. Default: 65,536.")  # fmt: skip
 @miss_log_option
 @click.option("--stats", is_flag=True, help="Print more: steps, concurrent sequences, launches, finish reasons.")
 @click.option("--check", is_flag=True, help="Also decode plainly and compare the tokens; exit 1 if they differ.")
