@@ -94,7 +94,7 @@ def rates(text: str, lengths: Sequence[int], blocks: Sequence[int], num_new: int
     ids = model.tokenizer(text)["input_ids"]
     for length in lengths:
         prompt = [ids[:length]]
-        options: dict[str, Any] = {"max_new_tokens": num_new, "ignore_eos": True}
+        options: dict[str, Any] = {"max_new_tokens": num_new, "ignore_eos": True, "reuse_prefix": True}
         full = model.generate(prompt, **options)
         for count in blocks:
             for mode in ("exact", "lossy"):

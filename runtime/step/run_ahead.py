@@ -85,9 +85,8 @@ class RunAhead:
         self.drafter.clear_error_()
 
     def prefill(self, features: Tensor, next_tokens: Tensor, positions: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """See `BufferedDrafter.prefill`; bounds the keys of these positions too."""
+        """See `BufferedDrafter.prefill`."""
         self.drafter.prefill(features, next_tokens, positions, rows, slots)
-        self.part.bound(slots.clamp(min=0), positions[:1], len(positions))
 
     def run(self, places: int, rules: ChoiceRules, state: SlotState, choice: Any) -> None:
         """Run ahead of ``state`` for ``places`` sequences, and write their chains."""
@@ -194,6 +193,11 @@ class PartialDecoder(Decoder):
         """See `Decoder.counts`."""
         passes, lost = self.run_ahead.counts.tolist()
         return {"num_partial_passes": passes, "num_rolled_back_tokens": lost}
+
+    def enter(self, num_tokens: int, rules: ChoiceRules, host: HostChoice | None = None) -> None:
+        """See `Decoder.enter`."""
+        super().enter(num_tokens, rules, host)
+        self.run_ahead.part.bound_slot(self.box.numbers[:1])
 
     def _draft(self, places: int, rules: ChoiceRules) -> None:
         self.run_ahead.run(places, rules, self.state, self.choice)

@@ -24,6 +24,7 @@ RECENT = 4
 """Whole blocks before the last row that are always there."""
 SINKS = 1
 """First blocks that are always there."""
+_SLICE = 4096
 ROWS = 4
 """Last rows of a pass whose queries choose."""
 
@@ -59,8 +60,8 @@ class ShortCache:
         self.queries = torch.zeros((layers, slots, kv_heads, ROWS * heads // kv_heads, head_dim), dtype=target.dtype,
                                    device=target.device)  # fmt: skip
         """Of the last rows of each slot, those of the heads that share keys side by side."""
-        # Blocks that end beyond the cache are bounded too, and never chosen.
-        shape = (layers, slots, kv_heads, total + self._spanned(capacity), head_dim)
+        # Blocks beyond the cache are bounded too, and never chosen.
+        shape = (layers, slots, kv_heads, total + self._spanned(_SLICE), head_dim)
         self._least, self._most = (torch.zeros(shape, dtype=target.dtype, device=target.device) for _ in range(2))
 
     @staticmethod
@@ -85,6 +86,11 @@ class ShortCache:
         keys = keys.unflatten(1, (-1, BLOCK))
         self._least[:, slots, :, blocks] = keys.amin(2)
         self._most[:, slots, :, blocks] = keys.amax(2)
+
+    def bound_slot(self, slot: Tensor) -> None:
+        """Bound all blocks of a slot, int32 [1]: a new sequence is in it, some of whose rows may have been there."""
+        for first in range(0, self.keys.shape[3], _SLICE):
+            self.bound(slot, torch.full_like(slot, first), _SLICE)
 
     def take(self, lengths: Tensor) -> None:
         """Lay out the part for slots of ``lengths`` int32 [slots] committed rows."""
