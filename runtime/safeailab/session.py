@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..drafter.buffers import Buffers
 from ..drafter.drafter import Drafter
-from ..drafter.launch import DraftFunction, check_finished, prefill_drafter
+from ..drafter.launch import check_finished, prefill_drafter
 from ..errors import UsageError
 from ..ops import side_stream
 from ..settings import TreeConfig
@@ -49,11 +49,6 @@ class Session:
     def tree(self) -> TreeConfig:
         """Shape of its trees."""
         return self.spec.tree
-
-    @property
-    def backend(self) -> str | DraftFunction:
-        """What drafts."""
-        return self.spec.backend
 
     @property
     def bufs(self) -> Buffers:

@@ -99,7 +99,7 @@ class StepPatch:
         self.backend = choose_tree_forward(target_backend, model)
         """The forward that verifies, and why."""
         session = layer_patch.session
-        self.ops = Ops(session.backend == "triton" or session.head.device.type == "cuda")
+        self.ops = Ops(session.spec.backend == "triton" or session.head.device.type == "cuda")
         self._target = fuse(model, self.ops) if self.backend.name == "fused" else None
         self._forward: TreeForward | None = None
         self._tensors: _Tensors | None = None
