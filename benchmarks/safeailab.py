@@ -36,6 +36,7 @@ from unittest import mock
 import torch
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.requests.exactness import first_difference
 from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
@@ -128,17 +129,11 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, t
     return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies)}
 
 
-def equal_length(ids: list[int], truth: list[int]) -> int:
-    """Tokens up to the first difference; the shorter one's length if one begins the other."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, truth, strict=False))
-    return len(list(pairs))
-
-
 def compare_texts(answers: list[list[int]], truth: list[list[int]]) -> dict[str, Any]:
     """Tokens that are equal to upstream's, and whether all are, up to the end of the shorter of two answers."""
-    pairs = list(zip(answers, truth, strict=True))
-    equal = [equal_length(ids, theirs) for ids, theirs in pairs]
-    shorter = [min(len(ids), len(theirs)) for ids, theirs in pairs]
+    shorter = [min(len(ids), len(theirs)) for ids, theirs in zip(answers, truth, strict=True)]
+    firsts = map(first_difference, answers, truth)
+    equal = [length if first is None else first for first, length in zip(firsts, shorter, strict=True)]
     return {"equal_tokens": sum(equal), "is_equal": equal == shorter}
 
 

@@ -33,7 +33,7 @@ from eagle_slim.runtime.step.decoder import BUCKETS
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import compile_ahead
-from benchmarks.shared.faults import LIMIT, STREAMER, FaultyStreamer, befall, explains, faults_on
+from benchmarks.shared.faults import LIMIT, STREAMER, FaultyStreamer, explains, faults_on, injected
 from benchmarks.shared.questions import (
     MOST_DIFFERENCES,
     NEW,
@@ -91,7 +91,7 @@ class Soak:
             model = model.with_tree(model.drafter.tree)
         began = time.perf_counter()
         try:
-            with befall(fault, self.device, rng, self._busy_s / max(1, self.calls)):
+            with injected(fault, self.device, rng, self._busy_s / max(1, self.calls)):
                 output = generate(model, questions, new, streamer=streamer, **options)
         except BaseException as error:
             if not explains(fault, error):

@@ -54,8 +54,6 @@ def test_variants(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_first_difference() -> None:
-    assert safeailab.equal_length([1, 2, 3], [1, 2, 4]) == 2
-    assert safeailab.equal_length([1, 2], [1, 2, 4]) == 2
     texts = [[1, 2, 3], [4, 5]]
     assert safeailab.compare_texts(texts, [[1, 2, 3, 9], [4]]) == {"equal_tokens": 4, "is_equal": True}
     assert safeailab.compare_texts(texts, [[1, 2, 7], [4, 5]]) == {"equal_tokens": 4, "is_equal": False}
