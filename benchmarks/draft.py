@@ -44,7 +44,6 @@ from eagle_slim.runtime.drafter.tuning.problem import (
     Row,
     all_rows,
     draft_config,
-    first_rows,
     random_head,
     random_step,
     with_random_screen,
@@ -89,7 +88,7 @@ class Problems:
             if self.screen_rank:
                 self._heads[0] = with_random_screen(self._heads[0], self.screen_rank)
         if row.draft_vocab not in self._heads:
-            self._heads[row.draft_vocab] = first_rows(self._heads[0], row.draft_vocab)
+            self._heads[row.draft_vocab] = self._heads[0].of_rows(slice(row.draft_vocab))
         return self._heads[row.draft_vocab]
 
     def drafter(self, row: Row, variant: str) -> BufferedDrafter:

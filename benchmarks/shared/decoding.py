@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
-from eagle_slim.runtime.drafter.tuning.problem import (
-    MODELS,
-    Dims,
-    draft_config,
-    first_rows,
-    random_head,
-    with_random_screen,
-)
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head, with_random_screen
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
@@ -122,7 +115,7 @@ class RandomModel:
         key = draft_vocab, screened
         if key not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
-            head = first_rows(self.head, draft_vocab)
+            head = self.head.of_rows(slice(draft_vocab))
             self._drafters[key] = Drafter(head if screened else replace(head, screen=None), tree, backend)
         drafter = self._drafters[key]
         found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)

@@ -149,11 +149,6 @@ class DrafterConfig:
         return self.feature_width if self.kind == "eagle3" else 2 * self.hidden
 
     @property
-    def max_k(self) -> int:
-        """Power of two that holds top_k."""
-        return max(2, 1 << (self.top_k - 1).bit_length())
-
-    @property
     def embed_rows(self) -> int:
         """Embedding rows kept per sequence: the new tokens, or every child of a level."""
         return max(MAX_NEW_TOKENS, self.top_k**2)

@@ -68,12 +68,7 @@ class FollowRows:
 
     @classmethod
     def of(
-        cls,
-        most: int,
-        base_ids: Tensor,
-        rows: Tensor,
-        row_of_id: Tensor,
-        rank_order: NDArray[np.int64] | None = None,
+        cls, most: int, base_ids: Tensor, rows: Tensor, row_of_id: Tensor, rank_order: NDArray[np.int64] | None = None
     ) -> FollowRows:
         """Rank what may join a base (``base_ids`` int64, any order): ids outside it that have a row.
 

@@ -79,9 +79,8 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     if head_dim % 2:
         raise UnsupportedModelError(
             f"The head's head_dim = {head_dim} is odd; RoPE rotates two values together.",
-            field="head_dim",
-            found=head_dim,
-        )
+            field="head_dim", found=head_dim,
+        )  # fmt: skip
 
     # transformers before 5 looks for longrope's beside the scaling alone.
     length = "original_max_position_embeddings"
@@ -96,15 +95,10 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     try:
         # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
         llama = LlamaConfig(
-            hidden_size=rotated,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=rotated,
-            max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            rope_theta=config["rope_theta"],
-            rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
-            **beside,
-        )
+            hidden_size=rotated, num_attention_heads=1, num_key_value_heads=1, head_dim=rotated,
+            max_position_embeddings=config.get("max_position_embeddings") or 2048, rope_theta=config["rope_theta"],
+            rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind}, **beside,
+        )  # fmt: skip
         if kind in _BY_LENGTH:
 
             def for_length(num_tokens: int) -> RotaryEmbedding:
