@@ -9,7 +9,7 @@
     python benchmarks/safeailab.py --upstream EAGLE --device cpu --dims tiny --dtype float32 --runs 0
 
 ``--upstream`` (or EAGLE_SLIM_UPSTREAM) is a clone of the repository; its transformers version must be installed.
-Without a model of one's own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
+Without a model of your own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
 (`ea_model`): that of 70B has 8 of its 80 layers, unless --layers says more, so that it fits on one GPU; its head, and
 what a draft takes, are whole. Greedy, every variant first generates what upstream does (in float32 a difference is a
 failure, below it the length that is equal is reported); then all are timed in turn.
@@ -246,7 +246,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--base-model", metavar="PATH", help="target, for EaModel.from_pretrained; with --ea-model")
     add("--ea-model", metavar="PATH", help="head, for EaModel.from_pretrained; with --base-model")
     add("--use-eagle3", action=argparse.BooleanOptionalAction, default=True, help="as EaModel.from_pretrained")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of one's own; may be repeated")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of your own; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
     add("--draft-vocab", type=int, default=0, help="LM-head rows of a random head (default: all)")
@@ -276,7 +276,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             command.error(f"--prompts {args.prompts}: {type(error).__name__}: {error}; expected lines, or JSON lines")
     if args.base_model and (args.dims or args.layers or args.draft_vocab or not args.prompt):
-        command.error("a model of one's own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
+        command.error("a model of your own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
     if not args.base_model and args.prompt:
         command.error("--prompt and --prompts are for --base-model: the others have prompts of their own")
     try:

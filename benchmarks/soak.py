@@ -151,7 +151,7 @@ class Soak:
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("soak", __doc__)
-    command.add_argument("--tokens", type=whole_from(1), default=1_000_000, help="stop after so many were generated")
+    command.add_argument("--tokens", type=whole_from(1), default=1_000_000, help="stop after generating this many")
     command.add_argument("--seconds", type=whole_from(1), default=3600, help="or after this time, compilation apart")
     command.add_argument("--questions", type=whole_from(16), default=96, help="each is decoded plainly once")
     command.add_argument("--new", type=whole_from(2), default=NEW, help="most new tokens of an answer")

@@ -77,9 +77,8 @@ class RandomModel:
         target = TargetModel(model, default_tap_layers(LAYERS[name]), Choice(backend, "asked for"))
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
-        self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        if screen_rank:
-            self.head = with_random_screen(self.head, screen_rank, lm_head_gain=PEAKED)
+        head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
+        self.head = with_random_screen(head, screen_rank, lm_head_gain=PEAKED)
         self._drafters: dict[tuple[int, bool], Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:

@@ -47,7 +47,7 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """The backend in a word."""
+        """The backend's name."""
         backend = self.backend
         return getattr(backend, "__name__", type(backend).__name__) if callable(backend) else backend
 

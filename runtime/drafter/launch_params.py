@@ -84,11 +84,6 @@ class LaunchParams:
         """Programs of the grid, each with a stream of its own."""
         return self.layout.num_programs
 
-    @property
-    def split(self) -> dict[str, int]:
-        """Programs that share the rows of each projection."""
-        return self.layout.split
-
     def to_json(self) -> dict[str, Any]:
         """Plain values of all but the layout."""
         return {name: value for name, value in asdict(self).items() if name != "layout"}

@@ -39,7 +39,7 @@ class RotaryEmbedding:
     inverse_frequencies: Tensor
     scaling: float
     by_length: Callable[[int], RotaryEmbedding] | None = field(default=None, repr=False, compare=False)
-    """The embedding for texts of up to so many tokens, of a scaling that depends on it."""
+    """The embedding for texts of up to a number of tokens, where the scaling depends on it."""
 
     def for_length(self, num_tokens: int) -> RotaryEmbedding:
         """Return the embedding for texts of up to ``num_tokens`` tokens: this one, unless the scaling depends on it."""
@@ -137,7 +137,7 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
 def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
     """Put rows [heads * head_dim, ...] in the order in which value i is rotated with value i + head_dim / 2.
 
-    Rows of q, of k, or of their norms. ``rotated``: of each head's values the first so many are, value i with value
+    Rows of q, of k, or of their norms. ``rotated``: how many of each head's first values are, value i with value
     i + rotated / 2.
     """
     order = torch.arange(head_dim, device=rows.device)

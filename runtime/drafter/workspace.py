@@ -157,7 +157,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     """The names that `BUFFERS` uses for sizes."""
     programs, slot_rows = params.num_programs, cfg.num_slots * MAX_NEW_TOKENS
     attention = attention_shape(cfg, params)
-    split = params.split.items()
+    split = params.layout.split.items()
     return {
         "2": 2,
         "slots": cfg.num_slots,

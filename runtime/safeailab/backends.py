@@ -69,7 +69,7 @@ def frontier_generate(
     again after that was moved to another device or type, or got another ``ea_layer`` or base model. Raises `UsageError`
     for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it cannot run.
 
-    Where there is no target at hand, a `DrafterConfig` takes the model's place and features that of the ids:
+    Without a target, a `DrafterConfig` takes the model's place and features that of the ids:
     [slots, new, feature_width], taps side by side. ``weights`` and ``bufs``, which hold the new tokens, are then those
     of `launch_drafter`, and so are result and errors; `UsageError` for either missing, for anything else beside them,
     and for a backend in FP8 with a configuration that is not.
@@ -140,7 +140,7 @@ def fused_draft_token_generation(
     return _generate(model, input_ids, how, head, draft_vocab, tree, options)
 
 
-class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it begin anew.
+class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it start empty.
     def __reduce__(self) -> Any:
         return dict, ()
 

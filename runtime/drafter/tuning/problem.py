@@ -156,10 +156,12 @@ def _random_matrix(
 def with_random_screen(
     head: HeadWeights, rank: int, groups: int = GROUPS, per_group: int = PER_GROUP, lm_head_gain: float = 3.0
 ) -> HeadWeights:
-    """The head with a random LM head of this rank, and the screen that is exact for it but for rounding.
+    """The head with a random LM head of this rank, and the screen that is exact for it but for rounding; 0 for none.
 
     So a draft behind the screen can be replayed: a screen of a random LM head would choose at random.
     """
+    if rank == 0:
+        return head
     matrix = partial(_random_matrix, _generator(head.device, 1), head.device, head.dtype)
     rows, down = matrix(head.draft_vocab, rank, lm_head_gain), matrix(rank, head.hidden)
     screen = Screen(rows, down.float(), down.float().T.contiguous(), groups, per_group)
@@ -182,7 +184,8 @@ def draft_config(
     dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
     dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None, screen_rank: int = 0,
 ) -> DrafterConfig:  # fmt: skip
-    """Dimensions of a draft with `random_head`, and `with_random_screen` where ``screen_rank`` is not 0."""
+    """Dimensions of a draft with `random_head` and `with_random_screen`."""
     head = random_head(dims, torch.device("meta"), dtype).of_rows(slice(draft_vocab))
-    head = with_random_screen(head, screen_rank) if screen_rank else head
-    return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)
+    return DrafterConfig.of(
+        with_random_screen(head, screen_rank), tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype
+    )
