@@ -22,7 +22,6 @@ import contextlib
 import gc
 import inspect
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -34,8 +33,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from eagle_slim.runtime.compare.prompt_file import load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.errors import PromptFileError, UsageError
 from eagle_slim.runtime.requests.exactness import first_difference
 from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
@@ -194,15 +194,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Read prompts: a line each, or JSON lines with "turns", as upstream's question.jsonl has them, or "prompt"."""
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    records = [json.loads(line) for line in lines]
-    return [record["turns"][0] if "turns" in record else record["prompt"] for record in records]
-
-
 def main(argv: list[str] | None = None) -> None:
     """Check, and compare. Exit 1 where float32 text differs."""
     args = parse(argv)
@@ -272,9 +263,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command.error("--warmup must be at least 1, as the first run checks, and --runs at least 0")
     if args.prompts is not None:
         try:
-            args.prompt += read_prompts(args.prompts)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            command.error(f"--prompts {args.prompts}: {type(error).__name__}: {error}; expected lines, or JSON lines")
+            args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)]
+        except PromptFileError as error:
+            command.error(f"--prompts {error}")
     if args.base_model and (args.dims or args.layers or args.draft_vocab or not args.prompt):
         command.error("a model of your own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
     if not args.base_model and args.prompt:

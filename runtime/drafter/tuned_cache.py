@@ -11,13 +11,13 @@ different speed. The same file holds tiles of the target's kernels; `launches` h
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from eagle_slim.vocab_tools.files import write_file
 
 from ..errors import DrafterError, UsageError
 from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_lines, tiles_of, tuned_path
@@ -102,14 +102,12 @@ class TunedCache:
     def save(self) -> None:
         """Write the file whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
         values = {
             "layouts": {key: asdict(layout) for key, layout in self.layouts.items()},
             "launches": {key: params.to_json() for key, params in self.launches.items()},
             **self.tiles,
         }
-        temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-        os.replace(temporary, self.path)
+        write_file(self.path, (json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
 
 class LaunchTable:

@@ -154,10 +154,9 @@ class HeadWeights:
     @cached_property
     def held_ids(self) -> bytes:
         """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""
-        held = bytearray(self.embedding.shape[0])
-        for token in self.draft_to_target.tolist():
-            held[token] = 1
-        return bytes(held)
+        held = np.zeros(self.embedding.shape[0], dtype=np.uint8)
+        held[self.draft_to_target.cpu().numpy()] = 1
+        return held.tobytes()
 
     @property
     def device(self) -> torch.device:

@@ -66,7 +66,7 @@ class Session:
         self._graph = self._packed_tree = None
         self.drafter.features.copy_(old.features)
         for field in fields(Buffers):
-            before = getattr(old.bufs, field.name, None)
+            before = getattr(old.bufs, field.name)
             if not isinstance(before, Tensor):
                 continue
             after = getattr(self.bufs, field.name)

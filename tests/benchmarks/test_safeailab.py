@@ -67,7 +67,7 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
     args = arguments(*own, "--prompt", "zero", "--prompts", str(tmp_path / "lines.txt"))
     assert args.prompt == ["zero", "one", "two"]
     assert arguments(*own, "--prompts", str(tmp_path / "question.jsonl")).prompt == ["three", "four"]
-    (tmp_path / "wrong.jsonl").write_text("[]")
+    (tmp_path / "wrong.jsonl").write_text("{}")
     for line, words in (
         (("--upstream", str(tmp_path)), "must name a clone"),
         (("--base-model", "here"), "go together"),
