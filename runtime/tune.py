@@ -158,7 +158,6 @@ def tune(
     """
     derived, tried = trials_of(cfg, chip, layout, most)
     best, trials = search(derived, tried, partial(measure, cfg), left)
-    assert isinstance(best, LaunchParams)
     return best, trials
 
 
