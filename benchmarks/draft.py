@@ -44,7 +44,6 @@ from eagle_slim.runtime.drafter.tuning.problem import (
     Row,
     all_rows,
     draft_config,
-    first_rows,
     random_head,
     random_step,
     with_random_screen,
@@ -85,11 +84,10 @@ class Problems:
         if row.model != self._model:
             self._heads.clear()
             self._packings.clear()
-            self._model, self._heads[0] = row.model, random_head(MODELS[row.model], self.device, self.dtype)
-            if self.screen_rank:
-                self._heads[0] = with_random_screen(self._heads[0], self.screen_rank)
+            head = random_head(MODELS[row.model], self.device, self.dtype)
+            self._model, self._heads[0] = row.model, with_random_screen(head, self.screen_rank)
         if row.draft_vocab not in self._heads:
-            self._heads[row.draft_vocab] = first_rows(self._heads[0], row.draft_vocab)
+            self._heads[row.draft_vocab] = self._heads[0].of_rows(slice(row.draft_vocab))
         return self._heads[row.draft_vocab]
 
     def drafter(self, row: Row, variant: str) -> BufferedDrafter:
@@ -177,7 +175,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     rows = {row.name: row for row in all_rows()}
     command = Command("draft", __doc__, rows)
-    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen of so many columns")
+    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen with this many columns")
     command.add_argument("--rounds", type=int, default=20, help="samples per variant (baseline A: a quarter)")
     args = command.parse_args(argv)
     chosen = [rows[name] for name in command.chosen(args)]

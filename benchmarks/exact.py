@@ -155,7 +155,7 @@ def random_tree(rng: random.Random) -> TreeConfig:
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("exact", __doc__)
-    command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after so many were compared")
+    command.add_argument("--tokens", type=whole_from(1), default=200_000, help="stop after comparing this many")
     command.add_argument("--seconds", type=whole_from(1), default=600, help="or after this time, compilation apart")
     command.add_argument("--questions", type=whole_from(16), default=96, help="each is decoded plainly once")
     command.add_argument("--sizes", default="full,4096", help="draft vocabularies")

@@ -7,7 +7,7 @@
 Micro gates: the phases of a step (draft, verify, accept, commit) and tree attention over all layers after 512, 8,192
 and 32,768 tokens, each over a device copy of the bytes that it must move: weights and keys for draft and verify, keys
 for attention, the logits for accept, the accepted rows read and written for commit. The copy is replayed in turn with
-the operation, so clocks and neighbours touch both. A ratio is there to be compared: a copy in a graph moves less than
+the operation, so clocks and neighbours touch both. Ratios are for comparison only: a copy in a graph moves less than
 the memory can (2.8 of 4.25 TB/s on an H200, 2026-11-22).
 
 All must be green three times in a row; then the full gates run: drafting over plain decoding, with random weights and a
@@ -36,13 +36,7 @@ from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
 from eagle_slim.runtime.step.decoder import Decoder
 
 from benchmarks.shared.command import Command, write
-from benchmarks.shared.decoding import (
-    RandomModel,
-    attention_of_layers,
-    compile_ahead,
-    filled_phases,
-    take_turns,
-)
+from benchmarks.shared.decoding import RandomModel, attention_of_layers, compile_ahead, filled_phases, take_turns
 from benchmarks.shared.drawn_verdicts import NUM_LENGTHS, draw_lengths
 from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, judge
 from benchmarks.shared.timing import machine, time_queued_us

@@ -82,7 +82,7 @@ def measure(
     """Measure one row's variants, in turn, over one cache; what was accepted is counted, not assumed.
 
     ``lengths``: those that are drawn. ``screen_rank``: of the model's screen, 0 for none. A run of ``steps`` begins at
-    the prefix anew.
+    the prefix again.
     """
     room = max(steps, 64) * point.tree.path_width + point.tree.total_tokens + 1
     cache = model.new_cache(point.batch, point.prefix + room)
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     points = {point.name: point for point in all_points()}
     command = Command("generate", __doc__, points)
     command.add_argument("--sizes", default="full,32000,16000,8192", help="draft vocabularies, as full,32000")
-    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen of so many columns")
+    command.add_argument("--screen-rank", type=int, default=0, help="also behind a screen with this many columns")
     command.add_argument("--accepted", type=float, default=3.0, help="tokens a pass that are drawn")
     command.add_argument("--steps", type=whole_from(1), default=60, help="steps of a run")
     command.add_argument("--rounds", type=whole_from(1), default=4, help="runs of each variant")

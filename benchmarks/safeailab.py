@@ -9,7 +9,7 @@
     python benchmarks/safeailab.py --upstream EAGLE --device cpu --dims tiny --dtype float32 --runs 0
 
 ``--upstream`` (or EAGLE_SLIM_UPSTREAM) is a clone of the repository; its transformers version must be installed.
-Without a model of one's own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
+Without a model of your own, ``smollm2-135m`` is the built-in head with its target, and the others are random models
 (`ea_model`): that of 70B has 8 of its 80 layers, unless --layers says more, so that it fits on one GPU; its head, and
 what a draft takes, are whole. Greedy, every variant first generates what upstream does (in float32 a difference is a
 failure, below it the length that is equal is reported); then all are timed in turn.
@@ -22,7 +22,6 @@ import contextlib
 import gc
 import inspect
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -34,8 +33,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+from eagle_slim.runtime.compare.prompt_file import load_prompts
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
-from eagle_slim.runtime.errors import UsageError
+from eagle_slim.runtime.errors import PromptFileError, UsageError
+from eagle_slim.runtime.requests.exactness import first_difference
 from eagle_slim.runtime.safeailab.forward import TARGET_BACKENDS
 from eagle_slim.runtime.safeailab.patch import EaModelPatch
 from eagle_slim.runtime.settings import TreeConfig
@@ -128,17 +129,11 @@ def part_times(model: Any, patch: Any, prompts: list[Tensor], new_tokens: int, t
     return {"draft_ms": statistics.median(drafts), "verify_ms": statistics.median(verifies)}
 
 
-def equal_length(ids: list[int], truth: list[int]) -> int:
-    """Tokens up to the first difference; the shorter one's length if one begins the other."""
-    pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(ids, truth, strict=False))
-    return len(list(pairs))
-
-
 def compare_texts(answers: list[list[int]], truth: list[list[int]]) -> dict[str, Any]:
     """Tokens that are equal to upstream's, and whether all are, up to the end of the shorter of two answers."""
-    pairs = list(zip(answers, truth, strict=True))
-    equal = [equal_length(ids, theirs) for ids, theirs in pairs]
-    shorter = [min(len(ids), len(theirs)) for ids, theirs in pairs]
+    shorter = [min(len(ids), len(theirs)) for ids, theirs in zip(answers, truth, strict=True)]
+    firsts = map(first_difference, answers, truth)
+    equal = [length if first is None else first for first, length in zip(firsts, shorter, strict=True)]
     return {"equal_tokens": sum(equal), "is_equal": equal == shorter}
 
 
@@ -199,15 +194,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Read prompts: a line each, or JSON lines with "turns", as upstream's question.jsonl has them, or "prompt"."""
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
-    if path.suffix != ".jsonl":
-        return lines
-    records = [json.loads(line) for line in lines]
-    return [record["turns"][0] if "turns" in record else record["prompt"] for record in records]
-
-
 def main(argv: list[str] | None = None) -> None:
     """Check, and compare. Exit 1 where float32 text differs."""
     args = parse(argv)
@@ -251,7 +237,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--base-model", metavar="PATH", help="target, for EaModel.from_pretrained; with --ea-model")
     add("--ea-model", metavar="PATH", help="head, for EaModel.from_pretrained; with --base-model")
     add("--use-eagle3", action=argparse.BooleanOptionalAction, default=True, help="as EaModel.from_pretrained")
-    add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of one's own; may be repeated")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="to a model of your own; may be repeated")
     add("--prompts", type=Path, metavar="FILE", help="a prompt a line, or JSON lines with turns or prompt")
     add("--dims", choices=["tiny", BUILT_IN, "llama-3.2-1b", "llama-3.1-8b", "llama-3.3-70b"], help="a random model's")
     add("--draft-vocab", type=int, default=0, help="LM-head rows of a random head (default: all)")
@@ -277,11 +263,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         command.error("--warmup must be at least 1, as the first run checks, and --runs at least 0")
     if args.prompts is not None:
         try:
-            args.prompt += read_prompts(args.prompts)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            command.error(f"--prompts {args.prompts}: {type(error).__name__}: {error}; expected lines, or JSON lines")
+            args.prompt += [prompt.turns[0] for prompt in load_prompts(args.prompts)]
+        except PromptFileError as error:
+            command.error(f"--prompts {error}")
     if args.base_model and (args.dims or args.layers or args.draft_vocab or not args.prompt):
-        command.error("a model of one's own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
+        command.error("a model of your own needs --prompt or --prompts, and takes no --dims, --layers, --draft-vocab")
     if not args.base_model and args.prompt:
         command.error("--prompt and --prompts are for --base-model: the others have prompts of their own")
     try:

@@ -79,7 +79,7 @@ def run(folder: Path, prompts: Sequence[Prompt], new: int, device: str | None, o
         head=artifact, device=device, dtype="float32", drafter="reference", target_backend="transformers", screen=False
     )
     lm_head = model.drafter.weights.lm_head
-    told = open_screen_file(folder, artifact.head).header.metadata
+    metadata = open_screen_file(folder, artifact.head).header.metadata
     loaded = load_screen(folder, artifact.head)
     rows, down, project = (tensor.to(lm_head.device) for tensor in (loaded.rows, loaded.down, loaded.project))
     categories = [prompt.category for prompt in prompts]
@@ -87,7 +87,7 @@ def run(folder: Path, prompts: Sequence[Prompt], new: int, device: str | None, o
     result: dict[str, Any] = {
         "machine": machine(model.device), "dtype": str(model.dtype)[6:], "draft_vocab": len(lm_head),
         "prompts": len(prompts), "new_tokens": new, "states": sum(map(len, states)),
-        "made_from": {name: told[name] for name in ("states", "text", "damping", "groups")}, "rows": [],
+        "made_from": {name: metadata[name] for name in ("states", "text", "damping", "groups")}, "rows": [],
     }  # fmt: skip
     for per_group, wanted in CANDIDATES:
         screen = Screen(rows.to(lm_head.dtype), down, project, loaded.groups, per_group)
@@ -95,8 +95,8 @@ def run(folder: Path, prompts: Sequence[Prompt], new: int, device: str | None, o
         kept = [recall(screen, each, lm_head, ranks) for each in states]
         for rank in ranks:
             read = round(len(lm_head) * rank / lm_head.shape[1]) + screen.num_candidates
-            told_of = {"rank": rank, "candidates": screen.num_candidates, "rows_read": read}
-            result["rows"].append(told_of | row(np.array([shares[rank] for shares in kept]), categories))
+            facts = {"rank": rank, "candidates": screen.num_candidates, "rows_read": read}
+            result["rows"].append(facts | row(np.array([shares[rank] for shares in kept]), categories))
             show(result["rows"][-1])
         write(result, out)
     ids = model.drafter.weights.draft_to_target.cpu().numpy()

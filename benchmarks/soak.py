@@ -33,7 +33,7 @@ from eagle_slim.runtime.step.decoder import BUCKETS
 
 from benchmarks.shared.command import Command, show, write
 from benchmarks.shared.decoding import compile_ahead
-from benchmarks.shared.faults import LIMIT, STREAMER, FaultyStreamer, befall, explains, faults_on
+from benchmarks.shared.faults import LIMIT, STREAMER, FaultyStreamer, explains, faults_on, injected
 from benchmarks.shared.questions import (
     MOST_DIFFERENCES,
     NEW,
@@ -91,7 +91,7 @@ class Soak:
             model = model.with_tree(model.drafter.tree)
         began = time.perf_counter()
         try:
-            with befall(fault, self.device, rng, self._busy_s / max(1, self.calls)):
+            with injected(fault, self.device, rng, self._busy_s / max(1, self.calls)):
                 output = generate(model, questions, new, streamer=streamer, **options)
         except BaseException as error:
             if not explains(fault, error):
@@ -151,7 +151,7 @@ class Soak:
 def main(argv: list[str] | None = None) -> None:
     """Run the benchmark; `--help` lists the options."""
     command = Command("soak", __doc__)
-    command.add_argument("--tokens", type=whole_from(1), default=1_000_000, help="stop after so many were generated")
+    command.add_argument("--tokens", type=whole_from(1), default=1_000_000, help="stop after generating this many")
     command.add_argument("--seconds", type=whole_from(1), default=3600, help="or after this time, compilation apart")
     command.add_argument("--questions", type=whole_from(16), default=96, help="each is decoded plainly once")
     command.add_argument("--new", type=whole_from(2), default=NEW, help="most new tokens of an answer")

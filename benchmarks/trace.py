@@ -62,6 +62,8 @@ METRICS = {
     "L2, % of peak": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
     "warps stalled at barriers": "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio",
 }
+SHAPE = ("dims", "draft_vocab", "prefix", "batch", "nodes")
+"""Arguments that say what is run."""
 Event = dict[str, Any]
 
 
@@ -230,8 +232,7 @@ def main(argv: list[str] | None = None) -> None:
     args = command.parse_args(argv)
     device = command.gpu()
     if args.ncu:
-        asked = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("dims", "draft_vocab", "prefix",
-                                                                                 "batch", "nodes")]  # fmt: skip
+        asked = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in SHAPE]
         try:
             counters = run_under_ncu(asked)
         except UsageError as error:
@@ -264,16 +265,10 @@ def main(argv: list[str] | None = None) -> None:
     for fault in faults:
         print(f"fault: {fault}", flush=True)
     is_good = args.phases or not faults
-    write({"machine": machine(device), **vars_of(args), "us": times, "faults": faults, "is_good": is_good}, args.out)
+    ran = {name: getattr(args, name) for name in (*SHAPE, "steps", "phases")}
+    write({"machine": machine(device), **ran, "us": times, "faults": faults, "is_good": is_good}, args.out)
     print("nothing waits, copies or allocates but for the records" if not faults else f"{len(faults)} faults")
     sys.exit(0 if is_good else 1)
-
-
-def vars_of(args: Any) -> dict[str, Any]:
-    """The arguments that say what was run."""
-    return {
-        name: getattr(args, name) for name in ("dims", "draft_vocab", "prefix", "batch", "nodes", "steps", "phases")
-    }
 
 
 if __name__ == "__main__":

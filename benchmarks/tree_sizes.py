@@ -28,7 +28,7 @@ from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.compare import CompareOptions, compare, load_prompts
 from eagle_slim.runtime.compare.prompt_file import Prompt
 from eagle_slim.runtime.compare.report import ALL
-from eagle_slim.runtime.drafter.tuning.problem import MODELS, SCREENED, first_rows, random_head
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, SCREENED, random_head
 from eagle_slim.runtime.requests.tree_size import TABLES
 
 from benchmarks.shared.command import Command, show, write
@@ -64,7 +64,7 @@ def weight_bytes(dims: str) -> int:
 
 def draft_bytes(dims: str, draft_vocab: int) -> int:
     """Bytes in bfloat16 that drafting a tree with a head for these dimensions reads."""
-    head = first_rows(random_head(MODELS[dims], torch.device("meta")), draft_vocab)
+    head = random_head(MODELS[dims], torch.device("meta")).of_rows(slice(draft_vocab))
     return 2 * head.num_weights * LEVELS
 
 

@@ -14,28 +14,9 @@ EagleSlimError
 from collections.abc import Collection
 from difflib import get_close_matches
 
-from eagle_slim.vocab_tools.errors import EagleSlimError, UsageError
-
-__all__ = [
-    "AcceptanceWarning",
-    "CheckError",
-    "DrafterError",
-    "EagleSlimError",
-    "GPUAssertionError",
-    "HeadWarning",
-    "PairingError",
-    "PromptError",
-    "PromptFileError",
-    "SamplingWarning",
-    "SpeedWarning",
-    "TargetError",
-    "TargetWarning",
-    "UnsupportedModelError",
-    "UsageError",
-    "check_choice",
-    "did_you_mean",
-    "misfit",
-]
+# Under their own names again, so that they can be imported from here.
+from eagle_slim.vocab_tools.errors import EagleSlimError as EagleSlimError
+from eagle_slim.vocab_tools.errors import UsageError as UsageError
 
 
 class TargetError(EagleSlimError):

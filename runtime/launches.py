@@ -164,11 +164,8 @@ def record(line: dict[str, Any]) -> None:
     if not name:
         return
     try:
-        descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        try:
-            os.write(descriptor, (json.dumps(line) + "\n").encode())
-        finally:
-            os.close(descriptor)
+        with open(name, "ab", buffering=0) as file:
+            file.write((json.dumps(line) + "\n").encode())
     except OSError as error:
         raise DrafterError(
             f"EAGLE_SLIM_SHAPES = {name}: shapes cannot be recorded there ({error}). Name a file in a known folder.",

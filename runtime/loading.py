@@ -85,10 +85,7 @@ class OpenedHead:
                     f"draft_vocab = {draft_vocab} is outside 1 to {most} (all rows of this head).",
                     option="draft_vocab", expected=(1, most), found=draft_vocab,
                 )  # fmt: skip
-            tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
-            draft_vocab = rank_vocabulary(
-                load_embedded_counts(), draft_vocab, tokenizer=tokenizer, target_vocab=self.head.target_vocab
-            )
+            draft_vocab = self._rank_by_builtin_counts(draft_vocab)
         return choose_draft_ids(self.head, draft_vocab, self.rank_order, self.num_forced)
 
     def rank_rows(
@@ -101,9 +98,7 @@ class OpenedHead:
         if not (draft_vocab is None or isinstance(draft_vocab, (int, np.integer))):
             ranked = draft_vocab.target_ids if draft_vocab.ranked else None
         elif self.is_embedded:
-            tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
-            counts, vocab = load_embedded_counts(), self.head.target_vocab
-            ranked = rank_vocabulary(counts, tokenizer=tokenizer, target_vocab=vocab).target_ids
+            ranked = self._rank_by_builtin_counts().target_ids
         else:
             ranked = None if self.rank_order is None else rank_with_kept(self.head, self.rank_order)
         if ranked is None:
@@ -111,6 +106,10 @@ class OpenedHead:
         place = np.full(self.head.target_vocab, len(ranked), dtype=np.int64)
         place[ranked] = np.arange(len(ranked))
         return np.argsort(place[draft_ids], kind="stable")
+
+    def _rank_by_builtin_counts(self, size: int | None = None) -> DraftVocab:
+        tokenizer = load_tokenizer(embedded_target_folder(), offline=True)
+        return rank_vocabulary(load_embedded_counts(), size, tokenizer=tokenizer, target_vocab=self.head.target_vocab)
 
     def screen_of(self, weights: HeadWeights) -> Screen:
         """Load the screen of the LM-head rows of ``weights``; raises as `load_screen` does."""
@@ -121,11 +120,7 @@ class OpenedHead:
         return loaded.over(own, weights.draft_to_target, weights.lm_head)
 
     def rows_to_follow(
-        self,
-        target: TargetModel,
-        weights: HeadWeights,
-        follow_rows: int,
-        rank_order: NDArray[np.int64] | None = None,
+        self, target: TargetModel, weights: HeadWeights, follow_rows: int, rank_order: NDArray[np.int64] | None = None
     ) -> FollowRows:
         """Rank the rows that may join the draft vocabulary of ``weights``.
 
@@ -324,21 +319,12 @@ def check_loaded(target: nn.Module, dtype: torch.dtype | str, device: str | torc
 
 
 def _from_artifact(artifact: Artifact, offline: bool) -> OpenedHead:
-    if "wheel" in artifact.manifest.target:
-        target_name: str | None = EMBEDDED_TARGET_REPO
-    else:
-        target_name = artifact.target
+    target = artifact.manifest.target
     return OpenedHead(
-        artifact.head,
-        artifact.rank_order_ids,
-        artifact.num_forced,
-        artifact.tokenizer_hash,
-        target_name,
-        artifact.manifest.coverage,
-        artifact.manifest.target.get("name"),
-        artifact.folder,
-        offline=offline,
-    )
+        artifact.head, artifact.rank_order_ids, artifact.num_forced, artifact.tokenizer_hash,
+        target_name=EMBEDDED_TARGET_REPO if "wheel" in target else artifact.target,
+        coverage=artifact.manifest.coverage, target_folder=target.get("name"), folder=artifact.folder, offline=offline,
+    )  # fmt: skip
 
 
 def _target_of(head: DraftHead, is_builtin: bool = False) -> str | None:

@@ -1,4 +1,4 @@
-"""What the kernels that can be used alone ask of their tensors; they read memory as it lies, whatever it is."""
+"""Checks of tensors for the kernels that can be used alone: they read memory as it lies, whatever is there."""
 
 from __future__ import annotations
 

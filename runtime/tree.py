@@ -184,12 +184,10 @@ def join_levels(
     return Candidates(torch.cat(list(level_tokens), 1), torch.cat(list(level_scores), 1), torch.cat(parents, 1))
 
 
-def build_tree(
-    root_tokens: Tensor, candidates: Candidates, config: TreeConfig, active: Tensor | None = None
-) -> DraftTree:
+def build_tree(root_tokens: Tensor, candidates: Candidates, config: TreeConfig) -> DraftTree:
     """Choose the nodes and lay out the tree (module docstring: Nodes, Retrieve rows).
 
-    ``root_tokens``: int64 [batch], target ids. ``active``: bool [batch]; False blanks a slot. All on one device.
+    ``root_tokens``: int64 [batch], target ids. All on one device.
     """
     chosen = ranked_topk(candidates.scores, config.total_tokens - 1)[1].sort(dim=-1).values
     parent_candidates = candidates.parents.gather(1, chosen)
@@ -198,10 +196,10 @@ def build_tree(
     parents = torch.where(parent_candidates < 0, 0, parents)
     parents = torch.cat([torch.full_like(parents[:, :1], -1), parents], 1)
     tokens = torch.cat([root_tokens[:, None], candidates.tokens.gather(1, chosen)], 1)
-    return layout_tree(tokens, parents, config.path_width, active)
+    return layout_tree(tokens, parents, config.path_width)
 
 
-def layout_tree(tokens: Tensor, parents: Tensor, path_width: int, active: Tensor | None = None) -> DraftTree:
+def layout_tree(tokens: Tensor, parents: Tensor, path_width: int) -> DraftTree:
     """Derive mask, positions and paths from the parents of each node.
 
     ``tokens``, ``parents``: int64 [batch, nodes], node 0 the root with parent -1, each parent below its child.
@@ -230,10 +228,4 @@ def layout_tree(tokens: Tensor, parents: Tensor, path_width: int, active: Tensor
     leaves_first = torch.sort(is_parent.to(torch.int8), dim=-1, stable=True).indices
     retrieve = paths.gather(1, leaves_first[..., None].expand_as(paths))
     retrieve = torch.where(node_ids[..., None] < num_leaves[:, None, None], retrieve, -1)
-
-    if active is not None:
-        one, two = active[:, None], active[:, None, None]
-        tokens, parents = torch.where(one, tokens, -1), torch.where(one, parents, -1)
-        tree_mask, retrieve = tree_mask & two, torch.where(two, retrieve, -1)
-        positions, num_leaves = torch.where(one, positions, 0), torch.where(active, num_leaves, 0)
     return DraftTree(tokens, parents, tree_mask[:, None], positions, retrieve, num_leaves)

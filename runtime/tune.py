@@ -3,7 +3,7 @@
     EAGLE_SLIM_SHAPES=shapes.json eagle-generate ...      # or any other run: records what is launched
     python -m eagle_slim.runtime.tune shapes.json         # tunes what has no parameters for this GPU yet
 
-Of the drafter, the target's products and its attention. Each shape's derived parameters are tried, and a handful of
+It tunes the drafter, the target's products and its attention. Each shape's derived parameters are tried, and a few
 others that differ in one thing each, then the gains together; all are checked before they are timed, as CUDA-graph
 replays interleaved with those of the derived parameters: drafts against the fp32 reference, the target's kernels, whose
 parameters decide no bits, against the very bits. The winner, even if it is the derived one, goes into the cache
@@ -23,29 +23,43 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from .drafter.dimensions import DrafterConfig
+from .drafter.kernel_launch import chip_of
+from .drafter.kernels.weight_stream import Tile
+from .drafter.launch import allocate_buffers, launch_drafter
+from .drafter.launch_params import (
+    PROJECTIONS,
+    Chip,
+    LaunchParams,
+    StoredLayout,
+    choose_launch,
+    chunk_inputs,
+    fit_split,
+    stage_bytes,
+)
+from .drafter.packed_head import PackedHead, pack_head
+from .drafter.packed_weights import Weights
+from .drafter.tuned_cache import FixedLaunch, TunedCache, cache_key, layout_key, open_tuned_cache, read_shapes
+from .drafter.tuning.agreement import draft_and_replay
 from .drafter.tuning.arguments import check_output, output_file, whole_from
-from .drafter.tuning.problem import Dims, draft_config
+from .drafter.tuning.precompile import Job, compile_all
+from .drafter.tuning.problem import Dims, draft_config, random_head, random_step
+from .drafter.tuning.target_tiles import PREFIXES, measure_tiles, task_of
+from .drafter.tuning.timing import capture, interleave
+from .drafter.weights import HeadWeights
 from .errors import DrafterError, EagleSlimError, UsageError
 from .launches import KINDS, TILE_KINDS, recorded_lines, shape_key
-
-if TYPE_CHECKING:
-    import torch
-
-    from .drafter.launch_params import Chip, LaunchParams, StoredLayout
-    from .drafter.packed_head import PackedHead
-    from .drafter.packed_weights import Weights
-    from .drafter.tuned_cache import TunedCache
-    from .drafter.weights import HeadWeights
 
 LEAST_GAIN = 0.005
 """Gains below half a percent are noise, and the derived parameters stay."""
 PREFIX = 512
 """Cached pairs while timing."""
 
-Measure = Callable[["DrafterConfig", "LaunchParams", "LaunchParams"], tuple[float, float]]
+Measure = Callable[[DrafterConfig, LaunchParams, LaunchParams], tuple[float, float]]
 """(configuration, derived, variant) to microseconds of both; raises `DrafterError` where the variant is wrong."""
 
 
@@ -69,8 +83,6 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
     What cannot fit is left out.
     """
-    from .drafter.kernels.weight_stream import Tile
-    from .drafter.launch_params import chunk_inputs, stage_bytes
 
     def fits(name: str, tile: Tile) -> bool:
         divides = all(size % tile.block_k == 0 for size in chunk_inputs(cfg)[name])
@@ -98,8 +110,6 @@ def variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, 
 
 def layout_variants(params: LaunchParams, cfg: DrafterConfig, chip: Chip) -> dict[str, LaunchParams]:
     """Parameters over other layouts: other groups of programs."""
-    from .drafter.launch_params import PROJECTIONS, choose_launch, fit_split
-
     own = params.layout
     splits = {
         f"at most {most} to a group": {name: fit_split(cfg, name, chip, most) for name in PROJECTIONS}
@@ -129,8 +139,6 @@ def trials_of(
 
     ``layout``: what the head is packed in; None tries several. ``most``: variants over one layout.
     """
-    from .drafter.launch_params import choose_launch
-
     derived = choose_launch(cfg, chip, layout)
     tried = dict(list(variants(derived, cfg, chip).items())[:most])
     return derived, tried if layout is not None else {**layout_variants(derived, cfg, chip), **tried}
@@ -148,11 +156,8 @@ def tune(
 
     ``layout``, ``most``: see `trials_of`.
     """
-    from .drafter.launch_params import LaunchParams
-
     derived, tried = trials_of(cfg, chip, layout, most)
     best, trials = search(derived, tried, partial(measure, cfg), left)
-    assert isinstance(best, LaunchParams)
     return best, trials
 
 
@@ -206,8 +211,6 @@ class GraphTimer:
 
     def __call__(self, cfg: DrafterConfig, derived: LaunchParams, variant: LaunchParams) -> tuple[float, float]:
         """See `Measure`."""
-        from .drafter.tuning.timing import interleave
-
         if self._derived is None or self._derived[:2] != (cfg, derived):
             self._derived = (cfg, derived, self._graph(cfg, derived))
         runs = {"derived": self._derived[2], "variant": self._graph(cfg, variant)}
@@ -215,11 +218,6 @@ class GraphTimer:
         return times["derived"].median_us, times["variant"].median_us
 
     def _graph(self, cfg: DrafterConfig, params: LaunchParams) -> Callable[[], object]:
-        from .drafter.launch import allocate_buffers, launch_drafter
-        from .drafter.tuning.agreement import draft_and_replay
-        from .drafter.tuning.problem import random_step
-        from .drafter.tuning.timing import capture
-
         weights = self._weights(cfg, params)
         bufs = allocate_buffers(cfg, weights)
         features = random_step(cfg, PREFIX, 4, bufs)
@@ -230,11 +228,6 @@ class GraphTimer:
 
     def _weights(self, cfg: DrafterConfig, params: LaunchParams) -> Weights:
         """The head in one layout, packed once for all parameters over it."""
-        from .drafter.packed_head import pack_head
-        from .drafter.packed_weights import Weights
-        from .drafter.tuned_cache import FixedLaunch
-        from .drafter.tuning.problem import first_rows, random_head
-
         if self._head is None:
             self._head = random_head(self.dims, self.device, cfg.dtype)
         launches = FixedLaunch(params)
@@ -244,7 +237,7 @@ class GraphTimer:
             if known == (params.layout, cfg.draft_vocab, cfg.weight_dtype):
                 return Weights(head, replace(packed, launches=launches)).with_positions(cfg.max_positions)
         self._packed = None  # before the next one, so that there is room
-        head = first_rows(self._head, cfg.draft_vocab)
+        head = self._head.of_rows(slice(cfg.draft_vocab))
         packed = pack_head(head, cfg, launches)
         self._packed = (head, packed)
         return Weights(head, packed)
@@ -270,8 +263,6 @@ def recorded_configurations(path: Path, chip: str | None) -> list[tuple[Dims, Dr
 
     Those of the fewest slots come first: they set its layout.
     """
-    from .drafter.tuned_cache import read_shapes
-
     mine = [cfg for name, cfg in read_shapes(path) if chip in (None, name)]
     # Biases and the length of the cache are in no key; a random head has none of the one, and a prefix of its own.
     wanted = [
@@ -337,12 +328,7 @@ def main(argv: list[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     """Tune what the arguments ask for and save the cache after each shape."""
     started = time.perf_counter()
-    import torch
-
-    from .drafter.kernel_launch import chip_of
-    from .drafter.tuned_cache import TunedCache, cache_key, open_tuned_cache, read_shapes
-
-    # What is wrong with the file is told on any machine.
+    # Mistakes in the file are reported on any machine.
     read_shapes(args.shapes)
     lines = [values for _, values in recorded_lines(args.shapes) if values["kernel"] in args.kernels]
     if not torch.cuda.is_available():
@@ -379,8 +365,6 @@ def tune_drafts(
     args: argparse.Namespace, left: Callable[[], float],
 ) -> int:  # fmt: skip
     """Tune configurations of the drafter; how many were."""
-    from .drafter.tuned_cache import layout_key
-    from .drafter.tuning.precompile import Job, compile_all
 
     def layout_for(cfg: DrafterConfig) -> StoredLayout | None:
         """The layout that a configuration has to take; None where it may set it."""
@@ -414,8 +398,6 @@ def tune_tiles(
     args: argparse.Namespace, left: Callable[[], float],
 ) -> int:  # fmt: skip
     """Tune products and attention of the target; how many were."""
-    from .drafter.tuning.target_tiles import PREFIXES, measure_tiles, task_of
-
     done = 0
     for kind, shape in todo:
         key = shape_key(chip, shape)

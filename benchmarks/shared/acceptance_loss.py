@@ -6,8 +6,7 @@ Qwen2-7B. SmolLM2's are the greedy answers in ``results/2026-11-22-h200-generate
 
 from __future__ import annotations
 
-import math
-
+import numpy as np
 from eagle_slim.runtime.errors import UsageError
 
 FR_SPEC = {
@@ -26,12 +25,8 @@ def factor(lengths: dict[int, float], rows: int) -> float:
     From the most rows on it is 1. Raises `UsageError` below the smallest size.
     """
     sizes = sorted(lengths)
-    if rows >= sizes[-1]:
-        return 1.0
     if rows < sizes[0]:
         message = f"Accepted lengths are known from {sizes[0]} rows on, not of {rows}."
         raise UsageError(message, option="sizes", found=rows, expected=sizes[0])
-    above = next(size for size in sizes if size > rows)
-    below = sizes[sizes.index(above) - 1]
-    share = math.log2(rows / below) / math.log2(above / below)
-    return (lengths[below] + share * (lengths[above] - lengths[below])) / lengths[sizes[-1]]
+    length = np.interp(np.log2(rows), np.log2(sizes), [lengths[size] for size in sizes])
+    return float(length) / lengths[sizes[-1]]

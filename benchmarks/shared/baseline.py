@@ -1,6 +1,6 @@
 """The same draft with PyTorch's own operations: cuBLAS products, SDPA, `torch.topk`; eager or as one CUDA graph.
 
-This is what a careful engineer has without a kernel of one's own: everything stays on the device, shapes are fixed, the
+This is what a careful engineer can do without writing a kernel: everything stays on the device, shapes are fixed, the
 extend pass goes past attention with one row only, query heads of one kv head share a row block so that SDPA needs no
 repeated keys, and the tree is built by `tree.build_tree`. It computes what `launch_drafter` computes.
 """

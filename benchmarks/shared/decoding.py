@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from eagle_slim.runtime.drafter.drafter import BufferedDrafter, Drafter
 from eagle_slim.runtime.drafter.tuning.precompile import compile_all, tuned_job
-from eagle_slim.runtime.drafter.tuning.problem import (
-    MODELS,
-    Dims,
-    draft_config,
-    first_rows,
-    random_head,
-    with_random_screen,
-)
+from eagle_slim.runtime.drafter.tuning.problem import MODELS, Dims, draft_config, random_head, with_random_screen
 from eagle_slim.runtime.drafter.tuning.timing import synchronize
 from eagle_slim.runtime.ops import Ops
 from eagle_slim.runtime.settings import MAX_NEW_TOKENS, TreeConfig
@@ -84,9 +77,8 @@ class RandomModel:
         target = TargetModel(model, default_tap_layers(LAYERS[name]), Choice(backend, "asked for"))
         self.target, self.weight_bytes = target.runs, target.weight_bytes
         self._waits = target.eager_reason is not None
-        self.head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
-        if screen_rank:
-            self.head = with_random_screen(self.head, screen_rank, lm_head_gain=PEAKED)
+        head = random_head(self.dims, device, dtype, lm_head_gain=PEAKED)
+        self.head = with_random_screen(head, screen_rank, lm_head_gain=PEAKED)
         self._drafters: dict[tuple[int, bool], Drafter] = {}
 
     def kv_bytes(self, rows: int) -> int:
@@ -130,7 +122,7 @@ class RandomModel:
         key = draft_vocab, screened
         if key not in self._drafters:
             backend = "triton" if self.target.device.type == "cuda" else "reference"
-            head = first_rows(self.head, draft_vocab)
+            head = self.head.of_rows(slice(draft_vocab))
             self._drafters[key] = Drafter(head if screened else replace(head, screen=None), tree, backend)
         drafter = self._drafters[key]
         found = drafter.like(drafter.weights, tree).on_slots(cache.num_slots, cache.capacity)

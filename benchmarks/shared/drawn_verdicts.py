@@ -1,8 +1,8 @@
 """Verdicts drawn instead of computed: for random weights, whose drafts no target would accept.
 
-Everything of a step is done as ever: the tree is drafted and verified, the target chooses its tokens. Only then,
+A step does all its usual work: the tree is drafted and verified, the target chooses its tokens. Only then,
 inside the same graph, one more kernel overwrites some of the choices, so that the walk accepts a path of a drawn length
-that the drafted tree has (`DrawnDecoder`). What is accepted is counted as ever, too.
+that the drafted tree has (`DrawnDecoder`). What is accepted is counted as usual, too.
 
 Lengths are drawn ahead (`draw_lengths`), with a given mean, and taken in turn, each slot beginning elsewhere.
 """
@@ -130,6 +130,6 @@ class DrawnDecoder(Decoder):
     def choose(
         self, logits: Tensor, trees: Trees, rules: ChoiceRules, host: HostChoice | None, choices: Tensor
     ) -> None:  # fmt: skip
-        """Choose as ever, then draw."""
+        """Choose as usual, then draw."""
         super().choose(logits, trees, rules, host, choices)
         draw_paths(choices, trees, self.lengths, self.turns)

@@ -1,4 +1,4 @@
-"""Faults that befall a call: a streamer that raises, an interrupt at any place, memory that runs out."""
+"""Faults injected into a call: a streamer that raises, an interrupt at any place, memory that runs out."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def faults_on(device: torch.device) -> list[str]:
     return [STREAMER, INTERRUPT, BESIDE, *([LIMIT] if device.type == "cuda" else [])]
 
 
-def befall(fault: str | None, device: torch.device, rng: random.Random, usual_s: float) -> AbstractContextManager[None]:
-    """Let a fault befall a block, which takes ``usual_s`` seconds as a rule; a streamer is the block's to bring."""
+def injected(
+    fault: str | None, device: torch.device, rng: random.Random, usual_s: float
+) -> AbstractContextManager[None]:
+    """Run a block, which usually takes ``usual_s`` seconds, with a fault; a faulty streamer is the block's to bring."""
     if fault == INTERRUPT:
         return _interrupt(max(1e-3, 1.5 * usual_s * rng.random()))
     if fault == BESIDE:

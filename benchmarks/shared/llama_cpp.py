@@ -6,7 +6,6 @@ kept in the user's cache.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.convert.sources.builtin import embedded_gguf, embedded_target_folder
+from eagle_slim.runtime.compare.prompt_file import load_prompts
 from eagle_slim.vocab_tools.tokenizer.load import load_tokenizer
 from eagle_slim.vocab_tools.tokenizer.template import ChatTemplate, chat_spec
 
@@ -160,8 +160,7 @@ def generate(
 def chat_prompts(number: int) -> list[str]:
     """The first questions of `examples/prompts.jsonl` in SmolLM2's chat template."""
     template = ChatTemplate(chat_spec(load_tokenizer(embedded_target_folder())))
-    lines = (_ROOT / "examples" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    questions = [json.loads(line)["turns"][0] for line in lines[:number]]
     return [
-        template.render([{"role": "user", "content": question}], add_generation_prompt=True) for question in questions
+        template.render([{"role": "user", "content": prompt.turns[0]}], add_generation_prompt=True)
+        for prompt in load_prompts(_ROOT / "examples" / "prompts.jsonl", number)
     ]

@@ -74,7 +74,7 @@ def decode_as_trees(model: SpeculativeModel, pieces: Sequence[Sequence[int]]) ->
 
     def choose_text(ids: Tensor, scores: Tensor) -> Tensor:
         piece = by_opening[tuple(ids[0, :OPENING].tolist())]
-        # A draft may go on where the text ends.
+        # A draft may continue past the end of the text.
         token = piece[min(ids.shape[1], len(piece) - 1)]
         return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([token], device=scores.device), 0.0)
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from ..errors import UsageError
@@ -59,29 +58,18 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values; times in whole microseconds, so that a line stays short."""
-        return {
-            **asdict(self),
-            "key": list(self.key),
-            "steps": [[round(seconds * 1e6) for seconds in step] for step in self.steps],
-        }
+        steps = [[round(seconds * 1e6) for seconds in step] for step in self.steps]
+        return {**asdict(self), "key": list(self.key), "steps": steps}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Answer:
         """Read what `to_json` wrote."""
-        return cls(
-            AnswerKey(*value["key"]),
-            value["category"],
-            value["num_identical"],
-            value["num_prompt_tokens"],
-            {int(length): count for length, count in value["accepted_lengths"].items()},
-            value["prefill_s"],
-            value["total_s"],
-            tuple((draft / 1e6, verify / 1e6, host / 1e6) for draft, verify, host in value["steps"]),
-            tuple(tuple(row) for row in value["token_ids"]),
-            tuple(value["texts"]),
-            tuple(value["missed"]),
-            value["is_exact"],
-        )
+        lists = {name: tuple(value[name]) for name in ("texts", "missed")}
+        return cls(**{
+            **value, **lists, "key": AnswerKey(*value["key"]), "token_ids": tuple(map(tuple, value["token_ids"])),
+            "accepted_lengths": {int(length): count for length, count in value["accepted_lengths"].items()},
+            "steps": tuple((draft / 1e6, verify / 1e6, host / 1e6) for draft, verify, host in value["steps"]),
+        })  # fmt: skip
 
 
 class AnswerLog:
@@ -110,9 +98,7 @@ class AnswerLog:
     def __enter__(self) -> AnswerLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._file.close()
 
     def _read(self, plan: Mapping[str, Any]) -> bytes:

@@ -18,14 +18,7 @@ from eagle_slim.vocab_tools.base_cli import (
 )
 from eagle_slim.vocab_tools.errors import UsageError
 
-from ..options_cli import (
-    INTERRUPTED,
-    load_heads,
-    miss_log_option,
-    model_options,
-    progress_line,
-    show_warnings_as_lines,
-)
+from ..options_cli import INTERRUPTED, load_heads, miss_log_option, model_options, progress_line, show_warnings_as_lines
 from ..settings import SamplingConfig, TreeConfig
 from .options import CompareOptions
 

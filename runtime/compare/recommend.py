@@ -158,12 +158,7 @@ def _most_tokens(row: Row) -> int:
 
 
 def _reasons(
-    chosen: Row,
-    best: Row,
-    close: Sequence[Row],
-    measured: Sequence[Row],
-    others: Mapping[str, Estimate],
-    plain: Row,
+    chosen: Row, best: Row, close: Sequence[Row], measured: Sequence[Row], others: Mapping[str, Estimate], plain: Row
 ) -> list[str]:
     reasons = [f"{chosen.label}: {_cost(chosen)}."]
     if len(close) > 1:

@@ -73,26 +73,18 @@ class Row(AcceptedLengths):
             "tokens_per_s": found.tokens_per_s if found else None,
             "speedup": self.speedup,
         }
+        names = (
+            "mode", "batch", "category", "num_prompts", "num_answers", "num_identical", "is_exact", "num_new_tokens",
+            "num_passes", "num_accepted_tokens", "num_missed",
+        )  # fmt: skip
+        times = {"step_s": "step_s", **{f"{part}_s_per_step": f"{part}_s" for part in ("draft", "verify", "host")}}
         return {
             **self.candidate.to_json(),
-            "mode": self.mode,
-            "batch": self.batch,
-            "category": self.category,
-            "num_prompts": self.num_prompts,
-            "num_answers": self.num_answers,
-            "num_identical": self.num_identical,
-            "is_exact": self.is_exact,
-            "num_new_tokens": self.num_new_tokens,
-            "num_passes": self.num_passes,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "num_missed": self.num_missed,
+            **{name: getattr(self, name) for name in names},
             "missed_rate": round(self.missed_rate, 6) if self.num_new_tokens else None,
             **{name: _end(estimate, "value") for name, estimate in estimates.items()},
             **{f"{name}_{end}": _end(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")},
-            "step_s": round(found.step_s, 6) if found else None,
-            "draft_s_per_step": round(found.draft_s, 6) if found else None,
-            "verify_s_per_step": round(found.verify_s, 6) if found else None,
-            "host_s_per_step": round(found.host_s, 6) if found else None,
+            **{name: round(getattr(found, own), 6) if found else None for name, own in times.items()},
             "prefill_s": round(self.prefill_s, 4),
             "total_s": round(self.total_s, 4),
             "accepted_lengths": {str(length): count for length, count in sorted(self.accepted_lengths.items())},

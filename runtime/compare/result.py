@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_slim.convert.atomic import atomic_directory, check_output
+from eagle_slim.vocab_tools.ranking.report import aligned
 
 from ..errors import UsageError
 from ..miss_log import MissLog
@@ -80,15 +81,7 @@ class Comparison:
         the draft vocabulary does not hold; ``exact``: answers equal to plain decoding's, of all; "equal" where the
         target promises that for every type of weights, and no answer broke the promise. "-": not measured.
         """
-        lines = list(_cells(self.report))
-        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-        table = "\n".join(
-            "  ".join(
-                cell.ljust(width) if i < _NUM_NAMES else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        table = aligned(list(_cells(self.report)), _NUM_NAMES)
         advice = ["\n  ".join([each.headline, *each.reasons]) for each in self.recommendations]
         remarks = "\n".join(f"disturbed: {remark}" for remark in self.report.remarks)
         return "\n\n".join([table, *advice, *([remarks] if remarks else [])])

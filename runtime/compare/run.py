@@ -145,13 +145,9 @@ class _Run:
         options = self.plan.options
         try:
             return candidate.model.generate(
-                ids,
-                max_new_tokens=options.max_new_tokens,
-                max_slots=key.batch,
-                speculative=not candidate.is_plain,
-                time_phases=True,
-                **options.generation(key.mode),
-            )
+                ids, max_new_tokens=options.max_new_tokens, max_slots=key.batch, speculative=not candidate.is_plain,
+                time_phases=True, **options.generation(key.mode),
+            )  # fmt: skip
         except PromptError as error:
             place, turn = asked[error.facts.get("prompt", 0)], key.turn + 1
             reason = str(error).partition(" has ")[2]

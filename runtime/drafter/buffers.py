@@ -93,10 +93,8 @@ class Buffers:
             raise UsageError(
                 f"A step has new tokens and a prefix for each active slot; got {len(active)} slots, {len(new_tokens)} "
                 f"lists of tokens and {len(prefix)} prefixes.",
-                slots=len(active),
-                lists=len(new_tokens),
-                prefixes=len(prefix),
-            )
+                slots=len(active), lists=len(new_tokens), prefixes=len(prefix),
+            )  # fmt: skip
         try:
             active, prefix = [index(slot) for slot in active], [index(past) for past in prefix]
             new_tokens = [[index(token) for token in tokens] for tokens in new_tokens]
@@ -108,19 +106,14 @@ class Buffers:
         check_active(active, slots)
         for slot, tokens, past in zip(active, new_tokens, prefix, strict=True):
             self.check_sequence(slot, tokens, past)
-        blank = [-1] * slots
-        inverse, rows, counts, pasts = (
-            list(blank),
-            [[0] * self.new_tokens.shape[1] for _ in blank],
-            [1] * slots,
-            [0] * slots,
-        )
+        inverse, counts, pasts = [-1] * slots, [1] * slots, [0] * slots
+        rows = [[0] * self.new_tokens.shape[1] for _ in range(slots)]
         for place, (slot, tokens, past) in enumerate(zip(active, new_tokens, prefix, strict=True)):
             inverse[slot], counts[slot], pasts[slot] = place, len(tokens), past
             rows[slot][: len(tokens)] = tokens
         for target, value in (
             (self.new_tokens, rows), (self.num_new, counts), (self.prefix, pasts),
-            (self.active_slots, [*active, *blank][:slots]), (self.active_inverse, inverse),
+            (self.active_slots, [*active, *[-1] * slots][:slots]), (self.active_inverse, inverse),
             (self.active_count, [len(active)]),
         ):  # fmt: skip
             target.copy_(torch.tensor(value, dtype=torch.int32), non_blocking=True)
@@ -138,9 +131,7 @@ class Buffers:
         most = self.new_tokens.shape[1]
         if not 1 <= len(tokens) <= most:
             raise UsageError(
-                f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.",
-                slot=slot,
-                num_new=len(tokens),
+                f"Slot {slot}: a draft takes 1 to {most} new tokens, got {len(tokens)}.", slot=slot, num_new=len(tokens)
             )
         check_ids(slot, tokens, self.target_vocab)
         check_room(slot, past, len(tokens), self.tree_rows, self.keys.shape[2])
@@ -188,8 +179,5 @@ def check_room(slot: int, prefix: int, num_new: int, tree_rows: int, positions: 
         raise UsageError(
             f"Slot {slot}: {prefix} cached pairs, {num_new} new and {tree_rows} tree rows exceed the drafter's KV "
             f"cache of {positions} positions. Allocate more, or end this sequence.",
-            slot=slot,
-            prefix=prefix,
-            num_new=num_new,
-            positions=positions,
-        )
+            slot=slot, prefix=prefix, num_new=num_new, positions=positions,
+        )  # fmt: skip

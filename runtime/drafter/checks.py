@@ -1,4 +1,4 @@
-"""What a draft is handed has to fit together: the kernel would read and write beyond it."""
+"""Checks that the parts of a draft fit together: otherwise the kernel would read and write out of bounds."""
 
 from __future__ import annotations
 
@@ -34,15 +34,13 @@ def check_features(cfg: DrafterConfig, X: Tensor | Sequence[Tensor]) -> Sequence
         raise UsageError(
             f"Features must be [{slots} slots, 1 to {cfg.tree.new_tokens_width} new tokens, {cfg.feature_width}]; got "
             f"{[tuple(tap.shape) for tap in taps]}.",
-            tensor="features",
-            found=tuple(shape),
-        )
+            tensor="features", found=tuple(shape),
+        )  # fmt: skip
     if any(tap.dtype != cfg.dtype or tap.stride(-1) != 1 for tap in taps):
         raise UsageError(
             f"Features must be {cfg.dtype} with contiguous rows; got {taps[0].dtype}, {taps[0].stride()}.",
-            tensor="features",
-            found=taps[0].dtype,
-        )
+            tensor="features", found=taps[0].dtype,
+        )  # fmt: skip
     return taps
 
 
@@ -51,34 +49,33 @@ def _form(tensor: Tensor) -> tuple[object, ...]:
 
 
 def check_parts(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
-    """Refuse parts of another configuration: the kernel would read and write beyond them."""
-    # Looked at once: the same parts come at every step.
+    """Refuse parts of another configuration: the kernel would read and write out of bounds."""
+    # Checked once: every step brings the same parts.
     parts = (cfg, weights.head, weights.packed, len(bufs.workspace))
     known = bufs.host.get("fits")
     if known is not None and all(mine is theirs for mine, theirs in zip(parts, known, strict=True)):
         return
     check_head_fits(cfg, weights.head)
     _check_buffers(cfg, weights, bufs)
-    if weights.packed is not None and weights.packed.stream.dtype != cfg.weight_dtype:
+    packed = weights.packed
+    if packed is not None and packed.stream.dtype != cfg.weight_dtype:
         raise UsageError(
-            f"The weights are packed in {weights.packed.stream.dtype}, the configuration has weight_dtype = "
+            f"The weights are packed in {packed.stream.dtype}, the configuration has weight_dtype = "
             f"{cfg.weight_dtype}; take Weights.pack(head, cfg).",
-            field="weight_dtype",
-            found=weights.packed.stream.dtype,
-            expected=cfg.weight_dtype,
-        )
-    if weights.packed is not None and weights.packed.cos.shape[0] < cfg.max_positions:
+            field="weight_dtype", found=packed.stream.dtype, expected=cfg.weight_dtype,
+        )  # fmt: skip
+    if packed is not None and packed.cos.shape[0] < cfg.max_positions:
         raise UsageError(
-            f"The weights are packed for {weights.packed.cos.shape[0]} positions, the configuration has "
-            f"{cfg.max_positions}; take weights.with_positions({cfg.max_positions}).",
+            f"The weights are packed for {packed.cos.shape[0]} positions, the configuration has {cfg.max_positions}; "
+            f"take weights.with_positions({cfg.max_positions}).",
             field="max_positions",
         )
-    if weights.packed is not None and not weights.is_fixed_for(cfg.num_tokens):
+    if packed is not None and not weights.is_fixed_for(cfg.num_tokens):
         raise UsageError(
-            f"The head's RoPE scaling depends on the length of the text: the weights have it for "
-            f"{weights.packed.num_tokens} tokens, the configuration for {cfg.num_tokens}; take "
-            f"weights.with_positions({cfg.max_positions}, {cfg.num_tokens}).",
-            field="num_tokens", found=weights.packed.num_tokens, expected=cfg.num_tokens,
+            f"The head's RoPE scaling depends on the length of the text: the weights have it for {packed.num_tokens} "
+            f"tokens, the configuration for {cfg.num_tokens}; take weights.with_positions({cfg.max_positions}, "
+            f"{cfg.num_tokens}).",
+            field="num_tokens", found=packed.num_tokens, expected=cfg.num_tokens,
         )  # fmt: skip
     bufs.host["fits"] = parts
 
@@ -103,9 +100,8 @@ def _check_buffers(cfg: DrafterConfig, weights: Weights, bufs: Buffers) -> None:
         raise UsageError(
             f"The buffers are for trees of {bufs.tree_rows} rows and {bufs.target_vocab} token ids, the configuration "
             f"has depth * top_k = {cfg.depth * cfg.top_k} and target_vocab = {cfg.target_vocab}. {allocate}",
-            tree_rows=bufs.tree_rows,
-            target_vocab=bufs.target_vocab,
-        )
+            tree_rows=bufs.tree_rows, target_vocab=bufs.target_vocab,
+        )  # fmt: skip
     if weights.packed is None or not bufs.workspace:
         return
     from .workspace import allocate_workspace
@@ -134,8 +130,6 @@ def check_step(width: int, bufs: Buffers) -> None:
         if num_new[slot] > width:
             raise UsageError(
                 f"Slot {slot} has {num_new[slot]} new tokens, but features of {width}.",
-                slot=slot,
-                num_new=num_new[slot],
-                width=width,
-            )
+                slot=slot, num_new=num_new[slot], width=width,
+            )  # fmt: skip
         bufs.check_sequence(slot, new_tokens[slot][: max(0, num_new[slot])], prefix[slot])

@@ -55,7 +55,7 @@ def check_drafter(drafter: str | DraftFunction, device: torch.device, names: Seq
 def check_draft_weights(
     draft_weights: str, drafter: Any, device: torch.device, dtype: torch.dtype | None = None
 ) -> None:
-    """Refuse what cannot be stored so: ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
+    """Refuse a type that the weights cannot be stored in: ``drafter`` as `SpeculativeModel.from_pretrained` takes it.
 
     ``dtype`` of the model; None while it is not known. Raises `UsageError` for an unknown name, "bf16" for a model of
     another type, and "fp8" with the reference drafter, a callable or a model in float32; `DrafterError` for "fp8"

@@ -114,7 +114,7 @@ class DrafterConfig:
     def of(
         cls, head: HeadWeights, tree: TreeConfig, num_slots: int, capacity: int, weight_dtype: torch.dtype | None = None
     ) -> DrafterConfig:
-        """Read a head's dimensions; ``capacity`` tokens per slot, room for the tree comes on top."""
+        """Read a head's dimensions; ``capacity`` tokens per slot, with room for the tree added."""
         return cls(
             **head_dimensions(head), draft_vocab=head.draft_vocab,
             depth=tree.depth, top_k=tree.top_k, total_tokens=tree.total_tokens,
@@ -149,11 +149,6 @@ class DrafterConfig:
         return self.feature_width if self.kind == "eagle3" else 2 * self.hidden
 
     @property
-    def max_k(self) -> int:
-        """Power of two that holds top_k."""
-        return max(2, 1 << (self.top_k - 1).bit_length())
-
-    @property
     def embed_rows(self) -> int:
         """Embedding rows kept per sequence: the new tokens, or every child of a level."""
         return max(MAX_NEW_TOKENS, self.top_k**2)
@@ -180,7 +175,7 @@ class DrafterConfig:
 
 
 def check_kernel_limits(cfg: DrafterConfig) -> None:
-    """Raise unless the persistent kernel can draft so: `UnsupportedModelError` for the activation, else `UsageError`.
+    """Raise unless the persistent kernel can do this: `UnsupportedModelError` for the activation, else `UsageError`.
 
     hidden up to 16,384, head_dim to 256, draft_vocab to 262,144, top_k 1 to 16, depth 1 to 10, total_tokens to 128,
     slots 1 to 16, positions to 131,072 and a tree, tail_rows to 8,192; bfloat16, float16 or float32. Of a screen rank

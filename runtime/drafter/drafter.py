@@ -47,10 +47,9 @@ class Drafter:
 
     @property
     def name(self) -> str:
-        """The backend in a word."""
-        return (
-            getattr(self.backend, "__name__", type(self.backend).__name__) if callable(self.backend) else self.backend
-        )
+        """The backend's name."""
+        backend = self.backend
+        return getattr(backend, "__name__", type(backend).__name__) if callable(backend) else backend
 
     @property
     def stored_dtype(self) -> torch.dtype:

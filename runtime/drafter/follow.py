@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_FOLLOW_ROWS = 512
 MAX_FOLLOW_ROWS = 8192
 UNIT_ROWS = 16
-"""Rows of a tail come in units of so many; one program multiplies one unit at a time."""
+"""Rows in a unit of a tail; one program multiplies one unit at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,7 @@ class FollowRows:
 
     @classmethod
     def of(
-        cls,
-        most: int,
-        base_ids: Tensor,
-        rows: Tensor,
-        row_of_id: Tensor,
-        rank_order: NDArray[np.int64] | None = None,
+        cls, most: int, base_ids: Tensor, rows: Tensor, row_of_id: Tensor, rank_order: NDArray[np.int64] | None = None
     ) -> FollowRows:
         """Rank what may join a base (``base_ids`` int64, any order): ids outside it that have a row.
 
@@ -132,13 +127,13 @@ class FollowRows:
 
 
 def check_follow(follow: str, most: int) -> None:
-    """Raise `UsageError` unless ``follow`` is "prompt", the only text to be followed, and so many ids can join."""
+    """Raise `UsageError` unless ``follow`` is "prompt", the only text to be followed, and ``most`` ids can join."""
     check_choice("follow", follow, ("prompt", None))
     check_follow_rows(most)
 
 
 def check_follow_rows(most: int) -> None:
-    """Raise `UsageError` unless so many ids can join a sequence."""
+    """Raise `UsageError` unless ``most`` ids can join a sequence."""
     if isinstance(most, bool) or not isinstance(most, (int, np.integer)) or not 1 <= most <= MAX_FOLLOW_ROWS:
         raise misfit("follow_rows", f"a number from 1 to {MAX_FOLLOW_ROWS:,}", most)
 

@@ -63,7 +63,7 @@ def load_joinable_rows(
         offline: fetch nothing.
 
     Raises:
-        UsageError: there is no row but those of `draft_ids`; the message names the command that keeps some.
+        UsageError: there are no rows but those of `draft_ids`; the message names the command that keeps some.
         ArtifactError, CheckpointError, SourceError: the file of kept rows is missing, damaged, or cannot be fetched.
         UnsupportedModelError: the rows are the target's, and quantised there.
     """

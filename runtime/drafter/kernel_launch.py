@@ -103,7 +103,7 @@ def kernel_constants(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int)
 
 
 def compile_options(params: LaunchParams) -> dict[str, Any]:
-    """What the compiler is told besides the constants."""
+    """Options of the compiler, besides the constants."""
     return {"num_warps": params.num_warps, **({"maxnreg": params.max_registers} if params.max_registers else {})}
 
 
@@ -170,9 +170,8 @@ def launch(cfg: DrafterConfig, features: Tensor | tuple[Tensor, ...], packed: Pa
         raise DrafterError(
             f"{params.num_programs} programs cannot be resident at once on {chip_of(device).num_sms} SMs; pack "
             "the head for this device.",
-            programs=params.num_programs,
-            num_sms=chip_of(device).num_sms,
-        )
+            programs=params.num_programs, num_sms=chip_of(device).num_sms,
+        )  # fmt: skip
     count("drafter", packed.launches.is_tuned(cfg))
     cooperative = {"launch_cooperative_grid": True} if device.type == "cuda" else {}
     draft_kernel[(params.num_programs,)](

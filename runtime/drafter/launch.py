@@ -1,4 +1,4 @@
-"""Draft trees from buffers into buffers: `launch_drafter`, and what it needs before.
+"""Draft trees from buffers into buffers: `launch_drafter`, and what has to run before it.
 
 The persistent Triton kernel and its PyTorch twin share configuration, weights, buffers and results; the caller says
 which (``backend``), and nothing falls back. Kernels are imported only when asked for.
@@ -59,10 +59,8 @@ def launch_drafter(
     if weights.head.draft_vocab < cfg.draft_vocab:
         raise UsageError(
             f"draft_vocab = {cfg.draft_vocab}, but the head has {weights.head.draft_vocab} rows.",
-            field="draft_vocab",
-            found=cfg.draft_vocab,
-            expected=weights.head.draft_vocab,
-        )
+            field="draft_vocab", found=cfg.draft_vocab, expected=weights.head.draft_vocab,
+        )  # fmt: skip
     if backend == "triton":
         if cfg.screen_rank and cfg.draft_vocab != weights.head.draft_vocab:
             raise UsageError(
@@ -154,11 +152,8 @@ def prefill_drafter(
     _check_slot(cfg, slot)
     given = tuple(tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__ for each in (X, next_tokens))
     are_ids = isinstance(next_tokens, Tensor) and not next_tokens.is_floating_point()
-    if (
-        not are_ids
-        or not isinstance(X, Tensor)
-        or given != ((len(next_tokens), cfg.feature_width), (len(next_tokens),))
-    ):
+    num_pairs = len(next_tokens) if are_ids else 0
+    if not are_ids or not isinstance(X, Tensor) or given != ((num_pairs, cfg.feature_width), (num_pairs,)):
         raise UsageError(
             f"A prompt has features [seq, {cfg.feature_width}], one tensor or three taps, and int64 next tokens [seq]; "
             f"got {given[0]} and {given[1]}.",
@@ -204,21 +199,19 @@ def _launch_triton(
     elif (bufs.most_new_tokens() or 0) > width:
         raise UsageError(
             f"A slot has {bufs.most_new_tokens()} new tokens, but features of {width}.",
-            num_new=bufs.most_new_tokens(),
-            width=width,
-        )
+            num_new=bufs.most_new_tokens(), width=width,
+        )  # fmt: skip
     from .kernel_launch import launch
 
     try:
         launch(cfg, X if isinstance(X, Tensor) else (X[0], X[1], X[2]), weights.packed, bufs)
     except (RuntimeError, ValueError) as error:
-        # Triton's words where there is no GPU, and where there is one and tensors are not on it.
+        # What Triton says without a GPU, and with one where the tensors are not on it.
         no_gpu = ("active drivers", "cannot be accessed from Triton")
         if device.type == "cuda" or not any(words in str(error) for words in no_gpu):
             raise
         raise DrafterError(
             f"backend='triton' needs an NVIDIA GPU, the buffers are on {device}. Use backend='reference', or "
             "TRITON_INTERPRET=1 in the environment to run the kernel in Triton's interpreter.",
-            backend="triton",
-            device=str(device),
-        ) from error
+            backend="triton", device=str(device),
+        ) from error  # fmt: skip

@@ -50,9 +50,8 @@ class StoredLayout:
         if set(self.chunks) != {"layer", "mlp", "head"} or not is_power:
             raise DrafterError(
                 f"A layout has chunks of layer, mlp and head, and head_rows: powers of two from 16 on; got {sizes}.",
-                chunks=self.chunks,
-                head_rows=self.head_rows,
-            )
+                chunks=self.chunks, head_rows=self.head_rows,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,6 @@ class LaunchParams:
     def num_programs(self) -> int:
         """Programs of the grid, each with a stream of its own."""
         return self.layout.num_programs
-
-    @property
-    def split(self) -> dict[str, int]:
-        """Programs that share the rows of each projection."""
-        return self.layout.split
 
     def to_json(self) -> dict[str, Any]:
         """Plain values of all but the layout."""
@@ -176,9 +170,8 @@ def choose_layout(cfg: DrafterConfig, chip: Chip) -> StoredLayout:
     if cfg.weight_dtype.itemsize == 1 and 0 < chip.capability < 89:
         raise DrafterError(
             f"FP8 weights need sm_89 or later; this is {chip.name}. Use the head's own dtype.",
-            field="weight_dtype",
-            chip=chip.name,
-        )
+            field="weight_dtype", chip=chip.name,
+        )  # fmt: skip
     cfg = replace(cfg, num_slots=1)
     split = {name: fit_split(cfg, name, chip) for name in PROJECTIONS}
     owned = {**_owned_rows(cfg, split, chip.num_sms), "head": HEAD_ROWS}
@@ -236,11 +229,8 @@ def fit_split(cfg: DrafterConfig, name: str, chip: Chip, most: int = MAX_SPLIT) 
         return 1
     for split in (4, 2):
         rows = group_rows(cfg, name, split, chip.num_sms)
-        if (
-            split <= most
-            and chip.num_sms % split == 0
-            and rows <= min(128, _most_rows(replace(cfg, num_slots=1), name))
-        ):
+        fits = rows <= min(128, _most_rows(replace(cfg, num_slots=1), name))
+        if fits and split <= most and chip.num_sms % split == 0:
             return split
     return 1
 

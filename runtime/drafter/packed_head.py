@@ -13,15 +13,7 @@ from .kernels.frontier import MAX_DEPTH
 from .kernels.packing import assign_rows, cut_chunks, cut_parts, cut_tiles, quantize_rows, rows_per_program
 from .kernels.projections import BiasLayout
 from .kernels.screen import ScreenTensors
-from .launch_params import (
-    PROJECTIONS,
-    StoredLayout,
-    group_rows,
-    in_features,
-    num_groups,
-    out_features,
-    streamed_rows,
-)
+from .launch_params import PROJECTIONS, StoredLayout, group_rows, in_features, num_groups, out_features, streamed_rows
 from .screen import Screen
 from .tuned_cache import LaunchTable
 from .weights import HeadWeights

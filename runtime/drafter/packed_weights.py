@@ -37,11 +37,7 @@ class Weights:
 
     @classmethod
     def pack(
-        cls,
-        head: HeadWeights,
-        cfg: DrafterConfig,
-        order: Tensor | None = None,
-        cache: TunedCache | None = None,
+        cls, head: HeadWeights, cfg: DrafterConfig, order: Tensor | None = None, cache: TunedCache | None = None
     ) -> Weights:
         """Lay a head out for the kernel on its device, with tuned launch parameters where the cache has them.
 

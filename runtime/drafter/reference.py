@@ -140,12 +140,7 @@ class ReferenceDraft:
         return self.layer(hidden, tokens, ancestors, positions)
 
     def layer(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        tree_mask: Tensor,
-        row_positions: Tensor,
-        is_cached: Tensor | None = None,
+        self, hidden: Tensor, tokens: Tensor, tree_mask: Tensor, row_positions: Tensor, is_cached: Tensor | None = None
     ) -> Tensor:
         """Run the decoder layer.
 

@@ -39,7 +39,7 @@ class RotaryEmbedding:
     inverse_frequencies: Tensor
     scaling: float
     by_length: Callable[[int], RotaryEmbedding] | None = field(default=None, repr=False, compare=False)
-    """The embedding for texts of up to so many tokens, of a scaling that depends on it."""
+    """The embedding for texts of up to a number of tokens, where the scaling depends on it."""
 
     def for_length(self, num_tokens: int) -> RotaryEmbedding:
         """Return the embedding for texts of up to ``num_tokens`` tokens: this one, unless the scaling depends on it."""
@@ -79,9 +79,8 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     if head_dim % 2:
         raise UnsupportedModelError(
             f"The head's head_dim = {head_dim} is odd; RoPE rotates two values together.",
-            field="head_dim",
-            found=head_dim,
-        )
+            field="head_dim", found=head_dim,
+        )  # fmt: skip
 
     # transformers before 5 looks for longrope's beside the scaling alone.
     length = "original_max_position_embeddings"
@@ -96,15 +95,10 @@ def rotary_embedding(config: Mapping[str, Any], device: torch.device | str = "cp
     try:
         # One head alone: its width is all that counts, and LlamaConfig refuses hidden sizes that heads do not divide.
         llama = LlamaConfig(
-            hidden_size=rotated,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=rotated,
-            max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            rope_theta=config["rope_theta"],
-            rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind},
-            **beside,
-        )
+            hidden_size=rotated, num_attention_heads=1, num_key_value_heads=1, head_dim=rotated,
+            max_position_embeddings=config.get("max_position_embeddings") or 2048, rope_theta=config["rope_theta"],
+            rope_scaling=None if kind == "default" else {**scaling, "rope_type": kind}, **beside,
+        )  # fmt: skip
         if kind in _BY_LENGTH:
 
             def for_length(num_tokens: int) -> RotaryEmbedding:
@@ -143,7 +137,7 @@ def rotary_dim(config: Mapping[str, Any]) -> int:
 def rotated_first(rows: Tensor, head_dim: int, rotated: int) -> Tensor:
     """Put rows [heads * head_dim, ...] in the order in which value i is rotated with value i + head_dim / 2.
 
-    Rows of q, of k, or of their norms. ``rotated``: of each head's values the first so many are, value i with value
+    Rows of q, of k, or of their norms. ``rotated``: how many of each head's first values are, value i with value
     i + rotated / 2.
     """
     order = torch.arange(head_dim, device=rows.device)

@@ -11,13 +11,13 @@ different speed. The same file holds tiles of the target's kernels; `launches` h
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from eagle_slim.vocab_tools.files import write_file
 
 from ..errors import DrafterError, UsageError
 from ..launches import not_a_cache, not_a_shape, note, read_tuned, recorded_lines, tiles_of, tuned_path
@@ -27,17 +27,13 @@ from .launch_params import Chip, LaunchParams, StoredLayout, block_rows, choose_
 _NO_SCREEN: dict[str, Any] = {"screen_rank": 0, "screen_groups": 0, "screen_per_group": 0}
 
 
-def layout_key(cfg: DrafterConfig, chip: Chip) -> str:
-    """Name a layout of the cache: what is the same in all launches over a head."""
-    return _key(cfg, chip)
-
-
 def cache_key(cfg: DrafterConfig, chip: Chip) -> str:
     """Name launch parameters of the cache: everything that the speed of a launch depends on."""
-    return _key(cfg, chip, v=cfg.draft_vocab, k=cfg.top_k, m=block_rows(cfg))
+    return layout_key(cfg, chip, v=cfg.draft_vocab, k=cfg.top_k, m=block_rows(cfg))
 
 
-def _key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
+def layout_key(cfg: DrafterConfig, chip: Chip, **launched: int) -> str:
+    """Name a layout of the cache: what is the same in all launches over a head; ``launched`` adds what is not."""
     sizes = {
         "h": cfg.hidden, "i": cfg.intermediate, "q": cfg.num_heads, "kv": cfg.num_kv_heads, "d": cfg.head_dim,
         "f": cfg.feature_width, **launched,
@@ -106,14 +102,12 @@ class TunedCache:
     def save(self) -> None:
         """Write the file whole or not at all."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
         values = {
             "layouts": {key: asdict(layout) for key, layout in self.layouts.items()},
             "launches": {key: params.to_json() for key, params in self.launches.items()},
             **self.tiles,
         }
-        temporary.write_text(json.dumps(values, indent=1, sort_keys=True) + "\n")
-        os.replace(temporary, self.path)
+        write_file(self.path, (json.dumps(values, indent=1, sort_keys=True) + "\n").encode())
 
 
 class LaunchTable:
@@ -174,12 +168,8 @@ def _layout_of(key: str) -> str:
 
 def _shape(cfg: DrafterConfig, chip: Chip) -> dict[str, Any]:
     """What is recorded of a configuration."""
-    values = {field.name: getattr(cfg, field.name) for field in fields(cfg)}
-    plain = {
-        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        for name, value in values.items()
-    }
-    return {"kernel": "drafter", "chip": chip.name, **plain}
+    types = {name: str(getattr(cfg, name)).removeprefix("torch.") for name in ("dtype", "weight_dtype")}
+    return {"kernel": "drafter", "chip": chip.name, **vars(cfg), **types}
 
 
 def read_shapes(path: Path) -> list[tuple[str, DrafterConfig]]:

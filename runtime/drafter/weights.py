@@ -86,11 +86,8 @@ class HeadWeights:
                 raise misfit("follow", f"[rows, {hidden}] {self.dtype} on {self.device}", found, "tensor")
         if self.screen is not None:
             rows, width = self.screen.rows, self.screen.down.shape[1]
-            if (
-                len(rows) != self.draft_vocab
-                or width != hidden
-                or (rows.dtype, rows.device) != (self.dtype, self.device)
-            ):
+            fits = len(rows) == self.draft_vocab and width == hidden
+            if not fits or (rows.dtype, rows.device) != (self.dtype, self.device):
                 found = f"{rows.dtype} {list(rows.shape)} on {rows.device}, of states of {width}"
                 wanted = f"{self.dtype} [{self.draft_vocab}, rank] on {self.device}, of states of {hidden}"
                 raise misfit("screen.rows", wanted, found, "tensor")
@@ -157,10 +154,9 @@ class HeadWeights:
     @cached_property
     def held_ids(self) -> bytes:
         """One byte for each target id, 1 where the draft vocabulary holds it. Waits for the device the first time."""
-        held = bytearray(self.embedding.shape[0])
-        for token in self.draft_to_target.tolist():
-            held[token] = 1
-        return bytes(held)
+        held = np.zeros(self.embedding.shape[0], dtype=np.uint8)
+        held[self.draft_to_target.cpu().numpy()] = 1
+        return held.tobytes()
 
     @property
     def device(self) -> torch.device:
@@ -174,10 +170,7 @@ class HeadWeights:
 
 
 def choose_draft_ids(
-    head: DraftHead,
-    draft_vocab: int | DraftVocab | None,
-    rank_order: NDArray[np.int64] | None,
-    num_forced: int = 0,
+    head: DraftHead, draft_vocab: int | DraftVocab | None, rank_order: NDArray[np.int64] | None, num_forced: int = 0
 ) -> NDArray[np.int64]:
     """Choose the target ids to draft over: ascending, unique, int64 [draft_vocab].
 

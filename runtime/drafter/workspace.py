@@ -157,7 +157,7 @@ def sizes(cfg: DrafterConfig, params: LaunchParams) -> dict[str, int]:
     """The names that `BUFFERS` uses for sizes."""
     programs, slot_rows = params.num_programs, cfg.num_slots * MAX_NEW_TOKENS
     attention = attention_shape(cfg, params)
-    split = params.split.items()
+    split = params.layout.split.items()
     return {
         "2": 2,
         "slots": cfg.num_slots,
@@ -243,10 +243,8 @@ def screen_shape(cfg: DrafterConfig, params: LaunchParams, draft_vocab: int) -> 
     return ScreenShape(cfg.screen_rank, cfg.screen_groups, choice, stored, exact, down, cfg.hidden)
 
 
-def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails | None:
-    """Allocate empty tails, with rows for the kernel unless ``params`` is None; None where nothing joins."""
-    if cfg.tail_rows == 0:
-        return None
+def allocate_tails(cfg: DrafterConfig, params: LaunchParams | None, device: torch.device | str) -> Tails:
+    """Allocate empty tails, with rows for the kernel unless ``params`` is None."""
     slots, width = cfg.num_slots, cfg.tail_rows
     tails = Tails.allocate(slots, width, device)
     if params is None:

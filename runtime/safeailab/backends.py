@@ -69,7 +69,7 @@ def frontier_generate(
     again after that was moved to another device or type, or got another ``ea_layer`` or base model. Raises `UsageError`
     for an unknown backend or model, and a head beside one that has its own; `DrafterError` where it cannot run.
 
-    Where there is no target at hand, a `DrafterConfig` takes the model's place and features that of the ids:
+    Without a target, a `DrafterConfig` takes the model's place and features that of the ids:
     [slots, new, feature_width], taps side by side. ``weights`` and ``bufs``, which hold the new tokens, are then those
     of `launch_drafter`, and so are result and errors; `UsageError` for either missing, for anything else beside them,
     and for a backend in FP8 with a configuration that is not.
@@ -84,10 +84,7 @@ def frontier_generate(
         raise misfit("model", "a DrafterConfig beside weights and bufs", type(model).__name__)
     if head is None and not isinstance(model, SpeculativeModel) and not is_ea_model(model):
         raise misfit("model", "a SpeculativeModel, an EaModel, or given with its head", type(model).__name__)
-    built = _build_once(model, how, head, draft_vocab, tree)
-    if isinstance(built, SpeculativeModel):
-        return built.generate(input_ids, **options)
-    return _generate_patched(built, model, input_ids, options)
+    return _generate(model, input_ids, how, head, draft_vocab, tree, options)
 
 
 def _draft_once(
@@ -102,15 +99,19 @@ def _draft_once(
     return launch_drafter(config, features, weights, bufs, how["drafter"])
 
 
-def _generate_patched(
-    patch: EaModelPatch, model: Any, input_ids: Any, options: dict[str, Any]
-) -> Tensor | tuple[Any, ...]:  # fmt: skip
-    patch.apply()
+def _generate(
+    model: Any, input_ids: Any, how: dict[str, Any], head: Any, draft_vocab: Any, tree: TreeConfig | None,
+    options: dict[str, Any],
+) -> GenerationOutput | Tensor | tuple[Any, ...]:  # fmt: skip
+    built = _build_once(model, how, head, draft_vocab, tree)
+    if isinstance(built, SpeculativeModel):
+        return built.generate(input_ids, **options)
+    built.apply()
     try:
         answer: Tensor | tuple[Any, ...] = model.eagenerate(input_ids, **options)
         return answer
     finally:
-        patch.remove()
+        built.remove()
 
 
 def fused_draft_token_generation(
@@ -136,13 +137,10 @@ def fused_draft_token_generation(
         raise misfit("draft_weights", "left out, as a SpeculativeModel has its own", draft_weights)
     how = {"drafter": drafter, "draft_weights": draft_weights}
     options |= {"temperature": temperature, "max_new_tokens": max_new_tokens}
-    built: SpeculativeModel | EaModelPatch = _build_once(model, how, head, draft_vocab, tree)
-    if isinstance(built, SpeculativeModel):
-        return built.generate(input_ids, **options)
-    return _generate_patched(built, model, input_ids, options)
+    return _generate(model, input_ids, how, head, draft_vocab, tree, options)
 
 
-class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it begin anew.
+class _Kept(dict[Any, Any]):  # What was built over a model where it is now; copies and pickles of it start empty.
     def __reduce__(self) -> Any:
         return dict, ()
 

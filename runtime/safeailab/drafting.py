@@ -97,12 +97,12 @@ class LayerPatch:
                 argument="hidden_states", expected=new, found=hidden_states.shape[1],
             )  # fmt: skip
         weight = self.layer.embed_tokens.weight
-        here = getattr(self.session, "head", None)
-        if here is not None and (weight.device, weight.dtype) != (here.embedding.device, here.embedding.dtype):
+        own = self.session.head.embedding
+        if (weight.device, weight.dtype) != (own.device, own.dtype):
             raise DrafterError(
-                f"The model was moved after it was patched: to {weight.dtype} on {weight.device}, from "
-                f"{here.embedding.dtype} on {here.embedding.device}. Unpatch it, move it, and patch it again.",
-                expected=str(here.embedding.device), found=str(weight.device),
+                f"The model was moved after it was patched: to {weight.dtype} on {weight.device}, from {own.dtype} on "
+                f"{own.device}. Unpatch it, move it, and patch it again.",
+                expected=str(own.device), found=str(weight.device),
             )  # fmt: skip
         if self.kind == "eagle" and head is not self.lm_head:
             raise UsageError(

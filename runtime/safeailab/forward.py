@@ -64,18 +64,9 @@ class TreeForward:
         self._cache = KVCache.over(data[0::2], data[1::2])
         self._rows = ForwardRows.allocate(1, nodes, lengths, is_path=tree.top_k == 1)
         self._bufs: ForwardBuffers = target.new_buffers(1, nodes, nodes, self._cache.capacity)
+        self.logits, self.features = self._bufs.logits, self._bufs.features
         self._replay: Callable[[], None] | None = None
         target.reserve_positions(self._cache.capacity)
-
-    @property
-    def logits(self) -> Tensor:
-        """[nodes, vocab] of the last run."""
-        return self._bufs.logits
-
-    @property
-    def features(self) -> Tensor:
-        """[nodes, feature_width] of the last run."""
-        return self._bufs.features
 
     def run(self) -> None:
         """Run the target over the tree, without waiting; writes the tree's rows after the committed ones."""

@@ -17,7 +17,7 @@ from ..drafter.choose import check_draft_weights, check_drafter, choose_drafter
 from ..drafter.launch import BACKENDS, DraftFunction
 from ..errors import UsageError
 from .drafting import LayerPatch
-from .reading import check_ea_model, is_ea_model, read_head, target_lm_head, tree_of
+from .reading import check_ea_model, is_ea_model, read_head, tree_of
 from .rebind import is_rebound, restore
 from .session import Session
 from .step import StepPatch, step_of
@@ -79,9 +79,8 @@ def patch_ea_model_with_triton_drafter(
                 option="use_triton", found=drafter,
             )  # fmt: skip
         drafter = "reference"
-    return _apply(
-        model, EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False)
-    )
+    EaModelPatch(model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, whole=False).apply()
+    return model
 
 
 def patch_eagle_model(
@@ -113,10 +112,10 @@ def patch_eagle_model(
     `UnsupportedModelError`, with the reason, for "fused" where it cannot. Other arguments, result and errors are those
     of `patch_ea_model_with_triton_drafter`.
     """
-    patch = EaModelPatch(
+    EaModelPatch(
         model, draft_vocab, counts, token_map, tokenizer, drafter, draft_weights, target_backend=target_backend
-    )
-    return _apply(model, patch)
+    ).apply()
+    return model
 
 
 def unpatch_ea_model(model: Any) -> Any:
@@ -167,7 +166,7 @@ class EaModelPatch:
         built, _ = choose_drafter(drafter, head, tree_of(model.ea_layer), draft_weights)
         # Sessions of all tree sizes share what is packed.
         self.layer = LayerPatch(
-            model.ea_layer, target_lm_head(model), lambda tree: Session(built.like(built.weights, tree))
+            model.ea_layer, model.base_model.lm_head, lambda tree: Session(built.like(built.weights, tree))
         )
         self.step = StepPatch(model, self.layer, target_backend) if whole else None
 
@@ -182,8 +181,3 @@ class EaModelPatch:
         if self.step is not None:
             self.step.remove()
         self.layer.remove()
-
-
-def _apply(model: Any, patch: EaModelPatch) -> Any:
-    patch.apply()
-    return model

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..drafter.rope import RotaryEmbedding
 from ..drafter.weights import HeadWeights
@@ -88,12 +88,6 @@ def tree_of(layer: Any) -> TreeConfig:
     return TreeConfig(int(layer.depth), int(layer.top_k), int(layer.total_tokens) + 1)
 
 
-def target_lm_head(model: Any) -> nn.Module:
-    """Return the target's LM head, which EAGLE-1/2 drafts with."""
-    head: nn.Module = model.base_model.lm_head
-    return head
-
-
 def trained_ids(model: Any) -> NDArray[np.int64]:
     """Target id of every row that the head's LM head has, in its order: int64 [rows].
 
@@ -151,10 +145,9 @@ def _block(layer: Any) -> Any:
 
 
 def _lm_head(model: Any) -> Tensor:
-    layer = model.ea_layer
-    head = layer.lm_head if kind_of(layer) == "eagle3" else target_lm_head(model)
-    weight: Any = head.weight
-    rows: Tensor = weight.detach()
+    """Rows of the LM head that the head drafts with: in EAGLE-1/2 the target's."""
+    owner = model.ea_layer if kind_of(model.ea_layer) == "eagle3" else model.base_model
+    rows: Tensor = owner.lm_head.weight.detach()
     return rows
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..drafter.buffers import Buffers
 from ..drafter.drafter import Drafter
-from ..drafter.launch import DraftFunction, check_finished, prefill_drafter
+from ..drafter.launch import check_finished, prefill_drafter
 from ..errors import UsageError
 from ..ops import side_stream
 from ..settings import TreeConfig
@@ -51,11 +51,6 @@ class Session:
         return self.spec.tree
 
     @property
-    def backend(self) -> str | DraftFunction:
-        """What drafts."""
-        return self.spec.backend
-
-    @property
     def bufs(self) -> Buffers:
         """Inputs, KV cache and outputs; others after growth."""
         return self.drafter.bufs
@@ -71,7 +66,7 @@ class Session:
         self._graph = self._packed_tree = None
         self.drafter.features.copy_(old.features)
         for field in fields(Buffers):
-            before = getattr(old.bufs, field.name, None)
+            before = getattr(old.bufs, field.name)
             if not isinstance(before, Tensor):
                 continue
             after = getattr(self.bufs, field.name)

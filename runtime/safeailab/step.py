@@ -76,7 +76,7 @@ class _Tensors:
         return cls(
             bufs, state,
             Trees(state.active_slots, state.active_count, bufs.draft_tokens, bufs.parents, bufs.tree_position_ids),
-            # A number for every depth of a tree, drawn anew for each.
+            # A number for every depth of a tree, drawn again for each tree.
             ChoiceState.allocate(1, tree.path_width, vocab, device),
             torch.zeros((1, nodes), dtype=torch.int32, device=device),
             choice_scratch(1, nodes, vocab, device),
@@ -99,7 +99,7 @@ class StepPatch:
         self.backend = choose_tree_forward(target_backend, model)
         """The forward that verifies, and why."""
         session = layer_patch.session
-        self.ops = Ops(session.backend == "triton" or session.head.device.type == "cuda")
+        self.ops = Ops(session.spec.backend == "triton" or session.head.device.type == "cuda")
         self._target = fuse(model, self.ops) if self.backend.name == "fused" else None
         self._forward: TreeForward | None = None
         self._tensors: _Tensors | None = None

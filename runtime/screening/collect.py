@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from ..errors import UsageError
 from .factors import SecondMoment
 
 MOST_TOKENS = 256
-"""Of a text that are run."""
+"""Tokens of a text that are run."""
 ROOTS = 8
 """Places of a text from which trees are drafted, spread over its last three quarters: a chat begins with a template."""
 LEAST_TOKENS = 32
@@ -64,7 +63,7 @@ class Collected:
 
     def run(self, texts: Iterable[NDArray[np.int64]], draft: DraftStates, wanted: int, progress: Any) -> None:
         """Collect until ``wanted`` states are in the moment, or no text is left; ``progress(done, total)``."""
-        with self._saved_on_error():
+        try:
             saved_at = time.monotonic()
             for text in islice(texts, self.num_texts, None):
                 if self.moment.count >= wanted and self.held_out:
@@ -74,8 +73,10 @@ class Collected:
                 if time.monotonic() - saved_at >= _SAVE_SECONDS:
                     self.save()
                     saved_at = time.monotonic()
-        # What comes after may be refused, and then needs no second run over the text.
-        self.save()
+        finally:
+            # An error or an interrupt may have ended it; and what comes after may be refused, and then needs no second
+            # run over the text.
+            self.save()
 
     def _take(self, text: NDArray[np.int64], draft: DraftStates) -> None:
         if (roots := text_roots(text)) is not None:
@@ -89,21 +90,13 @@ class Collected:
             self._num_used += 1
         self.num_texts += 1
 
-    @contextmanager
-    def _saved_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.save()
-            raise
-
     def save(self) -> None:
         """Write the file, whole or not at all. Raises OSError."""
         tensors = {"total": self.moment.total.cpu()}
         if self.held_out:
             tensors["held_out"] = torch.cat(self.held_out).float().cpu()
-        told = {"count": self.moment.count, "texts": self.num_texts, "used": self._num_used}
-        write_file(self._file, save(tensors, {_KEY: json.dumps({"identity": self._identity, **told})}))
+        saved = {"count": self.moment.count, "texts": self.num_texts, "used": self._num_used}
+        write_file(self._file, save(tensors, {_KEY: json.dumps({"identity": self._identity, **saved})}))
 
     def load_(self, dtype: torch.dtype) -> bool:
         """Go on from the file, if there is one; ``dtype`` of states.
@@ -115,22 +108,22 @@ class Collected:
         place = self.moment.total.device
         try:
             with safe_open(self._file, "pt") as file:
-                told = json.loads((file.metadata() or {})[_KEY])
+                saved = json.loads((file.metadata() or {})[_KEY])
                 total = file.get_tensor("total").to(place)
                 held_out = file.get_tensor("held_out").to(place, dtype) if "held_out" in file.keys() else None  # noqa: SIM118 - not a dict
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UsageError(
                 f"{self._file}: the saved state cannot be read ({error}). Start over with --restart.", path=self._file
             ) from error
-        if told["identity"] != self._identity or total.shape != self.moment.total.shape:
+        if saved["identity"] != self._identity or total.shape != self.moment.total.shape:
             raise UsageError(
                 f"{self._file}: this is the saved state for other texts, another head, target or tree. Give what it "
                 "was begun with to go on, or start over with --restart.",
                 path=self._file,
             )
-        self.moment.total, self.moment.count = total, told["count"]
+        self.moment.total, self.moment.count = total, saved["count"]
         self.held_out = [] if held_out is None else [held_out]
-        self.num_texts, self._num_used = told["texts"], told["used"]
+        self.num_texts, self._num_used = saved["texts"], saved["used"]
         return True
 
     def remove(self) -> None:

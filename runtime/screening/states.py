@@ -33,9 +33,14 @@ def states_of_text(
     """
     newest = int(roots[-1])
     features = _features(target, token_ids[: newest + 1])[:, :newest].to(head.dtype)
-    capacity = newest + states_a_root(tree)
-    pairs = _Pairs(head, tree, 1, capacity)
-    outputs = pairs.layer_over(features, token_ids[None, 1 : newest + 1])
+    shape = (1, head.num_kv_heads, newest + states_a_root(tree), head.head_dim)
+    keys, values = (torch.zeros(shape, dtype=head.dtype, device=head.device) for _ in range(2))
+    first = torch.zeros(1, dtype=torch.int64, device=head.device)
+    # The pairs of the text, run at once.
+    pairs = ReferenceDraft(head, tree, first, first, (keys, values))
+    positions = torch.arange(newest, device=head.device)[None]
+    causal = torch.ones((1, newest, newest), dtype=torch.bool, device=head.device).tril()
+    outputs = pairs.layer(fuse_features(head, features), token_ids[None, 1 : newest + 1], causal, positions)
     places = roots.to(head.device)
     drafts = _Recorder(head, tree, pairs, places, outputs[0, places - 1, None])
     drafts.run(features[:, :1], token_ids[places][:, None], torch.ones_like(places))
@@ -51,27 +56,12 @@ def _features(target: TargetModel, token_ids: Tensor) -> Tensor:
     return torch.cat([taps[place] for place in sorted(taps)], -1)
 
 
-class _Pairs(ReferenceDraft):
-    """The pairs of one text, run at once."""
-
-    def __init__(self, head: HeadWeights, tree: TreeConfig, slots: int, capacity: int) -> None:
-        shape = (slots, head.num_kv_heads, capacity, head.head_dim)
-        cache = (torch.zeros(shape, dtype=head.dtype, device=head.device) for _ in range(2))
-        index = torch.arange(slots, device=head.device)
-        super().__init__(head, tree, index, torch.zeros_like(index), tuple(cache))  # type: ignore[arg-type]
-
-    def layer_over(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Outputs [1, pairs, hidden] for ``features`` [1, pairs, feature_width] and the token after each [1, pairs]."""
-        count = tokens.shape[1]
-        positions = torch.arange(count, device=tokens.device)[None]
-        causal = torch.ones((1, count, count), dtype=torch.bool, device=tokens.device).tril()
-        return self.layer(fuse_features(self.head, features), tokens, causal, positions)
-
-
 class _Recorder(ReferenceDraft):
     """Drafts after several places of one text, which begin with the pairs up to each."""
 
-    def __init__(self, head: HeadWeights, tree: TreeConfig, pairs: _Pairs, roots: Tensor, outputs: Tensor) -> None:
+    def __init__(
+        self, head: HeadWeights, tree: TreeConfig, pairs: ReferenceDraft, roots: Tensor, outputs: Tensor
+    ) -> None:
         cache: Any = tuple(part.repeat(len(roots), 1, 1, 1) for part in (pairs.keys, pairs.values))
         super().__init__(head, tree, torch.arange(len(roots), device=roots.device), roots, cache)
         self.outputs = outputs

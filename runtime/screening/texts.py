@@ -41,7 +41,7 @@ class Texts:
         ]
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        """Yield the ids [tokens] of each text, of the source next that is furthest behind its weight.
+        """Yield the ids [tokens] of each text, always from the source that is furthest behind its weight.
 
         Raises `CorpusError` for a record that cannot be read.
         """

@@ -32,10 +32,3 @@ def test_rows(tmp_path: Path) -> None:
         assert row["tokens_per_s"] > 0
         assert row["first_token_ms"] > 0
     assert rows[0]["accepted_length"] == 1 < rows[1]["accepted_length"]
-
-
-@pytest.mark.parametrize("arguments", [["--new", "1"], ["--limit", "0"], ["--nodes", "1"], ["--out", "/"]])
-def test_mistakes(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        answers.main(arguments)
-    assert stopped.value.code == 2

@@ -10,7 +10,6 @@ import pytest
 from eagle_slim.runtime import SpeculativeModel
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools import DraftVocab
-from support.tiny_models import write_pair
 
 from benchmarks import exact
 from benchmarks.shared import quality
@@ -20,16 +19,8 @@ TREES = (TreeConfig(2, 4, 20), TreeConfig(3, 1, 4))
 CALLS = ((1, 70), (4, 70), (0, 140), (6, 240), (1, 240))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
-    target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    return SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=2, top_k=4, total_tokens=20)
-
-
 @pytest.fixture
-def fuzz(model: SpeculativeModel) -> exact.Fuzz:
-    text = np.random.default_rng(0).integers(3, 340, 250).tolist()
-    pool = exact.Pool(model, [model.encode_chat("hello"), model.encode_chat("good day")], text, 0, 32, new_tokens=9)
+def fuzz(model: SpeculativeModel, pool: exact.Pool) -> exact.Fuzz:
     ranked = DraftVocab(np.random.default_rng(0).permutation(360), 0, 360)
     models = {"full": model, "300": model.with_draft_vocab(ranked.prefix(300))}
     return exact.Fuzz(models, pool, TREES, 0, CALLS)
@@ -67,11 +58,11 @@ def test_a_wrong_token_is_found_and_told(fuzz: exact.Fuzz, monkeypatch: pytest.M
 
     monkeypatch.setattr(exact, "generate", spoiled)
     fuzz.run(lambda: False, episode=1)
-    (told,) = fuzz.result()["differences"]
-    assert (told["episode"], told["call"], told["place"], told["token"]) == (1, 1, 2, 0)
-    assert told["found"] == [told["plain"][0] ^ wrong]
-    assert told["prompt"]
-    assert len(told["beside"]) == 4
+    (difference,) = fuzz.result()["differences"]
+    assert (difference["episode"], difference["call"], difference["place"], difference["token"]) == (1, 1, 2, 0)
+    assert difference["found"] == [difference["plain"][0] ^ wrong]
+    assert difference["prompt"]
+    assert len(difference["beside"]) == 4
     # The same episode again is the same calls.
     again = exact.Fuzz(fuzz.models, fuzz.pool, TREES, 0, CALLS)
     again.run(lambda: False, episode=1)
@@ -106,10 +97,3 @@ def test_text_and_trees() -> None:
     trees = [exact.random_tree(rng) for _ in range(50)]
     assert max(tree.total_tokens for tree in trees) > 100
     assert len(set(trees)) > 40
-
-
-@pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--seconds", "0"], ["--questions", "3"], ["--out", "/"]])
-def test_mistakes(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        exact.main(arguments)
-    assert stopped.value.code == 2

@@ -17,15 +17,7 @@ from support.raising import raises
 
 from benchmarks import gates as command
 from benchmarks.shared import decoding
-from benchmarks.shared.gate_rules import (
-    THRESHOLDS,
-    FullGate,
-    Gates,
-    MicroGates,
-    full_verdict,
-    judge,
-    micro_verdicts,
-)
+from benchmarks.shared.gate_rules import THRESHOLDS, FullGate, Gates, MicroGates, full_verdict, judge, micro_verdicts
 
 FULL = FullGate("toy", 60, 2, 16, 2, 40, 2.0, threshold=1.2)
 REFERENCE = {"draft": 2.0, "verify": 1.5}
@@ -158,14 +150,6 @@ def test_a_run_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     again = command.run(Gates.load(path), path, model, samples=1)
     assert not again["is_green"]
     assert "RED" in capsys.readouterr().out
-
-
-def test_command_line(tmp_path: Path) -> None:
-    for arguments in (["--out", str(tmp_path)], ["--thresholds", "x"], []):
-        if arguments or not torch.cuda.is_available():
-            with pytest.raises(SystemExit) as stopped:
-                command.main(arguments)
-            assert stopped.value.code == 2
 
 
 def _few_steps(lengths: list[float]) -> Callable[..., Summaries]:

@@ -54,8 +54,6 @@ def test_variants(arguments: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_first_difference() -> None:
-    assert safeailab.equal_length([1, 2, 3], [1, 2, 4]) == 2
-    assert safeailab.equal_length([1, 2], [1, 2, 4]) == 2
     texts = [[1, 2, 3], [4, 5]]
     assert safeailab.compare_texts(texts, [[1, 2, 3, 9], [4]]) == {"equal_tokens": 4, "is_equal": True}
     assert safeailab.compare_texts(texts, [[1, 2, 7], [4, 5]]) == {"equal_tokens": 4, "is_equal": False}
@@ -69,7 +67,7 @@ def test_prompts_and_what_is_refused(arguments: Any, tmp_path: Path, capsys: pyt
     args = arguments(*own, "--prompt", "zero", "--prompts", str(tmp_path / "lines.txt"))
     assert args.prompt == ["zero", "one", "two"]
     assert arguments(*own, "--prompts", str(tmp_path / "question.jsonl")).prompt == ["three", "four"]
-    (tmp_path / "wrong.jsonl").write_text("[]")
+    (tmp_path / "wrong.jsonl").write_text("{}")
     for line, words in (
         (("--upstream", str(tmp_path)), "must name a clone"),
         (("--base-model", "here"), "go together"),

@@ -8,11 +8,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from support.tiny_models import write_pair
 
 from benchmarks import exact, soak
 from benchmarks.shared import faults
@@ -25,17 +23,9 @@ pytestmark = [
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SpeculativeModel:
-    target, head = write_pair(tmp_path_factory.mktemp("pair"))
-    return SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=2, top_k=4, total_tokens=20)
-
-
 @pytest.fixture
-def small(model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch) -> soak.Soak:
+def small(model: SpeculativeModel, pool: exact.Pool, monkeypatch: pytest.MonkeyPatch) -> soak.Soak:
     monkeypatch.setattr(soak, "EVERY", 10)
-    text = np.random.default_rng(0).integers(3, 340, 250).tolist()
-    pool = exact.Pool(model, [model.encode_chat("hello"), model.encode_chat("good day")], text, 0, 40, new_tokens=9)
     return soak.Soak([model, model.with_tree(soak.TREES[1])], pool, 0, most=3, longest=70)
 
 
@@ -70,10 +60,10 @@ def test_a_wrong_answer_after_a_fault_is_told(small: soak.Soak, monkeypatch: pyt
     monkeypatch.setattr(soak, "generate", spoiled)
     small.run(lambda soak: bool(soak.differences))
     assert not small.is_good
-    told = json.loads(json.dumps(small.result()["differences"]))[0]
-    assert told["found"] == [told["plain"][0] ^ 5]
-    assert told["token"] == 0
-    assert told["prompt"]
+    difference = json.loads(json.dumps(small.result()["differences"]))[0]
+    assert difference["found"] == [difference["plain"][0] ^ 5]
+    assert difference["token"] == 0
+    assert difference["prompt"]
 
 
 def test_what_no_fault_explains_ends_the_run(small: soak.Soak, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +98,10 @@ def test_what_a_fault_explains() -> None:
 
 def test_faults() -> None:
     rng = random.Random(0)
-    with pytest.raises(KeyboardInterrupt), faults.befall(faults.INTERRUPT, CPU, rng, 0.1):
+    with pytest.raises(KeyboardInterrupt), faults.injected(faults.INTERRUPT, CPU, rng, 0.1):
         time.sleep(60)
     for fault in (None, faults.STREAMER, faults.BESIDE):
-        with faults.befall(fault, CPU, rng, 0.1):
+        with faults.injected(fault, CPU, rng, 0.1):
             pass
     streamer = faults.FaultyStreamer(2)
     streamer.put(torch.zeros(1))
@@ -126,7 +116,7 @@ def test_the_limit_of_memory_goes_with_its_block(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 1 << 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 1 << 31))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: set_to.append(share))
-    with pytest.raises(KeyError), faults.befall(faults.LIMIT, torch.device("cuda"), random.Random(0), 1.0):
+    with pytest.raises(KeyError), faults.injected(faults.LIMIT, torch.device("cuda"), random.Random(0), 1.0):
         raise KeyError
     assert 0.5 < set_to[0] < 0.625
     assert set_to[1:] == [1.0]
@@ -154,10 +144,3 @@ def test_the_built_in_head_on_a_cpu(tmp_path: Path) -> None:
     assert 60 <= result["tokens"] < 100
     assert result["memory"][-1]["tokens"] == result["tokens"]
     assert {"device", "torch", "triton", "commit"} <= set(result["machine"])
-
-
-@pytest.mark.parametrize("arguments", [["--tokens", "0"], ["--longest", "8"], ["--out", "/"]])
-def test_mistakes(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        soak.main(arguments)
-    assert stopped.value.code == 2

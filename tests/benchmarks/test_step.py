@@ -33,9 +33,3 @@ def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_trees() -> None:
     assert step.trees_of([1, 10], [16, 60]) == [TreeConfig(5, 1, 7), TreeConfig(5, 10, 60), TreeConfig(5, 10, 16)]
-
-
-def test_command_line() -> None:
-    with pytest.raises(SystemExit) as stopped:
-        step.main(["--dims", "gpt"])
-    assert stopped.value.code == 2

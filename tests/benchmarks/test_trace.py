@@ -120,9 +120,3 @@ def test_counters_of_nsight_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace.shutil, "which", lambda _: None)
     with pytest.raises(UsageError, match="ncu is not in PATH"):
         trace.run_under_ncu([])
-
-
-def test_command_line() -> None:
-    with pytest.raises(SystemExit) as stopped:
-        trace.main(["--dims", "gpt"])
-    assert stopped.value.code == 2

@@ -124,7 +124,7 @@ def odd_fp8_tiles(params: LaunchParams) -> LaunchParams:
 
 
 def no_groups(params: LaunchParams) -> LaunchParams:
-    return replace(params, layout=replace(params.layout, split=dict.fromkeys(params.split, 1)))
+    return replace(params, layout=replace(params.layout, split=dict.fromkeys(params.layout.split, 1)))
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("eagle", marks=SLOW)])

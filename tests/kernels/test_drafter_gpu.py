@@ -22,7 +22,6 @@ from eagle_slim.runtime.drafter.tuning.agreement import (
 from eagle_slim.runtime.drafter.tuning.problem import (
     MODELS,
     Dims,
-    first_rows,
     random_head,
     random_step,
     with_random_screen,
@@ -118,7 +117,7 @@ def test_real_dimensions(
     dims: Dims, options: dict[str, Any], weight_dtype: torch.dtype | None,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    head = with_options(first_rows(random_head(dims, torch.device("cuda")), 32000), **options)
+    head = with_options(random_head(dims, torch.device("cuda")).of_rows(slice(32000)), **options)
     cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), 1, 4096 + 16, weight_dtype)
     weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)
@@ -137,7 +136,7 @@ def test_real_dimensions_behind_a_screen(
     slots: int, model: str, draft_vocab: int, rank: int, weight_dtype: torch.dtype | None,
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
-    head = with_random_screen(first_rows(random_head(MODELS[model], torch.device("cuda")), draft_vocab), rank)
+    head = with_random_screen(random_head(MODELS[model], torch.device("cuda")).of_rows(slice(draft_vocab)), rank)
     cfg = DrafterConfig.of(head, TreeConfig(5, 10, 60), slots, 512 + 16, weight_dtype)
     weights = Weights.pack(head, cfg)
     bufs = allocate_buffers(cfg, weights)

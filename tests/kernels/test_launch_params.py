@@ -60,7 +60,7 @@ def test_tiles_fit_every_chip(model: str, chip: int) -> None:
                 assert stage * tile.stages <= KNOWN_CHIPS[chip].shared_bytes
                 assert tile.stages > 1
                 assert name == "head" or params.layout.chunks[name] % tile.block_k == 0
-            for name, split in params.split.items():
+            for name, split in params.layout.split.items():
                 assert 1 <= split <= 4
                 assert params.num_programs % split == 0
                 if split > 1 and slots == 1:
@@ -86,12 +86,12 @@ def test_groups_of_programs() -> None:
     """Llama-3.1-8B on 132 SMs: 4096 rows over 33 groups of 4 are 125, 6144 over 66 groups of 2 are 94."""
     cfg = draft_config(MODELS["llama-3.1-8b"], 32000, TREE, 1, 512)
     params = choose_launch(cfg, KNOWN_CHIPS[90])
-    assert params.split == {"fc": 4, "qkv": 2, "o": 4, "down": 4}
-    assert [group_rows(cfg, name, params.split[name], 132) for name in ("o", "qkv")] == [125, 94]
+    assert params.layout.split == {"fc": 4, "qkv": 2, "o": 4, "down": 4}
+    assert [group_rows(cfg, name, params.layout.split[name], 132) for name in ("o", "qkv")] == [125, 94]
     assert fit_split(cfg, "o", KNOWN_CHIPS[90], most=2) == 2
     assert fit_split(cfg, "o", KNOWN_CHIPS[90], most=1) == 1
     small = draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512)
-    assert set(choose_launch(small, KNOWN_CHIPS[90]).split.values()) == {1}
+    assert set(choose_launch(small, KNOWN_CHIPS[90]).layout.split.values()) == {1}
 
 
 def test_the_cache_round_trips(tmp_path: Path) -> None:
@@ -127,8 +127,8 @@ def test_another_layout_drops_what_was_tuned_over_the_one_before(tmp_path: Path)
 def test_layouts_beyond_the_kernels_are_refused() -> None:
     params = choose_launch(draft_config(MODELS["smollm2-135m"], 32000, TREE, 1, 512), KNOWN_CHIPS[90])
     values = vars(params.layout)
-    with raises(DrafterError, split={**params.split, "o": 8}):
-        StoredLayout(**{**values, "split": {**params.split, "o": 8}})
+    with raises(DrafterError, split={**params.layout.split, "o": 8}):
+        StoredLayout(**{**values, "split": {**params.layout.split, "o": 8}})
     with raises(DrafterError, head_rows=100):
         StoredLayout(**{**values, "head_rows": 100})
     tiles = {**params.tiles, "mlp": replace(params.tiles["mlp"], block_k=128)}

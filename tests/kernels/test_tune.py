@@ -146,7 +146,7 @@ def test_variants_fit_and_differ() -> None:
 
 def test_every_variant_drafts_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real measurement, where a graph is the call itself: it would refuse a wrong draft."""
-    monkeypatch.setattr("eagle_slim.runtime.drafter.tuning.timing.capture", lambda run: lambda: None)
+    monkeypatch.setattr(tune, "capture", lambda run: lambda: None)
     monkeypatch.setattr(tune, "PREFIX", 16)
     dims = Dims(64, 96, 4, 2, 16, 300)
     cfg = draft_config(dims, 120, TreeConfig(1, 3, 10), 1, tune.PREFIX, torch.float16)

@@ -172,14 +172,14 @@ def test_one_command_tunes_all_kernels(
         launches.record({"kernel": kind, "chip": chip.name, **shape})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("eagle_slim.runtime.drafter.kernel_launch.chip_of", lambda _: chip)
-    monkeypatch.setattr("eagle_slim.runtime.drafter.tuning.precompile.compile_all", lambda jobs, _: [True] * len(jobs))
+    monkeypatch.setattr(tune, "chip_of", lambda _: chip)
+    monkeypatch.setattr(tune, "compile_all", lambda jobs, _: [True] * len(jobs))
     # Drafts are faster with parts of 128 keys, the target's kernels with 8 warps.
     monkeypatch.setattr(tune.GraphTimer, "__call__", lambda _, cfg, own, other: (100.0, 100.0 - (other != own) * 20))
     task_of = target_tiles.task_of
-    monkeypatch.setattr(target_tiles, "task_of", lambda kind, shape, _, lengths: task_of(kind, shape, CPU, lengths))
+    monkeypatch.setattr(tune, "task_of", lambda kind, shape, _, lengths: task_of(kind, shape, CPU, lengths))
     monkeypatch.setattr(
-        target_tiles, "measure_tiles", lambda *_: lambda own, other: (100.0, 90.0 if other.num_warps == 8 else 101.0)
+        tune, "measure_tiles", lambda *_: lambda own, other: (100.0, 90.0 if other.num_warps == 8 else 101.0)
     )
     asked = [str(shapes), "--out", str(tuned), "--variants", "9"]
     tune.main(asked)

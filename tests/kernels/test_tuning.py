@@ -40,6 +40,6 @@ def test_compiling_ahead_needs_more_than_one_kernel() -> None:
 
 def test_the_kernel_compiled_ahead_is_that_of_a_drafter() -> None:
     cpu, tree = torch.device("cpu"), TreeConfig(1, 2, 4)
-    head = problem.first_rows(problem.random_head(TINY, cpu), 40)
+    head = problem.random_head(TINY, cpu).of_rows(slice(40))
     job = precompile.tuned_job(TINY, problem.draft_config(TINY, 40, tree, 1, 64), cpu)
     assert job.cfg == DrafterConfig.of(head, tree, 1, 64 + MAX_NEW_TOKENS)

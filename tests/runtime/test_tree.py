@@ -36,9 +36,9 @@ LEVEL_FRONTIERS = [torch.tensor([[0, 1]]), torch.tensor([[0, 2]])]
 EXAMPLE = TreeConfig(depth=2, top_k=2, total_tokens=7)
 
 
-def example_tree(config: TreeConfig = EXAMPLE, active: torch.Tensor | None = None) -> DraftTree:
+def example_tree(config: TreeConfig = EXAMPLE) -> DraftTree:
     candidates = join_levels(LEVEL_TOKENS, LEVEL_SCORES, LEVEL_FRONTIERS, top_k=2)
-    return build_tree(torch.tensor([ROOT]), candidates, config, active)
+    return build_tree(torch.tensor([ROOT]), candidates, config)
 
 
 def test_worked_example_candidates_and_frontier() -> None:
@@ -71,14 +71,6 @@ def test_worked_example_tree() -> None:
 def test_equal_scores_keep_the_lower_candidate_index() -> None:
     tree = example_tree(TreeConfig(depth=2, top_k=2, total_tokens=6))
     assert tree.draft_tokens.tolist() == [[ROOT, A, B, C, D, E]]
-
-
-def test_inactive_slot_is_blank() -> None:
-    tree = example_tree(active=torch.tensor([False]))
-    for indices in (tree.draft_tokens, tree.parents, tree.retrieve_indices):
-        assert indices.eq(-1).all()
-    for zeros in (tree.tree_mask, tree.tree_position_ids, tree.num_leaves):
-        assert not zeros.any()
 
 
 def test_to_upstream_has_upstream_shapes_and_orders() -> None:
@@ -181,7 +173,7 @@ def test_rank_children_is_log_softmax_over_the_draft_vocabulary(width: int) -> N
 def test_layout_of_a_batch_treats_sequences_apart() -> None:
     tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])
     parents = torch.tensor([[-1, 0, 1, 2], [-1, 0, 0, 0]])
-    tree = layout_tree(tokens, parents, path_width=4, active=torch.tensor([True, True]))
+    tree = layout_tree(tokens, parents, path_width=4)
     assert tree.retrieve_indices[0].tolist() == [[0, 1, 2, 3], [-1] * 4, [-1] * 4, [-1] * 4]
     assert tree.retrieve_indices[1].tolist() == [[0, 1, -1, -1], [0, 2, -1, -1], [0, 3, -1, -1], [-1] * 4]
     assert tree.num_leaves.tolist() == [1, 3]

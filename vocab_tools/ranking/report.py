@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,15 +120,18 @@ class CoverageReport:
                         f"{100 * (covered - first):+.2f}",
                     )
                 )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = []
-        for row in rows:
-            cells = [
-                cell.ljust(width) if column < 2 else cell.rjust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return aligned(rows, num_left=2)
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int) -> str:
+    """Return a plain text table of rows of as many cells: the first ``num_left`` columns on the left, others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.ljust(width) if i < num_left else cell.rjust(width) for i, (cell, width) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def _rounded(values: NDArray[np.float64] | None) -> list[float] | None:

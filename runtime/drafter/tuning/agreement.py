@@ -26,6 +26,7 @@ from ...settings import TreeConfig
 from ...tree import Candidates, DraftTree, build_tree, level_offset, ranked_topk, select_frontier
 from ..buffers import BLANK, Buffers
 from ..dimensions import DrafterConfig
+from ..kernels.packing import quantize_rows
 from ..launch import check_finished, launch_drafter
 from ..packed_weights import Weights
 from ..reference import ReferenceDraft
@@ -111,7 +112,6 @@ def exact_head(head: HeadWeights, cfg: DrafterConfig) -> HeadWeights:
 
     Without the rows that could join it.
     """
-    from ..kernels.packing import quantize_rows
 
     def exact(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(cfg.dtype)

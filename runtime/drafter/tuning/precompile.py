@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from typing import NamedTuple
 
 import torch
 
-from ..buffers import Buffers
 from ..dimensions import DrafterConfig
+from ..kernel_launch import chip_of, compile_options, kernel_arguments, kernel_constants
+from ..kernels.persistent import draft_kernel
+from ..launch import allocate_buffers
 from ..launch_params import LaunchParams
-from .problem import Dims, first_rows, random_head, with_random_screen
+from ..packed_head import pack_head
+from ..packed_weights import Weights
+from ..tuned_cache import FixedLaunch, open_tuned_cache
+from .problem import Dims, random_head, with_random_screen
 
 
 class Job(NamedTuple):
@@ -31,38 +35,25 @@ class Job(NamedTuple):
 
 def tuned_job(dims: Dims, cfg: DrafterConfig, device: torch.device) -> Job:
     """The compilation of a configuration with the launch parameters that launches will find."""
-    from ..kernel_launch import chip_of
-    from ..tuned_cache import open_tuned_cache
-
     return Job(dims, cfg, open_tuned_cache().find(cfg, chip_of(device))[0])
 
 
-def compile_one(job: Job) -> float:
-    """Compile the kernel of one configuration into the cache; seconds it took."""
-    from .. import kernel_launch as host
-    from ..kernels.persistent import draft_kernel
-    from ..packed_head import pack_head
-    from ..tuned_cache import FixedLaunch
-    from ..workspace import allocate_workspace
-
-    start = time.perf_counter()
+def compile_one(job: Job) -> None:
+    """Compile the kernel of one configuration into the cache."""
     dims, cfg, params = job
     device = torch.device("meta")
-    head = first_rows(random_head(dims, device, cfg.dtype), cfg.draft_vocab)
-    if cfg.screen_rank:
-        head = with_random_screen(head, cfg.screen_rank, cfg.screen_groups, cfg.screen_per_group)
+    head = random_head(dims, device, cfg.dtype).of_rows(slice(cfg.draft_vocab))
+    head = with_random_screen(head, cfg.screen_rank, cfg.screen_groups, cfg.screen_per_group)
     packed = pack_head(head, cfg, FixedLaunch(params))
-    bufs = Buffers.allocate(cfg, device)
-    bufs.workspace.update(allocate_workspace(cfg, params, device))
+    bufs = allocate_buffers(cfg, Weights(head, packed))
     features = torch.empty(cfg.num_slots, 16, cfg.feature_width, dtype=cfg.dtype, device=device)
     draft_kernel.warmup(
         grid=(params.num_programs,),
-        **host.kernel_arguments(cfg, features, packed, bufs),
-        **host.kernel_constants(cfg, params, packed.draft_vocab),
-        **host.compile_options(params),
+        **kernel_arguments(cfg, features, packed, bufs),
+        **kernel_constants(cfg, params, packed.draft_vocab),
+        **compile_options(params),
         launch_cooperative_grid=True,
     )
-    return time.perf_counter() - start
 
 
 def compile_all(jobs: Sequence[Job], seconds: float) -> list[bool]:

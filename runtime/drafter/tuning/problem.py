@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,11 +108,8 @@ def random_head(
 
     ``lm_head_gain``: about the standard deviation of the logits.
     """
-    generator = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
-
-    def matrix(out: int, size: int, gain: float = 1.0) -> Tensor:
-        weight = torch.randn(out, size, generator=generator, device=device, dtype=dtype)
-        return weight.mul_(gain * size**-0.5)
+    generator = _generator(device, seed)
+    matrix = partial(_random_matrix, generator, device, dtype)
 
     def norm() -> Tensor:
         return 1 + 0.2 * torch.randn(dims.hidden, generator=generator, device=device, dtype=dtype)
@@ -144,25 +142,28 @@ def random_head(
     )  # fmt: skip
 
 
-def first_rows(head: HeadWeights, draft_vocab: int) -> HeadWeights:
-    """The same head over its first ``draft_vocab`` LM-head rows."""
-    return head.of_rows(slice(draft_vocab))
+def _generator(device: torch.device, seed: int) -> torch.Generator | None:
+    return None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+
+
+def _random_matrix(
+    generator: torch.Generator | None, device: torch.device, dtype: torch.dtype, out: int, size: int, gain: float = 1.0
+) -> Tensor:
+    weight = torch.randn(out, size, generator=generator, device=device, dtype=dtype)
+    return weight.mul_(gain * size**-0.5)
 
 
 def with_random_screen(
     head: HeadWeights, rank: int, groups: int = GROUPS, per_group: int = PER_GROUP, lm_head_gain: float = 3.0
 ) -> HeadWeights:
-    """The head with a random LM head of this rank, and the screen that is exact for it but for rounding.
+    """The head with a random LM head of this rank, and the screen that is exact for it but for rounding; 0 for none.
 
     So a draft behind the screen can be replayed: a screen of a random LM head would choose at random.
     """
-    generator = None if head.device.type == "meta" else torch.Generator(head.device).manual_seed(1)
-
-    def matrix(out: int, size: int, gain: float) -> Tensor:
-        weight = torch.randn(out, size, generator=generator, device=head.device, dtype=head.dtype)
-        return weight.mul_(gain * size**-0.5)
-
-    rows, down = matrix(head.draft_vocab, rank, lm_head_gain), matrix(rank, head.hidden, 1.0)
+    if rank == 0:
+        return head
+    matrix = partial(_random_matrix, _generator(head.device, 1), head.device, head.dtype)
+    rows, down = matrix(head.draft_vocab, rank, lm_head_gain), matrix(rank, head.hidden)
     screen = Screen(rows, down.float(), down.float().T.contiguous(), groups, per_group)
     return replace(head, lm_head=rows @ down, screen=screen)
 
@@ -183,7 +184,8 @@ def draft_config(
     dims: Dims, draft_vocab: int, tree: TreeConfig, num_slots: int, prefix: int,
     dtype: torch.dtype = torch.bfloat16, weight_dtype: torch.dtype | None = None, screen_rank: int = 0,
 ) -> DrafterConfig:  # fmt: skip
-    """Dimensions of a draft with `random_head`, and `with_random_screen` where ``screen_rank`` is not 0."""
-    head = first_rows(random_head(dims, torch.device("meta"), dtype), draft_vocab)
-    head = with_random_screen(head, screen_rank) if screen_rank else head
-    return DrafterConfig.of(head, tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype)
+    """Dimensions of a draft with `random_head` and `with_random_screen`."""
+    head = random_head(dims, torch.device("meta"), dtype).of_rows(slice(draft_vocab))
+    return DrafterConfig.of(
+        with_random_screen(head, screen_rank), tree, num_slots, prefix + MAX_NEW_TOKENS, weight_dtype
+    )

@@ -70,24 +70,17 @@ def interleave(
     return {name: Times.of(values) for name, values in samples.items()}
 
 
-@dataclass(frozen=True)
-class Recording:
-    """A CUDA graph, with the callable that it was recorded from: what that holds must live as long as the graph."""
-
-    run: Callable[[], object]
-    graph: torch.cuda.CUDAGraph
-
-    def __call__(self) -> None:
-        """Replay."""
-        self.graph.replay()
-
-
-def capture(run: Callable[[], object]) -> Recording:
-    """Record a callable in a CUDA graph after warming it up on the side stream."""
+def capture(run: Callable[[], object]) -> Callable[[], None]:
+    """Record a callable in a CUDA graph after warming it up on the side stream; returns what replays it."""
     graph = torch.cuda.CUDAGraph()
     with side_stream() as stream:
         for _ in range(3):
             run()
         with torch.cuda.graph(graph, stream=stream):
             run()
-    return Recording(run, graph)
+
+    # What ``run`` holds must live as long as the graph.
+    def replay(_kept: object = run) -> None:
+        graph.replay()
+
+    return replay

@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 import torch
 from eagle_slim.runtime import SpeculativeModel
-from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.follow import FollowRows, JoinedVocab
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.settings import TreeConfig
 from eagle_slim.vocab_tools.vocabulary.draft_vocab import DraftVocab
-from support.drafting import random_head, union_head, with_follow
+from support.drafting import draft, random_head, union_head, with_follow
 from support.raising import raises
 from support.tiny_models import VOCAB, random_prompts, tiny_target, write_head
 
@@ -55,27 +53,14 @@ def test_base_and_tail_side_by_side() -> None:
     assert logits[:, 0].tolist() == [[0.5, 1, 2, 3, 7, 9], [0, 1, 2, 3, -torch.inf, -torch.inf]]
 
 
-def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]]) -> list[list[int]]:
-    drafter = Drafter(head, TreeConfig(2, 4, 20)).on_slots(3, 30)
-    new = torch.randn(3, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
-    drafter.features[:, :2] = new
-    drafter.bufs.set_step([0, 1, 2], [[3, 5], [7], [1, 2]], [0, 0, 0])
-    for slot, tail in tails.items():
-        if head.follow is not None:
-            assert drafter.bufs.tails is not None
-            drafter.bufs.tails.set_slot(slot, tail, head.follow)
-    drafter.draft()
-    return drafter.bufs.draft_tokens.tolist()
-
-
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])
 def test_a_draft_is_that_of_a_head_of_base_and_tail(kind: str) -> None:
     head = with_follow(random_head(kind), 60)
     tails = {0: tuple(range(60)), 1: (), 2: (3, 4, 50)}
     mine = draft(head, tails)
     for slot, tail in tails.items():
-        assert mine[slot] == draft(union_head(head, tail), {})[slot], slot
-    assert mine[0] != draft(replace(head, follow=None), {})[0]
+        assert mine[slot] == draft(union_head(head, tail))[slot], slot
+    assert mine[0] != draft(replace(head, follow=None))[0]
 
 
 def test_rows_of_another_head_are_refused() -> None:

@@ -19,14 +19,13 @@ from eagle_slim.runtime.compare.candidates import find_candidates, rank_heads
 from eagle_slim.runtime.drafter.drafter import Drafter
 from eagle_slim.runtime.drafter.reference import ReferenceDraft
 from eagle_slim.runtime.drafter.screen import Screen, best_of_groups, load_screen
-from eagle_slim.runtime.drafter.weights import HeadWeights
 from eagle_slim.runtime.errors import UsageError
 from eagle_slim.runtime.requests import tree_size
 from eagle_slim.runtime.settings import TreeConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.conversion import convert
-from support.drafting import random_head, union_head, with_follow, with_screen
+from support.drafting import draft, random_head, union_head, with_follow, with_screen
 from support.heads import write_freq
 from support.raising import raises
 from support.tiny_models import VOCAB, plain_greedy, random_prompts, tiny_target, write_head
@@ -56,18 +55,6 @@ def test_equals_a_sort_of_each_group(rows: int, groups: int, per_group: int) -> 
         assert found.tolist() == wanted
         screen = Screen(torch.zeros(rows, 2), torch.zeros(2, 4), torch.zeros(4, 2), groups, per_group)
         assert screen.num_candidates == sum(row >= 0 for row in wanted)
-
-
-def draft(head: HeadWeights, tails: dict[int, tuple[int, ...]] | None = None) -> list[list[int]]:
-    drafter = Drafter(head, TreeConfig(2, 4, 20)).on_slots(2, 30)
-    drafter.features[:, :2] = torch.randn(2, 2, head.feature_width, generator=torch.Generator().manual_seed(1))
-    drafter.bufs.set_step([0, 1], [[3, 5], [7]], [0, 0])
-    for slot, tail in (tails or {}).items():
-        assert head.follow is not None
-        assert drafter.bufs.tails is not None
-        drafter.bufs.tails.set_slot(slot, tail, head.follow)
-    drafter.draft()
-    return drafter.bufs.draft_tokens.tolist()
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle"])

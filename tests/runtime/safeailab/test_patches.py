@@ -92,9 +92,12 @@ def assert_same_tree(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> N
         assert torch.equal(mine, theirs), (name, mine, theirs)
 
 
-def assert_same_kv(found: Any, wanted: Any) -> None:
-    for mine, theirs in zip(found[0], wanted[0], strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+def assert_same_drafts(layer: Any, calls: list[tuple[tuple[Any, ...], tuple[Tensor, ...], Any]]) -> None:
+    """Draft what `drafts` recorded again, from an empty cache."""
+    layer.reset_kv()
+    for arguments, wanted, kv in calls:
+        assert_same_tree(layer.topK_genrate(*arguments), wanted)
+        torch.testing.assert_close(layer.stable_kv, kv, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,10 +107,7 @@ def test_drafts_are_upstreams(model_of: Callable[[str], Any], name: str, sampled
     calls = drafts(model, sampled)
     assert max(call[0][0].shape[1] for call in calls[1:]) > 1, "no draft was accepted"
     patch_ea_model_with_triton_drafter(model, drafter="reference")
-    model.ea_layer.reset_kv()
-    for arguments, wanted, kv in calls:
-        assert_same_tree(model.ea_layer.topK_genrate(*arguments), wanted)
-        assert_same_kv(model.ea_layer.stable_kv, kv)
+    assert_same_drafts(model.ea_layer, calls)
     unpatch_ea_model(model)
 
 
@@ -119,10 +119,7 @@ def test_the_kernel_drafts_so_too(model_of: Callable[[str], Any], name: str) -> 
         # The second draft begins behind cached pairs.
         calls = drafts(model)[:2]
         patch_ea_model_with_triton_drafter(model)
-        model.ea_layer.reset_kv()
-        for arguments, wanted, kv in calls:
-            assert_same_tree(model.ea_layer.topK_genrate(*arguments), wanted)
-            assert_same_kv(model.ea_layer.stable_kv, kv)
+        assert_same_drafts(model.ea_layer, calls)
         unpatch_ea_model(model)
 
 

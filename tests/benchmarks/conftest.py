@@ -1,0 +1,28 @@
+"""A tiny model that whole calls are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+# What imports Triton is imported in the fixtures: this file is read before the interpreter is chosen.
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from eagle_slim.runtime import SpeculativeModel
+    from support.tiny_models import write_pair
+
+    target, head = write_pair(tmp_path_factory.mktemp("pair"))
+    return SpeculativeModel.from_pretrained(target, head, target_backend="fused", depth=2, top_k=4, total_tokens=20)
+
+
+@pytest.fixture
+def pool(model: Any) -> Any:
+    import numpy as np
+
+    from benchmarks.shared.questions import Pool
+
+    text = np.random.default_rng(0).integers(3, 340, 250).tolist()
+    return Pool(model, [model.encode_chat("hello"), model.encode_chat("good day")], text, 0, 32, new_tokens=9)

@@ -1,0 +1,33 @@
+"""What is wrong with a benchmark's arguments ends it before anything is loaded, with exit code 2."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+MISTAKES = {
+    "answers": (["--new", "1"], ["--limit", "0"], ["--nodes", "1"], ["--out", "/"]),
+    "exact": (["--tokens", "0"], ["--seconds", "0"], ["--questions", "3"], ["--out", "/"]),
+    "gates": (["--out", "/"], ["--thresholds", "x"]),
+    "soak": (["--tokens", "0"], ["--longest", "8"], ["--out", "/"]),
+    "step": (["--dims", "gpt"],),
+    "trace": (["--dims", "gpt"],),
+}
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, each) for name, lines in MISTAKES.items() for each in lines])
+def test_mistakes(name: str, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{name}").main(arguments)
+    assert stopped.value.code == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("name", ["draft", "gates"])
+def test_without_a_gpu(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(f"benchmarks.{name}").main([])
+    assert stopped.value.code == 2
+    assert "needs an NVIDIA GPU" in capsys.readouterr().err
